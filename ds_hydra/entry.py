@@ -65,39 +65,20 @@ def initialize(
     as `check_config` says.
     """
     show_refusals_plainly()
-    raw = read_config(args, config, config_params)
-    parsed = parse_config(raw)
+    parsed = parse_config(read_config(args, config, config_params))
     show_log(rank := launched_number("RANK") or 0)
+    own = {"loss_fn": loss_fn, "pre_step_callback": pre_step_callback}
     shared = {
         "args": args, "optimizer": optimizer, "model_parameters": model_parameters, "training_data": training_data,
         "lr_scheduler": lr_scheduler,
     }  # fmt: skip
     if parsed is None:
-        if rank == 0:
-            logger.info('the config has no block "hydra": plain DeepSpeed trains')
-        return _plain_deepspeed(
-            {"loss_fn": loss_fn, "pre_step_callback": pre_step_callback},
-            model=model,
-            distributed_port=distributed_port,
-            mpu=mpu,
-            dist_init_required=dist_init_required,
-            collate_fn=collate_fn,
-            config=config,
-            mesh_param=mesh_param,
-            config_params=config_params,
-            **shared,
-        )
-    _refuse_arguments(mpu=mpu, mesh_param=mesh_param)
-    if pre_step_callback is not None and not callable(pre_step_callback):
-        raise ConfigError(
-            f"initialize(pre_step_callback=...) must be a callable of a step's number, ids and lengths, but is a "
-            f"{type(pre_step_callback).__name__}"
-        )
-    if not hasattr(model, "named_parameters"):
-        raise ConfigError(
-            f"initialize() needs a model, but was given {type(model).__name__}: pass a Hugging Face causal language "
-            "model or a DeepSpeed PipelineModule"
-        )
+        theirs = {
+            "distributed_port": distributed_port, "mpu": mpu, "dist_init_required": dist_init_required,
+            "collate_fn": collate_fn, "config": config, "mesh_param": mesh_param, "config_params": config_params,
+        }  # fmt: skip
+        return _plain_deepspeed(own, rank, model=model, **theirs, **shared)
+    _refuse_arguments(model, pre_step_callback, mpu=mpu, mesh_param=mesh_param)
     notes = (*parsed.notes, *_check(parsed))
     if rank == 0:
         for note in notes:
@@ -111,16 +92,18 @@ def initialize(
 
     from ds_hydra.engine.engine import HydraEngine
 
-    engine = HydraEngine(parsed, model, loss_fn=loss_fn, pre_step_callback=pre_step_callback, **shared)
+    engine = HydraEngine(parsed, model, **own, **shared)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-def _plain_deepspeed(own: Mapping[str, Any], **arguments: Any) -> tuple[Any, Any, Any, Any]:
+def _plain_deepspeed(own: Mapping[str, Any], rank: int, **arguments: Any) -> tuple[Any, Any, Any, Any]:
     for name, value in own.items():
         if value is not None:
             raise ConfigError(
                 f'initialize({name}=...) needs a config with a block "hydra": plain DeepSpeed has no such argument'
             )
+    if rank == 0:
+        logger.info('the config has no block "hydra": plain DeepSpeed trains')
     import deepspeed
 
     return deepspeed.initialize(**arguments)
@@ -140,11 +123,22 @@ def _check(parsed: ParsedConfig) -> tuple[str, ...]:
     return deepspeed_defaults(parsed, deepspeed_config(parsed))
 
 
-def _refuse_arguments(**arguments: Any) -> None:
-    """Arguments of `deepspeed.initialize` that have no meaning here; ignoring them would change the result."""
-    for name, value in arguments.items():
+def _refuse_arguments(model: Any, pre_step_callback: Any, **without_meaning: Any) -> None:
+    """A model or callback that is none, and arguments of `deepspeed.initialize` that have no meaning here: ignoring
+    them would change the result."""
+    for name, value in without_meaning.items():
         if value is not None:
             raise ConfigError(
                 f'initialize({name}=...) cannot be used with a "hydra" block: process groups follow from '
                 "hydra.strategies. Leave it out"
             )
+    if pre_step_callback is not None and not callable(pre_step_callback):
+        raise ConfigError(
+            f"initialize(pre_step_callback=...) must be a callable of a step's number, ids and lengths, but is a "
+            f"{type(pre_step_callback).__name__}"
+        )
+    if not hasattr(model, "named_parameters"):
+        raise ConfigError(
+            f"initialize() needs a model, but was given {type(model).__name__}: pass a Hugging Face causal language "
+            "model or a DeepSpeed PipelineModule"
+        )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hydra.pipe import row_collectives
-from ds_hydra.pipe.models import boxes as running
+from ds_hydra.pipe.models import boxed_layers as running
 from ds_hydra.pipe.models import three_ways
 from ds_hydra.pipe.models.boxed_stage import StageBoxes
 from ds_hydra.pipe.models.causal_lm import CausalLM

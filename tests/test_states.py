@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ds_hydra.pipe.carried import Carried
 from ds_hydra.pipe.contexts import Contexts
-from ds_hydra.pipe.models import boxes as running
+from ds_hydra.pipe.models import boxed_layers as running
 from ds_hydra.pipe.models import find_boxes
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.models.facts import ModelFacts

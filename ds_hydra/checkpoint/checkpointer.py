@@ -19,9 +19,10 @@ import torch
 
 from ds_hydra.checkpoint import folder as folders
 from ds_hydra.checkpoint import state
-from ds_hydra.checkpoint.format import Manifest, OtherJobError, check_client_state, check_saved_text, check_tag
+from ds_hydra.checkpoint.format import Manifest, OtherJobError, check_client_state, check_tag
 from ds_hydra.checkpoint.loading import Loading, PartsToLoad, TrainingState, as_json
 from ds_hydra.checkpoint.optimizer_state import collect_groups, element_wise_states, fresh_state
+from ds_hydra.checkpoint.read_manifest import check_saved_text
 from ds_hydra.checkpoint.write import Saving, Writer, try_writing, warn_of_little_space
 from ds_hydra.host.loss_scale import LossScale
 from ds_hydra.ranks.channel import Channel

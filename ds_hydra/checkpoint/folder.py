@@ -21,7 +21,8 @@ import os
 import shutil
 from pathlib import Path
 
-from ds_hydra.checkpoint.format import MANIFEST, MAX_MANIFEST_BYTES, Manifest, check_tag, read_manifest
+from ds_hydra.checkpoint.format import MANIFEST, MAX_MANIFEST_BYTES, Manifest, check_tag
+from ds_hydra.checkpoint.read_manifest import read_manifest
 from ds_hydra.zero_hetero.errors import CheckpointError
 
 logger = logging.getLogger(__name__)

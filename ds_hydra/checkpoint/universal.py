@@ -56,30 +56,8 @@ def to_universal(folder: Path, tag: str | None, target: Path, target_tag: str | 
     if out.exists():
         raise CheckpointError(f"{out} exists already: remove it or choose another tag")
     zero = out / "zero"
-    # DeepSpeed's layout: a folder for each trained parameter with its value and each of its states in a file; frozen
-    # ones stand in the model states below.
     zero.mkdir(parents=True)
-    reader = RangeReader(manifest, folder / found)
-    frozen: dict[str, Tensor] = {}
-    for bucket in manifest.buckets:
-        for param in bucket.params:
-            whole = reader.read_all(param, "master")
-            # Cloned: a view would be saved with all the memory that it is a view of.
-            value = from_flat(whole, param.shape, param.dim, param.parts).clone()
-            if not bucket.trainable:
-                frozen[param.name] = value
-                continue
-            place = zero / _plain_name(param.name)
-            place.mkdir()
-            torch.save({"param": value, "cat_dim": 0}, place / "fp32.pt")
-            for key in manifest.states:
-                flat = reader.read_all(param, key)
-                state = from_flat(flat, param.shape, param.dim, param.parts).clone()
-                torch.save({"param": state, "cat_dim": 0}, place / f"{_plain_name(key)}.pt")
-            step = next((group.scalars["step"] for group in manifest.groups if "step" in group.scalars), None)
-            if step is not None:
-                torch.save(_number(step), place / "step.pt")
-    reader.close()
+    frozen = _write_parameters(manifest, folder / found, zero)
     groups = [
         {key: tuple(v) if isinstance(v, list) else v for key, v in group.options.items() if key in _OPTIONS}
         | {"params": [index]}
@@ -105,6 +83,33 @@ def to_universal(folder: Path, tag: str | None, target: Path, target_tag: str | 
     )
     folders.write_durably(target / _LATEST, out.name)
     return out
+
+
+def _write_parameters(manifest: Manifest, source: Path, zero: Path) -> dict[str, Tensor]:
+    """DeepSpeed's layout: a folder for each trained parameter with its value and each of its states in a file. Returns
+    the frozen ones, which stand in the model states."""
+    reader = RangeReader(manifest, source)
+    frozen: dict[str, Tensor] = {}
+    for bucket in manifest.buckets:
+        for param in bucket.params:
+            whole = reader.read_all(param, "master")
+            # Cloned: a view would be saved with all the memory that it is a view of.
+            value = from_flat(whole, param.shape, param.dim, param.parts).clone()
+            if not bucket.trainable:
+                frozen[param.name] = value
+                continue
+            place = zero / _plain_name(param.name)
+            place.mkdir()
+            torch.save({"param": value, "cat_dim": 0}, place / "fp32.pt")
+            for key in manifest.states:
+                flat = reader.read_all(param, key)
+                state = from_flat(flat, param.shape, param.dim, param.parts).clone()
+                torch.save({"param": state, "cat_dim": 0}, place / f"{_plain_name(key)}.pt")
+            step = next((group.scalars["step"] for group in manifest.groups if "step" in group.scalars), None)
+            if step is not None:
+                torch.save(_number(step), place / "step.pt")
+    reader.close()
+    return frozen
 
 
 def from_universal(source: Path, target: Path, tag: str, *, step: int | None = None) -> Path:

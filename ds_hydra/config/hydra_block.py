@@ -12,11 +12,10 @@ from ds_hydra.config.checks import AUTO, choice, flag, integer, number, parse_bl
 from ds_hydra.config.cluster_block import NodesConfig, read_cluster, read_tables
 from ds_hydra.config.deepspeed_settings import KNOWN_SETTINGS, screen_deepspeed_settings
 from ds_hydra.config.planner_block import PLANNER_GONE, PlannerConfig
+from ds_hydra.config.strategies import strategies_by_ranks, strategies_of
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.pipe.stage_options import RECOMPUTE_MLP, StageOptions
-from ds_hydra.plan.phase import THEN
-from ds_hydra.plan.runnable import check_shape
-from ds_hydra.zero_hetero.errors import ConfigError, PlanError
+from ds_hydra.zero_hetero.errors import ConfigError
 
 if TYPE_CHECKING:
     from ds_hydra.planner.options import PlannerOptions
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 BLOCK = "hydra"
 WEIGHTS = "weights"
 FLASH_3 = "flash_3"
-_MAX_DEGREE_DIGITS = 6
 _FROZEN_S = 9.0
 _ELASTIC_TIMEOUT_S = 30.0
 _GONE = {
@@ -113,27 +111,13 @@ class TraceConfig:
     """In these steps run torch's profiler too; each rank writes profile_stepN_rankR.json."""
 
 
-def _strategies_by_ranks(value: Any, place: str) -> tuple[tuple[int, tuple[str, ...]], ...]:
-    if not isinstance(value, Mapping):
-        raise ConfigError(f'config: {place} must be a block such as {{"3": ["3*tp1"]}}, but is {value!r}')
-    found: dict[int, tuple[str, ...]] = {}
-    for key, listed in value.items():
-        if not (isinstance(key, str) and key.isdecimal() and int(key) > 0):
-            raise ConfigError(f"config: {place} has the key {key!r}, which is no number of ranks")
-        found[int(key)] = strategies = _strategies(listed, f"{place}.{key}")
-        used = StrategyShape.parse(strategies[0]).num_ranks if strategies else int(key)
-        if used != int(key):
-            raise ConfigError(f"config: {place}.{key} lists {strategies[0]!r}, which uses {used} ranks and not {key}")
-    return tuple(sorted(found.items()))
-
-
 @dataclass(frozen=True, slots=True)
 class ElasticConfig:
     """The block "hydra.elastic": training goes on in the other processes when a rank is lost. Each rank keeps a copy of
     another one's masters and optimizer state, so that no step is lost. It takes a launcher that lets survivors live,
     `ds-hydra launch`; under any other the job is refused before step 0."""
 
-    strategies: tuple[tuple[int, tuple[str, ...]], ...] = setting(_strategies_by_ranks, ())
+    strategies: tuple[tuple[int, tuple[str, ...]], ...] = setting(strategies_by_ranks, ())
     """Candidate strategies by the number of ranks that are left, such as {"3": ["3*tp1"]}; "auto" proposes them, as it
     does for a number that is not listed."""
     compare_every: int = setting(integer(0), 100)
@@ -151,26 +135,6 @@ def _trace(value: Any, place: str) -> TraceConfig:
     return parse_block(TraceConfig, value, place)
 
 
-def _strategies(value: Any, place: str) -> tuple[str, ...]:
-    """ "auto" as (); else each string in its canonical form. All must use the same number of ranks."""
-    if value == "auto":
-        return ()
-    if not isinstance(value, (list, tuple)) or not value:
-        raise ConfigError(
-            f'config: {place} must be "auto" or a non-empty list of strings such as "tp4 + 2*tp1pp2 + sp2", '
-            f"but is {value!r}"
-        )
-    shapes = [_shape(item, f"{place}[{index}]") for index, item in enumerate(value)]
-    ranks = [shape.num_ranks for shape in shapes]
-    for index, used in enumerate(ranks):
-        if used != ranks[0]:
-            raise ConfigError(
-                f"config: {place}[0] {value[0]!r} uses {ranks[0]} ranks but {place}[{index}] "
-                f"{value[index]!r} uses {used}: all strategies of a job share the same ranks"
-            )
-    return tuple(str(shape) for shape in shapes)
-
-
 def _fast_paths(value: Any, place: str) -> tuple[str, ...]:
     """ "auto" as the usual ones, "off" as (); else each name once."""
     known = (*StageOptions.paths(), FLASH_3)
@@ -180,24 +144,6 @@ def _fast_paths(value: Any, place: str) -> tuple[str, ...]:
         raise ConfigError(f'config: {place} must be "auto", "off" or a list of {", ".join(known)}, but is {value!r}')
     check = choice(*known)
     return tuple(dict.fromkeys(check(name, f"{place}[{index}]") for index, name in enumerate(value)))
-
-
-def _shape(value: Any, place: str) -> StrategyShape:
-    if not isinstance(value, str):
-        raise ConfigError(f'config: {place} must be a string such as "tp4 + 2*tp1pp2", but is {value!r}')
-    if any(len(digits) > _MAX_DEGREE_DIGITS for digits in re.findall(r"\d+", value)):
-        raise ConfigError(f"config: {place} {value[:80]!r} holds a number of more than {_MAX_DEGREE_DIGITS} digits")
-    if THEN in value:
-        raise ConfigError(
-            f"config: {place} {value!r} names several phases, which only a replayed plan can have: list each phase's "
-            "strategy on its own, and name the file of plans in hydra.replay"
-        )
-    try:
-        shape = StrategyShape.parse(value)
-        check_shape(shape)
-        return shape
-    except PlanError as error:
-        raise ConfigError(f"config: {place}: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +164,7 @@ class HydraConfig:
     """Longest sequence that is trained on, in tokens, at most the model's positions; None sets no limit."""
     too_long: str = setting(choice("error", "truncate", "skip"), "error")
     """What to do with a sequence longer than `context_length`; truncated and skipped ones are counted in the log."""
-    strategies: tuple[str, ...] = setting(_strategies, ())
+    strategies: tuple[str, ...] = setting(strategies_of, ())
     """Candidate strategies, in canonical form; () is "auto": the planner proposes them."""
     choose: str = setting(choice("best", "cycle", renamed=_CHOOSE_RENAMED), "best")
     """"best": the planner's choice in each step; "cycle": in turn."""

@@ -1,4 +1,4 @@
-"""A model's sizes and rough speeds in, a cost table out, for when nothing has been measured. Pure: no torch."""
+"""Costs from a model's sizes and rough speeds, for when nothing has been measured: times and activations. Pure."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.costs.memory import Activations
 from ds_hydra.costs.peak import CAUSAL_FLOPS, known_devices, peak_tflops
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.shape import ParallelScheme
@@ -148,3 +149,41 @@ def flops_of(plan: ModelPlan, hidden: int, lengths: Iterable[int]) -> float | No
     multiplied = plan.last.union(*plan.layers)
     weights = sum(param.numel for param in params if len(param.shape) == 2 and param.name in multiplied)
     return sum(6.0 * length * (weights + hidden * plan.num_layers * length) for length in lengths)
+
+
+def estimate_activations(
+    hidden: int, intermediate: int, heads: int, kv_heads: int, param_bytes: int, tp: int, sp: int,
+    *, checkpointing: bool = False, token_sharding: bool = False, short_norms: bool = False, short_gates: bool = False,
+) -> Activations:  # fmt: skip
+    """Activations of a Llama-like layer with fused attention, for when none were measured.
+
+    Per token a layer keeps: its two normalised inputs with their FP32 copies and statistics, q, k, v and the attention
+    output, gate, up and their product, residuals; TP divides what lies between its two collectives, and with token
+    sharding all of it, SP all of it. What enters a block has all tokens while it is used, sharded or not. With
+    `short_norms` a norm keeps its input and its output alone, with `short_gates` an MLP gate and up.
+    With checkpointing a layer keeps its input only, and what one layer keeps becomes the transient. A weight's gradient
+    needs the input and the gradient of the output of its layer. Slices keep FP32 gradients of their keys and values,
+    and with checkpointing the keys and values themselves, which no other backward needs. Without it a layer may still
+    be computed again for one micro-batch or another: it keeps its input then, and keys and values for later slices.
+    """
+    key_value = 2.0 * max(kv_heads, tp) / heads * hidden
+    shards = tp if token_sharding else 1
+    whole = 4 * hidden * param_bytes + (0 if short_norms else 2 * hidden * 4)
+    cut = (2 * hidden + key_value + 4 * intermediate) * param_bytes
+    kept = cut - (2 * intermediate * param_bytes if short_gates else 0)
+    layer = (whole / shards + kept / tp) / sp
+    stream = hidden * param_bytes / (sp * shards)
+    transient = (cut / tp + whole) / sp
+    key_value /= tp * sp
+    if checkpointing:
+        return Activations(
+            stream, stream, 4 * stream, transient + layer,
+            until_weight=0.0, context=key_value * (param_bytes + 4) / stream, recomputed=1.0,
+        )  # fmt: skip
+    # Inputs: normalised ones, of the attention's and the MLP's outputs. Gradients: of q, k, v, gate, up, both outputs.
+    needed = (2 * hidden + 2 * hidden) * param_bytes / (sp * shards)
+    needed += ((2 * hidden + 3 * intermediate) / (tp * sp) + key_value) * param_bytes
+    return Activations(
+        layer, stream, 4 * stream, transient, until_weight=min(1.0, needed / layer), context=4 * key_value / layer,
+        recomputed=(stream + key_value * param_bytes) / layer,
+    )  # fmt: skip

@@ -18,7 +18,6 @@ not known are refused, so that a mistyped one is not silently without effect.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -29,13 +28,12 @@ from pathlib import Path
 from typing import Any
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.costs.job_fingerprint import JobFingerprint, read_job
 from ds_hydra.costs.memory import Activations
 from ds_hydra.costs.peak import SEEN, Peak, believed
 from ds_hydra.costs.shares import Shares, Terms
 from ds_hydra.costs.slow_ranks import NONE, SlowRanks
-from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
-from ds_hydra.pipe.stage_options import AS_WRITTEN, StageOptions
 from ds_hydra.zero_hetero.errors import ConfigError
 from ds_hydra.zero_hetero.safe_json import parse_json
 
@@ -50,41 +48,6 @@ _SHARES_KEYS = ("forward", "weight", "until_weight", "context")
 _MORE_SHARES_KEYS = ("recomputed", "state")
 _MOST_FLOPS = 1e30
 _MOST = 1e15  # bytes of activations of a token: more is a mistake, and products of it would overflow
-# What must be equal between a table and a job, and what to do when it is not. Other things, such as the versions of
-# libraries, are written down for a reader and refuse nothing.
-_MUST_MATCH = {
-    "model": "profile this model",
-    "device": "profile on this device",
-    "dtype": "profile with this job's dtype, or change bf16/fp16 in the config",
-    "attention": "profile with the same attention backend",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class JobFingerprint:
-    """All that decides whether the times and limits of a measured cost table hold for a job."""
-
-    model: str  # see `model_fingerprint`
-    device: str
-    dtype: str
-    attention: str
-    stages: StageOptions = AS_WRITTEN
-    num_ranks: int = 0  # MaxLen was made for this many: the masters are shared by them
-    threads: int = 0  # of a rank, on a CPU
-    versions: tuple[tuple[str, str], ...] = ()  # library, version
-
-    def differences(self, job: JobFingerprint) -> list[str]:
-        """What forbids a table that was measured for this job to be used for another, one line each."""
-        found = [
-            (name, getattr(self, name), getattr(job, name), remedy)
-            for name, remedy in _MUST_MATCH.items()
-            if getattr(self, name) != getattr(job, name)
-        ]
-        found += [
-            (name, own, other, f"profile with the same {setting}")
-            for name, own, other, setting in self.stages.differences(job.stages)
-        ]
-        return [f"{name}: the table has {own!r}, the job {other!r} ({remedy})" for name, own, other, remedy in found]
 
 
 @dataclass(frozen=True)
@@ -150,7 +113,7 @@ def table_file_from_record(record: Any, place: str) -> TableFile:
     table = read_table(record, place)
     if table.slow.paces:
         raise ConfigError(f'{place}: which ranks are "slow" is what a job finds out while it trains; leave it out')
-    job = _read_job(record["job"], place) if record.get("job") is not None else None
+    job = read_job(record["job"], place) if record.get("job") is not None else None
     try:
         activations = activations_from_record(record["activations"]) if "activations" in record else None
     except (AttributeError, TypeError, ValueError) as error:
@@ -291,25 +254,6 @@ def _read_shares(record: object) -> Shares:
     return Shares(Terms(**terms[0]), Terms(**terms[1]), **memory)
 
 
-def _read_job(job: object, place: str) -> JobFingerprint:
-    # Newer fields have defaults, so that tables written before there were such fields still load.
-    names = {field.name for field in fields(JobFingerprint)}
-    if isinstance(job, Mapping) and "stages" not in job:
-        beside = {field.name for field in fields(StageOptions)} & set(job)
-        job = {name: value for name, value in job.items() if name not in beside} | {
-            "stages": {name: job[name] for name in beside}
-        }
-    if not isinstance(job, Mapping) or not set(_MUST_MATCH) <= set(job) <= names:
-        raise ConfigError(f'{place}: "job" must hold {", ".join(sorted(_MUST_MATCH))}; profile again')
-    try:
-        stages, versions = StageOptions.from_json(job["stages"]), tuple(dict(job.get("versions", {})).items())
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f'{place}: "stages" or "versions" of "job" cannot be read ({error}); profile again'
-        ) from error
-    return JobFingerprint(**{**job, "stages": stages, "versions": versions})
-
-
 def activations_record(figures: Mapping[tuple[int, int], Activations]) -> dict[str, dict[str, float]]:
     """Activations by (TP, SP) as JSON holds them, by the text "TP,SP"."""
     return {f"{tp},{sp}": asdict(figure) for (tp, sp), figure in figures.items()}
@@ -347,13 +291,6 @@ def check_job(found: TableFile, job: JobFingerprint, place: str) -> None:
             f"the cost table {place} was not measured for this job:\n  " + "\n  ".join(differences) + "\n"
             "Write one with `ds-hydra profile`, or leave out hydra.cost_table for an estimate"
         )
-
-
-def model_fingerprint(plan: ModelPlan) -> str:
-    """Hash of names, shapes and shard rules of all parameters, and of the heads: equal for equally shaped models."""
-    shapes = [(p.name, p.shape, p.trainable, p.rule.dim, p.rule.parts) for b in plan.buckets for p in b.params]
-    text = repr((shapes, plan.num_heads, plan.num_kv_heads, plan.num_layers))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def write_atomically(path: str | Path, text: str) -> None:

@@ -79,7 +79,7 @@ class EmulatedEngine(HydraEngine):
         super().assemble(job, guard=guard)
         source, crew, cluster = self._emulated, self.crew, self.module.cluster
         source.links = self._moving
-        crew.stepper.turns_of = self._turns_of
+        crew.stepper.runtimes.turns_of = self._turns_of
         for shape, strategy in crew.prepared.strategies.items():
             for piece, pipeline in zip(shape.pipelines, strategy.pipelines, strict=True):
                 cost, shares = crew.prepared.table[piece], crew.prepared.table.shares(piece)

@@ -137,7 +137,7 @@ class Coming:
                 torch.cuda.set_device(self._world.device)  # a thread begins with device 0
             planned = making.planned = self._plans.next(making.step, self._world.ahead)
             making.row = row_of(planned.plan, making.costs, LATER)
-            if self._stepper.can_build(planned.plan):
+            if self._stepper.runtimes.can_build(planned.plan):
                 making.row[-1] = FAILED
                 making.built = self._stepper.build(planned.plan, making.data, making.costs, making.step + 1)
                 making.row[-1] = making.built.weight

@@ -77,15 +77,7 @@ class Crew:
     """All parts that train a job on one world. All ranks of the world make it together, and close it together."""
 
     def __init__(
-        self,
-        job: Job,
-        world: World,
-        host: HostEngine,
-        signals: Signals,
-        guard: Guard,
-        *,
-        initial: bool,
-        shift: int = 1,
+        self, job: Job, world: World, host: HostEngine, signals: Signals, guard: Guard, *, initial: bool, shift: int = 1
     ):
         """Assemble everything, in the order of [Note: order of assembly]. `host` is given the optimizer.
 
@@ -132,20 +124,7 @@ class Crew:
         if initial:
             give_masters(self.masters, job, world)
             self.real_sequences.before_training()
-        with together(world.channel, "making the optimizer"):
-            # Its parameters are views of the masters: its step changes what the next pull sends, with no copy.
-            groups = self.masters.trained.param_groups([{"names": group.names} for group in job.recipe.groups])
-            optimizer = host.install_optimizer([group["params"] for group in groups])
-            self.loss_scale = LossScale(host)
-            self.update = Update(
-                self.masters.trained, optimizer, job.clipping, self.loss_scale, world, job.config.faults, plan.unread
-            )
-        self.copy: Copy | None = None
-        if job.config.elastic is not None and world.num_ranks > 1:
-            with together(world.channel, "allocating the copy of another rank's masters"):
-                names = [{"names": group.names} for group in job.recipe.groups]
-                self.copy = Copy(job.source, names, self.masters, optimizer, world, self.shift)
-                self.update.copy = self.copy
+        self._make_update(host)
         with together(world.channel, "allocating parameters and gradients"):
             self.stepper = Stepper(
                 job.source,
@@ -164,7 +143,7 @@ class Crew:
                 request=signals.asked,
                 least_arena=self.prepared.room.arena[world.rank],
             )
-        self.stepper.connect()
+        self.stepper.runtimes.connect()
         with together(world.channel, "starting the planner"):
             self._start_planner(producer)
         self.coming = Coming(self.plans, self.stepper, world, self.activity)
@@ -172,6 +151,25 @@ class Crew:
         self.checkpoints = Checkpointer(
             host, self.masters, job.source.aliases, world.background, self.loss_scale, self.learned
         )
+
+    def _make_update(self, host: HostEngine) -> None:
+        """The optimizer, what updates the masters by it, and in an elastic job the copy of another rank's."""
+        job, world = self.job, self.world
+        names = [{"names": group.names} for group in job.recipe.groups]
+        with together(world.channel, "making the optimizer"):
+            # Its parameters are views of the masters: its step changes what the next pull sends, with no copy.
+            groups = self.masters.trained.param_groups(names)
+            optimizer = host.install_optimizer([group["params"] for group in groups])
+            self.loss_scale = LossScale(host)
+            unread = job.source.plan.unread
+            self.update = Update(
+                self.masters.trained, optimizer, job.clipping, self.loss_scale, world, job.config.faults, unread
+            )
+        self.copy: Copy | None = None
+        if job.config.elastic is not None and world.num_ranks > 1:
+            with together(world.channel, "allocating the copy of another rank's masters"):
+                self.copy = Copy(job.source, names, self.masters, optimizer, world, self.shift)
+                self.update.copy = self.copy
 
     def _start_planner(self, producer: ProducerProcess | None) -> None:
         job, world = self.job, self.world

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ds_hydra.costs.table_file import JobFingerprint, model_fingerprint
+from ds_hydra.costs.job_fingerprint import JobFingerprint, model_fingerprint
 from ds_hydra.pipe.attention.backends import choose_backend, torch_varlen
 from ds_hydra.pipe.attention.flash_3 import NAME as FLASH_3
 from ds_hydra.pipe.attention.flash_3 import flash_3_runs

@@ -78,7 +78,7 @@ class Parts:
             planned = crew.plans.given(step - 1, gathered.lengths, first)
             delivered = self._deliver(planned.plan, mine, gathered)
         with crew.together("planning"):
-            crew.real_sequences.before_step(planned.plan, delivered, crew.stepper.strategy_of)
+            crew.real_sequences.before_step(planned.plan, delivered, crew.stepper.runtimes.strategy_of)
             of_loss, objective, divisor = None, None, normaliser and float(normaliser)
             if asked is not None and asked.mixes:
                 of_loss, divisor, delivered = self._mix(asked, planned.plan, mine, gathered, delivered)

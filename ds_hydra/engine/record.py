@@ -93,10 +93,7 @@ def step_record(
         plan_digest=plan.digest(cluster).hex(),
         ids_digest=hashlib.sha256(repr(plan.sequence_ids).encode()).hexdigest()[:16],
         num_micro_batches=tuple(len(pipeline.microbatches) for pipeline in plan.pipelines),
-        pull_ms=1e3 * sum(max(rank.exposed_pull_s for rank in phase.stats) for phase in outcome.phases),
-        push_ms=1e3 * sum(max(pushing_s(phase.stats)) for phase in outcome.phases),
-        slowest_wait_ms=1e3 * sum(fmean(waiting_s(phase.stats)) for phase in outcome.phases),
-        optimizer_ms=1e3 * max(rank.optimizer_s for rank in outcome.stats),
+        **_waits(outcome),
         pull_bytes=outcome.pull_bytes,
         push_bytes=outcome.push_bytes,
         peak_memory_bytes=int(max(rank.peak_memory_bytes for rank in outcome.stats)),
@@ -106,6 +103,16 @@ def step_record(
         plan=plan.to_json(),
         **watched,
     )
+
+
+def _waits(outcome: Outcome) -> dict[str, Any]:
+    """What a step's slowest ranks spent on other things than micro-batches, by the record's names, in ms."""
+    return {
+        "pull_ms": 1e3 * sum(max(rank.exposed_pull_s for rank in phase.stats) for phase in outcome.phases),
+        "push_ms": 1e3 * sum(max(pushing_s(phase.stats)) for phase in outcome.phases),
+        "slowest_wait_ms": 1e3 * sum(fmean(waiting_s(phase.stats)) for phase in outcome.phases),
+        "optimizer_ms": 1e3 * max(rank.optimizer_s for rank in outcome.stats),
+    }
 
 
 def stage_times(outcome: Outcome, plan: StepPlan, measured: Measured, predicted_ms: StageMs) -> Iterator[StageTime]:

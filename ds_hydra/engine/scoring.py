@@ -71,7 +71,7 @@ class Scoring:
         crew, objective = self._crew, Objective(layout=gathered.layout)
         costs = crew.plans.table if step is None else crew.plans.table_of(step - 1)
         mine = crew.stepper.forwards.scores(plan, delivered, costs, objective, step=step)
-        strategies = [crew.stepper.strategy_of(phase) for phase in plan.phases]
+        strategies = [crew.stepper.runtimes.strategy_of(phase) for phase in plan.phases]
         sharding = crew.job.source.plan.token_sharding
         pieces = pieces_of(plan, strategies, crew.world.num_ranks, token_sharding=sharding)
         found = collect(plan, pieces, gathered.owners, mine, crew.world.channel)

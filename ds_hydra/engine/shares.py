@@ -165,5 +165,5 @@ def deliver_streamed(crew: Crew, plan: StepPlan, stream: StreamSampler) -> Deliv
 def _deliver(
     crew: Crew, plan: StepPlan, owners: Sequence[int], mine: Mapping[int, TokenSequence], columns: int = 0
 ) -> Delivered:
-    strategies = [crew.stepper.strategy_of(phase) for phase in plan.phases]
+    strategies = [crew.stepper.runtimes.strategy_of(phase) for phase in plan.phases]
     return deliver(plan, strategies, owners, mine, crew.world.channel, columns)

@@ -87,7 +87,7 @@ class Steps:
         with crew.together("planning"):
             self._protect()
             planned, (built, weight) = self._ready(ready)
-            step, strategies = host.global_steps + 1, map(crew.stepper.strategy_of, planned.plan.phases)
+            step, strategies = host.global_steps + 1, map(crew.stepper.runtimes.strategy_of, planned.plan.phases)
             self.open = OpenStep(host.global_steps, planned, weight, began, tuple(strategies))
             self._begin_next()
             stepper, prepared = crew.stepper, crew.prepared
@@ -170,7 +170,7 @@ class Steps:
         if made is not None and made.built is not None:
             return made.planned, made.built
         planned, data = handed[:2] if handed else self._drawn(made.planned if made else None)
-        crew.real_sequences.before_step(planned.plan, data, crew.stepper.strategy_of)
+        crew.real_sequences.before_step(planned.plan, data, crew.stepper.runtimes.strategy_of)
         built = crew.stepper.build_together(
             planned.plan, data, crew.plans.table_of(host.global_steps), host.global_steps + 1
         )

@@ -65,26 +65,11 @@ def check_strategies(
     longest = longest_sequence(model, context_length)
     name = fingerprint(model, mode, *astuple(options), longest, loss_given, sorted(map(str, run))) if keep else None
     known = _shared(read_verdicts(name) if channel.rank == 0 else {}, channel)
-    found: dict[PipelineShape, Verdict] = {}
     missing = [scheme for scheme in run if scheme not in known]
-    began_cpu = time.process_time()
-    for team in teams(channel.num_ranks, node_size or channel.num_ranks, len(missing)):
-        left = [scheme for scheme in missing if scheme not in found or found[scheme].state == "unchecked"]
-        if not left:
-            break
-        tried = _try(
-            model,
-            run,
-            mine=team.share(channel.rank, left),
-            mode=mode,
-            options=options,
-            began=began_cpu,
-            memory_bytes=_BYTES / team.of_node,
-            longest=longest,
-            loss_given=loss_given,
-        )
-        for text in channel.texts(_to_text(tried)):
-            found |= _from_text(text)
+    found = _try_in_teams(
+        model, run, missing, channel, node_size or channel.num_ranks,
+        mode=mode, options=options, longest=longest, loss_given=loss_given,
+    )  # fmt: skip
     if missing and channel.rank == 0:
         write_verdicts(name, known | found)
     verdicts = known | found
@@ -98,6 +83,24 @@ def check_strategies(
         for note in result.notes:
             logger.warning("self-check: %s", note)
     return result
+
+
+def _try_in_teams(
+    model: Any, run: Sequence[PipelineShape], missing: Sequence[PipelineShape], channel: Channel, node_size: NodeSize,
+    **how: Any,
+) -> dict[PipelineShape, Verdict]:  # fmt: skip
+    """Verdicts on the missing schemes, by as many ranks at once as have the memory; `how` as in `_try`."""
+    found: dict[PipelineShape, Verdict] = {}
+    began = time.process_time()
+    for team in teams(channel.num_ranks, node_size, len(missing)):
+        left = [scheme for scheme in missing if scheme not in found or found[scheme].state == "unchecked"]
+        if not left:
+            break
+        mine = team.share(channel.rank, left)
+        tried = _try(model, run, mine=mine, began=began, memory_bytes=_BYTES / team.of_node, **how)
+        for text in channel.texts(_to_text(tried)):
+            found |= _from_text(text)
+    return found
 
 
 def _try(

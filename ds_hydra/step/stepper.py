@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,35 +14,34 @@ from torch import Tensor
 from ds_hydra.costs.rank_bytes import ElementBytes
 from ds_hydra.pipe.dropout import step_key
 from ds_hydra.pipe.loss import IGNORED
-from ds_hydra.pipe.placement import Strategy, place_strategy
 from ds_hydra.plan.step_plan import joined
 from ds_hydra.plan.works import schedule_batches
 from ds_hydra.ranks.rank_stats import RankStats, gather_stats
 from ds_hydra.step.arena import Arena
 from ds_hydra.step.batching import RankBatches, build_batches
 from ds_hydra.step.built import Built, build_together
-from ds_hydra.step.connections import connections_of
 from ds_hydra.step.forwards import Forwards
 from ds_hydra.step.outcome import Outcome, PhaseOutcome
 from ds_hydra.step.peak_memory import PeakMemory
 from ds_hydra.step.phase_run import PhaseRun
-from ds_hydra.step.strategy_runtime import StrategyRuntime
+from ds_hydra.step.runtimes import Runtimes
 from ds_hydra.zero_hetero.clock import Laps
 
 if TYPE_CHECKING:
     from ds_hydra.costs.cost_table import CostTable
     from ds_hydra.data.tokens import Sequences
     from ds_hydra.host.loss_scale import LossScale
+    from ds_hydra.pipe.placement import Strategy
     from ds_hydra.pipe.rows import MicroBatch
     from ds_hydra.pipe.runtime import Doing
     from ds_hydra.pipe.schedules.actions import Action
     from ds_hydra.pipe.schedules.batches import Batches
     from ds_hydra.pipe.scores import Objective
     from ds_hydra.pipe.stage import ModelSource
-    from ds_hydra.plan.phase import Phase
     from ds_hydra.plan.step_plan import StepPlan
     from ds_hydra.ranks.world import World
     from ds_hydra.step.model_masters import ModelMasters
+    from ds_hydra.step.strategy_runtime import StrategyRuntime
     from ds_hydra.step.update import Applied, Update
 
 logger = logging.getLogger(__name__)
@@ -67,11 +66,11 @@ class _Part(NamedTuple):
 
 
 class Stepper:
-    """Runs plans on this rank. The runtime of a strategy is built in the first step that uses it, and kept.
+    """Runs plans on this rank.
 
     All ranks call the same methods with the same plans. `strategies` are the candidates by their text; `request`
     returns what a signal has asked this rank for; `least_arena` as `least` of `Arena`. The constructor allocates and
-    sends no message; `connect` comes next.
+    sends no message; `connect` of its `runtimes` comes next.
     """
 
     def __init__(
@@ -94,9 +93,7 @@ class Stepper:
     ):
         self._source, self._masters, self._world = source, masters, world
         self._loss_norm, self._seed, self._loss_scale, self._update = loss_norm, seed, loss_scale, update
-        self._strategies, self._activity, self._request = strategies, activity, request
-        self._peak = PeakMemory(world.device)
-        self._grad_dtype, self._wire_dtype = grad_dtype, wire_dtype
+        self._activity, self._request, self._peak = activity, request, PeakMemory(world.device)
         self.arena = Arena.for_strategies(
             source.plan,
             list(strategies.values()),
@@ -109,22 +106,15 @@ class Stepper:
             node_size=world.node_size,
             least=least_arena,
         )
-        self._runtimes: dict[str, StrategyRuntime] = {}
+        self.runtimes = Runtimes(
+            source, masters, world, self.arena, activity,
+            strategies=strategies, grad_dtype=grad_dtype, wire_dtype=wire_dtype,
+        )  # fmt: skip
         self._running: tuple[int, StrategyRuntime] | None = None  # the phase of a step, and who runs it
         self._parts: list[_Part] = []  # of a step that is to end in an update [Note: a step in parts]
         self.forwards = Forwards(self, world)
         # Is given the laps of every step as soon as they can be read, for a trace; otherwise they are dropped.
         self.keep_laps: Callable[[int, Laps], None] | None = None
-        # Which pushes wait for which where the model is a small one that stands for another: the other's.
-        self.turns_of: Callable[[Strategy], Sequence[int]] | None = None
-
-    def connect(self) -> None:
-        """Connect what steps under the candidates use; every rank must call it before the first step."""
-        self._connect(self._strategies.values())
-
-    def can_build(self, plan: StepPlan) -> bool:
-        """Whether all strategies of a plan were used before, so that `build` sends no message; equal on all ranks."""
-        return all(str(phase.shape) in self._runtimes for phase in plan.phases)
 
     def build(
         self,
@@ -154,7 +144,7 @@ class Stepper:
                     balances=self._source.balances,
                     objective=objective,
                 )
-                for phase, runtime in ((phase, self._runtime(phase)) for phase in plan.phases)
+                for phase, runtime in ((phase, self.runtimes.of(phase)) for phase in plan.phases)
             ),
         )
 
@@ -245,8 +235,7 @@ class Stepper:
 
     def close(self) -> None:
         """Let go of all strategies, their memory and their groups; it cannot be used afterwards."""
-        for runtime in self._runtimes.values():
-            runtime.close()
+        self.runtimes.close()
         for held in (self.forwards, self.arena, self):
             vars(held).clear()
 
@@ -314,7 +303,7 @@ class Stepper:
         """
         if self._parts:
             self._masters.trained.keep_grads()
-        runtimes = [self._runtime(phase) for phase in built.plan.phases]
+        runtimes = [self.runtimes.of(phase) for phase in built.plan.phases]
         known = [
             schedule_batches(phase.pipelines[runtime.pipeline_index], built.costs)
             for phase, runtime in zip(built.plan.phases, runtimes, strict=True)
@@ -334,41 +323,6 @@ class Stepper:
                 if weights is not None:
                     weights.div_(normaliser / scale)
         return batches.on(self._world.device).batches
-
-    def strategy_of(self, phase: Phase) -> Strategy:
-        """A phase's strategy, placed on the ranks."""
-        placed = self._strategies.get(str(phase.shape))
-        return placed or place_strategy(
-            phase.shape, self._world.num_ranks, self._source.plan.num_layers, self._world.cluster
-        )
-
-    def _runtime(self, phase: Phase) -> StrategyRuntime:
-        # A strategy that is no candidate, as HiGHS composes them and replayed plans may bring one, is connected at its
-        # first use; that takes all ranks. They agree on the moment without a message: a plan is the same on all of
-        # them, so they meet a strategy for the first time in the same step, before its first phase begins.
-        name = str(phase.shape)
-        if name not in self._runtimes:
-            strategy = self.strategy_of(phase)
-            if name not in self._strategies:
-                self._connect([strategy])
-            self._runtimes[name] = StrategyRuntime(
-                strategy,
-                self._source,
-                self._masters,
-                self.arena,
-                self._world,
-                self._activity,
-                grad_dtype=self._grad_dtype,
-                wire_dtype=self._wire_dtype,
-                turns=None if self.turns_of is None else self.turns_of(strategy),
-            )
-        return self._runtimes[name]
-
-    def _connect(self, strategies: Collection[Strategy]) -> None:
-        """Connect what steps under these strategies use, so that none of them has to."""
-        world = self._world
-        pairs = connections_of(self._source.plan, strategies, world.node_size)
-        world.connect(strategies, links=pairs.links, edges=pairs.edges, teams=pairs.teams)
 
     def _stats(
         self, step: int, runs: Sequence[PhaseRun], applied: Applied, row: Tensor | None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -65,19 +65,7 @@ def hydra_attention(
     returns (1, T_local, heads, d_v). `s_aux` (heads,) are attention sinks. Raises ConfigError on a feature that is not
     implemented. The pack is the one that the module was told of, or the keyword `hydra` of a layer list.
     """
-    if not getattr(module, "is_causal", True):
-        raise ConfigError(
-            f"the attention of {type(module).__name__} is not causal (is_causal is False): tokens would see those "
-            "behind them. Only causal language models are trained in packs; set is_decoder=True, or "
-            "use_bidirectional_attention=False, in the model's config if it is one"
-        )
-    unknown = {name for name, given in features.items() if given is not None and name not in _HARMLESS}
-    if unknown or attention_mask is not None or features.get("is_causal") is False:
-        what = ", ".join(sorted(unknown)) or ("attention_mask" if attention_mask is not None else "is_causal=False")
-        raise NotPackedError(
-            f"{type(module).__name__} uses the attention feature {what}, which packed attention does not "
-            "implement; ignoring it would train another model"
-        )
+    _refuse_features(module, attention_mask, features)
     told: Callable[[], Pack] | None = getattr(module, _PACK, None)
     hydra = told() if hydra is None and told is not None else hydra
     if hydra is None:  # sequences of a row would see each other
@@ -110,6 +98,23 @@ def hydra_attention(
         context=context,
     )
     return out.unsqueeze(0).contiguous(), None  # as Hugging Face's are, which some models view as rows of features
+
+
+def _refuse_features(module: nn.Module, attention_mask: Tensor | None, features: Mapping[str, Any]) -> None:
+    """ConfigError for attention that is not causal or has a feature that is not implemented."""
+    if not getattr(module, "is_causal", True):
+        raise ConfigError(
+            f"the attention of {type(module).__name__} is not causal (is_causal is False): tokens would see those "
+            "behind them. Only causal language models are trained in packs; set is_decoder=True, or "
+            "use_bidirectional_attention=False, in the model's config if it is one"
+        )
+    unknown = {name for name, given in features.items() if given is not None and name not in _HARMLESS}
+    if unknown or attention_mask is not None or features.get("is_causal") is False:
+        what = ", ".join(sorted(unknown)) or ("attention_mask" if attention_mask is not None else "is_causal=False")
+        raise NotPackedError(
+            f"{type(module).__name__} uses the attention feature {what}, which packed attention does not "
+            "implement; ignoring it would train another model"
+        )
 
 
 def _without_the_rest(v: Tensor, q: Tensor, k: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ds_hydra.pipe.attention.interface import attending_by, packed_configs
-from ds_hydra.pipe.models.boxes import BoxedLayers, Boxes, Capture, Leaves, Run
+from ds_hydra.pipe.models.boxed_layers import BoxedLayers
+from ds_hydra.pipe.models.boxes import Boxes, Capture, Leaves, Run
 from ds_hydra.pipe.models.cut import CutForward
 from ds_hydra.pipe.models.draws import Draws, Keys
 from ds_hydra.pipe.models.flow import Flow

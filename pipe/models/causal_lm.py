@@ -300,14 +300,11 @@ class CausalLM:
         self.specs = specs
 
     def _pipeline_obstacle(self) -> str:
+        obstacle = self.flow.obstacle
         if self.boxes and not self.boxes.by_length:
-            return (
-                f"{self.name} cannot be cut into stages: its layers are handed what follows from the token ids, which "
-                "later stages do not have; use strategies with pp1 for this model"
-            )
-        if not self.flow.obstacle:
-            return ""
-        return f"{self.name} cannot be cut into stages: {self.flow.obstacle}; use strategies with pp1 for this model"
+            obstacle = "its layers are handed what follows from the token ids, which later stages do not have"
+        what = f"{self.name} cannot be cut into stages: {obstacle}; use strategies with pp1 for this model"
+        return what if obstacle else ""
 
     def build(self, place: StagePlace, device: torch.device, dtype: torch.dtype) -> StageModule:
         """One rank's share of a stage, on the meta device but for its buffers."""

@@ -30,6 +30,7 @@ from ds_hydra.pipe.tensor_parallel import TensorParallel
 from ds_hydra.pipe.token_sharding import TokenSharding, enter_with_own_rows, with_blocks
 
 if TYPE_CHECKING:
+    from ds_hydra.pipe.model_plan import ParamSpec
     from ds_hydra.pipe.models.causal_lm import CausalLM
 
 
@@ -90,23 +91,28 @@ class CausalStage(StageModule):
         if shards and place.is_first:
             enter_with_own_rows(layers[0], self._doors[0].key, place.tp_group)
         if place.is_last:
-            owner, _, self._body_name = source.flow.body.rpartition(".")
-            self._above = model.get_submodule(owner)
-            self._body = model.get_submodule(source.flow.body)
-            self._given = Given(self._body)
             path = next(name for name, module in model.named_modules() if module is head)
-            spec = specs.get(f"{path}.weight")  # none of its own where it is wrapped: then no ranks share it
-            tp = place.stage.tp
-            whole = (0, source.flow.vocabulary)
-            cuts = [whole] * tp if spec is None else [spec.shard_rows(rank, tp) for rank in range(tp)]
-            self.vocab = cuts[place.tp_rank]
-            self._widths = tuple(stop - start for start, stop in cuts)
-            self._own_loss = source.token_loss
-            # Tensor parallel ranks have the same blocks of tokens, though one may have a row more than another.
-            self._logits_at_once = max(self._widths) if self._own_loss is None else sum(self._widths)
-            self._plain_head = plain_head if self._own_loss is None else None
-            self.plain_head: bool | None = None  # whether the last micro-batch's head and loss were one; None: none ran
-            self._head_loss = HeadLoss(self.vocab[0], max(self._widths), place.tp_group)
+            self._end_with(source, model, plain_head, specs.get(f"{path}.weight"))
+
+    def _end_with(self, source: CausalLM, model: Any, plain_head: PlainHead | None, weight: ParamSpec | None) -> None:
+        """What the last stage does with hidden states: the head, whose `weight` ranks share, and the loss."""
+        place = self.place
+        owner, _, self._body_name = source.flow.body.rpartition(".")
+        self._above = model.get_submodule(owner)
+        self._body = model.get_submodule(source.flow.body)
+        self._given = Given(self._body)
+        tp = place.stage.tp
+        whole = (0, source.flow.vocabulary)
+        # A head that is wrapped has no weight of its own: then no ranks share it.
+        cuts = [whole] * tp if weight is None else [weight.shard_rows(rank, tp) for rank in range(tp)]
+        self.vocab = cuts[place.tp_rank]
+        self._widths = tuple(stop - start for start, stop in cuts)
+        self._own_loss = source.token_loss
+        # Tensor parallel ranks have the same blocks of tokens, though one may have a row more than another.
+        self._logits_at_once = max(self._widths) if self._own_loss is None else sum(self._widths)
+        self._plain_head = plain_head if self._own_loss is None else None
+        self.plain_head: bool | None = None  # whether the last micro-batch's head and loss were one; None: none ran
+        self._head_loss = HeadLoss(self.vocab[0], max(self._widths), place.tp_group)
 
     def _pack_weights(self, groups: Iterable[Sequence[str]], names: Mapping[str, str]) -> None:
         """Let linear layers at these paths be computed together, if all of a group are this stage's."""

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from ds_hydra.pipe.attention.interface import tell_pack
 from ds_hydra.pipe.models.attended import Attended, Where
-from ds_hydra.pipe.models.boxes import Box, BoxedLayers, Boxes, Capture, Leaves, Run, is_plain
+from ds_hydra.pipe.models.boxed_layers import BoxedLayers
+from ds_hydra.pipe.models.boxes import Box, Boxes, Capture, Leaves, Run, is_plain
 from ds_hydra.pipe.models.cut import hand_on
 from ds_hydra.pipe.models.find_states import with_states
 from ds_hydra.pipe.models.flow import Door

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ds_hydra.pipe.contexts import Contexts
-from ds_hydra.pipe.models.boxes import Box, Boxes, Leaves, call_on_slice
+from ds_hydra.pipe.models.boxed_layers import call_on_slice
+from ds_hydra.pipe.models.boxes import Box, Boxes, Leaves
 from ds_hydra.pipe.models.mixers import Call, Calls, Mixers
 from ds_hydra.pipe.models.states import State
 from ds_hydra.pipe.rows import Chunk

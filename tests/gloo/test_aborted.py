@@ -32,7 +32,7 @@ def parts_of(engine: Any) -> dict[str, weakref.ref]:
     found: dict[str, Any] = {f"group {index}": group for index, group in enumerate(groups)}
     found |= {"crew": crew, "world": world, "stepper": stepper, "arena": stepper.arena.params}
     found |= {"masters": crew.masters, "update": crew.update, "plans": crew.plans}
-    found |= {f"strategy {name}": runtime for name, runtime in stepper._runtimes.items()}
+    found |= {f"strategy {name}": runtime for name, runtime in stepper.runtimes.built.items()}
     return {name: weakref.ref(part) for name, part in found.items()}
 
 

@@ -47,7 +47,7 @@ def test_every_rank_holds_what_is_counted(grad_dtype: str, wire: str, node_size:
         for _ in config["hydra"]["strategies"]:
             engine.train_batch()
             stepper, world = engine.crew.stepper, engine.crew.world
-            runtime = stepper._runtimes[engine.last_step.strategy]
+            runtime = stepper.runtimes.built[engine.last_step.strategy]
             arena = stepper.arena
             held = RankBytes(
                 sum(buffer.nbytes for buffer in runtime.pulls.buffers),
@@ -80,7 +80,7 @@ def test_parameters_begin_on_128_bytes_and_are_what_they_are_side_by_side(
             engine.train_batch()
         askew = [
             f"{strategy} {name}"
-            for strategy, runtime in engine.crew.stepper._runtimes.items()
+            for strategy, runtime in engine.crew.stepper.runtimes.built.items()
             for name, parameter in runtime.parts[0].parameters.items()
             if parameter.storage_offset() % 64
         ]

@@ -63,7 +63,7 @@ def test_building_a_strategy_in_the_background_communicates_nothing() -> None:
         world = dataclasses.replace(crew.world, links=Silent(), edges=Silent())
         built = {}
         with no_messages():
-            for text, strategy in stepper._strategies.items():
+            for text, strategy in stepper.runtimes._strategies.items():
                 built[text] = StrategyRuntime(
                     strategy, engine.job.source, crew.masters, stepper.arena, world, crew.activity,
                     grad_dtype=stepper._grad_dtype, wire_dtype=stepper._wire_dtype,

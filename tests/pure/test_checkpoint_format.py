@@ -27,8 +27,8 @@ from ds_hydra.checkpoint.format import (
     owners,
     parse_json,
     rank_file,
-    read_manifest,
 )
+from ds_hydra.checkpoint.read_manifest import read_manifest
 from ds_hydra.zero_hetero.errors import CheckpointError
 from ds_hydra.zero_hetero.layout import even_layout
 

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.costs.table_file import JobFingerprint, TableFile, check_job, read_table_file
+from ds_hydra.costs.job_fingerprint import JobFingerprint
+from ds_hydra.costs.table_file import TableFile, check_job, read_table_file
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.pipe.stage_options import AS_WRITTEN, StageOptions
 from ds_hydra.profiling.entry import entry_from_record, utilised_length

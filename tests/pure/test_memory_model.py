@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from ds_hydra.costs.analytic import estimate_activations
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.costs.memory import Activations, JobMemory, estimate_activations, gibibytes
+from ds_hydra.costs.memory import Activations, JobMemory, gibibytes
 from ds_hydra.costs.shape_costs import price, used_schemes, with_shapes
 from ds_hydra.costs.shares import Shares, Terms
 from ds_hydra.costs.table_file import TableFile, read_table, table_record

@@ -16,7 +16,7 @@ from ds_hydra.commands.launch_node import Job, Node, is_member
 from ds_hydra.host.environment import INVITATION, JOINS, MEMBERS_FOLDER
 from ds_hydra.ray import train
 from ds_hydra.ray.actor import Rank
-from ds_hydra.ray.job import _job, _Place, room
+from ds_hydra.ray.places import Place, _job, room
 from ds_hydra.zero_hetero.errors import ConfigError
 
 
@@ -54,9 +54,9 @@ def test_room_is_counted_by_nodes() -> None:
 
 
 def test_ranks_of_a_node_see_all_of_its_gpus_in_order() -> None:
-    fellows: list[_Place] = []
+    fellows: list[Place] = []
     for number, gpu in ((4, "3"), (5, "1")):
-        fellows.append(_Place(number, None, number))
+        fellows.append(Place(number, None, number))
         fellows[-1].where = SimpleNamespace(gpus=(gpu,))  # type: ignore[assignment]
     told = _job(fellows, 4, 6, MASTER_ADDR="a", MASTER_PORT="1").of_rank(1)
     expected = {"RANK": "5", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_SIZE": "2", "CUDA_VISIBLE_DEVICES": "3,1"}

@@ -11,7 +11,8 @@ import pytest
 
 from ds_hydra.config.hydra_block import parse_config
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.costs.table_file import JobFingerprint, TableFile, check_job, read_table_file
+from ds_hydra.costs.job_fingerprint import JobFingerprint
+from ds_hydra.costs.table_file import TableFile, check_job, read_table_file
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.pipe.stage_options import AS_WRITTEN, StageOptions
 from ds_hydra.zero_hetero.errors import ConfigError

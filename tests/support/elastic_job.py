@@ -207,9 +207,8 @@ def _wait_for(path: Path) -> None:
         time.sleep(0.02)
 
 
-def _arm(engine_of: Callable[[], Any], loss: Loss) -> None:
-    import torch.distributed as dist
-
+def _entries() -> dict[str, tuple[Any, str]]:
+    """By phase what is called as it begins, and where it stands."""
     from ds_hydra.elastic.agent import MemberAgent
     from ds_hydra.engine import epochs, saving, steps
     from ds_hydra.engine.copies import Copy
@@ -219,15 +218,14 @@ def _arm(engine_of: Callable[[], Any], loss: Loss) -> None:
     from ds_hydra.engine.part_by_part import EngineInParts
     from ds_hydra.engine.standing import Standing
     from ds_hydra.engine.weights import EngineWithWeights
-    from ds_hydra.step import forwards, stepper, update
-    from tests.support.gone_ranks import tell_and_go
+    from ds_hydra.step import forwards, runtimes, stepper, update
 
-    own: dict[str, tuple[Any, str]] = {
+    return {
         "buddy": (Copy, "exchange_grads"),
         "vote": (update, "norm_table"),
         "update": (update.Update, "_make"),
         "after the update": (stepper, "gather_stats"),
-        "rebuilding": (stepper.Stepper, "connect"),
+        "rebuilding": (runtimes.Runtimes, "connect"),
         "re-sharding": (Held, "cut_anew"),
         "joining": (Carried, "give_to"),
         "copying": (Copy, "refresh"),
@@ -241,6 +239,14 @@ def _arm(engine_of: Callable[[], Any], loss: Loss) -> None:
         "voted": (MemberAgent, "park"),
         "taking": (Standing, "take_aside"),
     }
+
+
+def _arm(engine_of: Callable[[], Any], loss: Loss) -> None:
+    import torch.distributed as dist
+
+    from tests.support.gone_ranks import tell_and_go
+
+    own = _entries()
     owner, name = own[loss.phase] if loss.phase in own else entry_of(loss.phase, engine_of())
     original = getattr(owner, name)
 

@@ -44,9 +44,9 @@ def forge(folder: Path, seed: int) -> Forgery:
         path, changed = _changed(contents[name], draw)
         contents[name] = changed
         found = Forgery(f"{name}{path}", _SAYS.get(name, frozenset()))
-    from ds_hydra.checkpoint.format import _digest, _dump
+    from ds_hydra.checkpoint.format import digest_of, dump
 
-    (place / MANIFEST).write_text(_dump({**record, "sha256": _digest(contents)}))
+    (place / MANIFEST).write_text(dump({**record, "sha256": digest_of(contents)}))
     return found
 
 
