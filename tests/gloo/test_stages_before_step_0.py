@@ -66,7 +66,7 @@ def test_building_a_strategy_in_the_background_communicates_nothing() -> None:
             for text, strategy in stepper.runtimes._strategies.items():
                 built[text] = StrategyRuntime(
                     strategy, engine.job.source, crew.masters, stepper.arena, world, crew.activity,
-                    grad_dtype=stepper._grad_dtype, wire_dtype=stepper._wire_dtype,
+                    grad_dtype=engine.job.types.grads, wire_dtype=engine.job.types.wire,
                 )  # fmt: skip
         losses = [float(engine.train_batch()) for _ in range(2)]
         engine.destroy()
