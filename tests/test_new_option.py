@@ -13,7 +13,7 @@ from torch import Tensor
 from ds_hydra.commands import check as check_command
 from ds_hydra.config import hydra_block
 from ds_hydra.config.hydra_block import HydraConfig, parse_config
-from ds_hydra.costs import table_file
+from ds_hydra.costs import job_fingerprint
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.table_file import TableFile, table_file_from_record
 from ds_hydra.engine import models
@@ -52,7 +52,7 @@ class Source(CausalLM):
 
 @pytest.fixture(autouse=True)
 def added(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (hydra_block, table_file):
+    for module in (hydra_block, job_fingerprint):
         monkeypatch.setattr(module, "StageOptions", Options)
     for module in (models, subjects):
         monkeypatch.setattr(module, "CausalLM", Source)
