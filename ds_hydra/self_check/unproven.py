@@ -30,7 +30,8 @@ _EVERYWHERE = ("activations.py", "pytorch_utils.py", "modeling_layers.py", "mode
 
 def unproven(model: Any) -> tuple[str, ...]:
     """Paths of modules, and names of hooks, that may let the tokens of a pack meet; none where nothing does."""
-    return (*own_code(model), *(() if hasattr(model, "_layer_specs") else _out_of_place(model)))
+    of_layers = hasattr(model, "_layer_specs") or not hasattr(model, "config")  # such as an emulated model, of none
+    return (*own_code(model), *(() if of_layers else _out_of_place(model)))
 
 
 def _out_of_place(model: Any) -> Iterator[str]:
