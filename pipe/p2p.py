@@ -2,8 +2,9 @@
 
 Shapes, peers and orders follow from the plan, so nothing is asked over the wire. The two stages of an edge may have
 different tensor and sequence parallel degrees: a receiver takes its tokens from every sequence parallel rank that holds
-some of them, each time from one of its tensor parallel ranks, which all hold the same. With token sharding no two ranks
-of a stage hold the same token, so every rank sends each of its own rows to the one that goes on with it.
+some of them, each time from its share of the tensor parallel ranks, which all hold the same: of four that send to two
+the first gets half of its rows from each of two. With token sharding no two ranks of a stage hold the same token, so
+every rank sends each of its own rows to the one that goes on with it.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ def edge(
     #   source         |-- ranks 0, 1 -| |-- ranks 2, 3 -|
     #   destination    |- rank 4 | |- rank 5 | |- rank 6 |
     #
-    # Rank 5 needs the tokens 4..7: 4 and 5 from rank 0 or 1, which hold the same, 6 and 7 from rank 2 or 3. It receives
-    # its rows 0..1 from rank 0, which are rows 4..5 there, and its rows 2..3 from rank 2, which are rows 0..1 there.
-    # On the way back gradients go by edge(destination, source): ranks 0 and 1 both receive them from rank 5, since each
-    # tensor parallel rank needs the gradient of the whole hidden state. With equal tp, each tensor parallel rank sends
-    # to the one with its own number.
+    # Rank 5 needs the tokens 4..7: 4 and 5 from ranks 0 and 1, which hold the same, 6 and 7 from ranks 2 and 3. It gets
+    # its row 0 from rank 0, which is row 4 there, row 1 from rank 1, row 2 from rank 2, where it is row 0, and row 3
+    # from rank 3. On the way back gradients go by edge(destination, source): ranks 0 and 1 both receive them from rank
+    # 5, since each tensor parallel rank needs the gradient of the whole hidden state. With equal tp, each tensor
+    # parallel rank sends to the one with its own number.
     sends: dict[int, list[Rows]] = {rank: [] for rank in src.ranks}
     receives: dict[int, list[Rows]] = {rank: [] for rank in dst.ranks}
     src_parts, dst_parts = (parts_of(stage, token_sharding=token_sharding) for stage in (src, dst))
@@ -53,10 +54,14 @@ def edge(
         lo, hi = dst_rows[part]
         for src_part, (start, stop) in enumerate(src_rows):
             first, last = max(lo, start), min(hi, stop)
-            if first < last:
-                sender = src.ranks[src_part * src_alike + copy * src_alike // dst_alike]
-                sends[sender].append(Rows(receiver, first - start, last - start))
-                receives[receiver].append(Rows(sender, first - lo, last - lo))
+            if first >= last:
+                continue
+            own = copy * src_alike // dst_alike, (copy + 1) * src_alike // dst_alike
+            senders = src.ranks[src_part * src_alike :][own[0] : max(own[0] + 1, own[1])]
+            for sender, (begin, end) in zip(senders, _intervals(last - first, len(senders)), strict=True):
+                if begin < end:
+                    sends[sender].append(Rows(receiver, first + begin - start, first + end - start))
+                    receives[receiver].append(Rows(sender, first + begin - lo, first + end - lo))
     return sends, receives
 
 

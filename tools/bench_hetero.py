@@ -11,6 +11,8 @@ skewed     pretraining lengths up to 16K on four of them, 6,250 tokens a rank: m
            best layout of one scheme, of equal shares of tokens for all ranks, and of each class alone
 slow       one rank of 16, on an emulated cluster, at 1/1.2 and then at half speed, until it recovers: tokens per second
            and rank before, while nobody knows, and when plans give it less
+unequal    40 drawn plans of pipelines whose stages differ, on 8 to 16 ranks: the simulator's time of a step over the
+           emulated cluster's
 
 Costs of `nodes` follow from FLOPs (`costs/analytic.py`: 0.15 PFLOP/s a device, 150 GB/s inside a node, 25 GB/s between
 two), and MaxLen from the memory model with 80 GB and the activations that Hydraulis published. What the others assume
@@ -49,6 +51,7 @@ from tools.hetero.formula import formula
 from tools.hetero.published import published
 from tools.hetero.skewed import skewed
 from tools.hetero.slow import slow
+from tools.hetero.unequal import unequal
 
 CONTEXT, TOKENS_OF_A_RANK, STEPS, COUNT = 16384, 3125, 12, 10
 DEVICE_BYTES = 80e9
@@ -118,7 +121,14 @@ def nodes(quick: bool, missed: list[str]) -> list[dict[str, Any]]:
 def main() -> int:
     """The exit code: 0, or 1 if an aim was missed."""
     print((clusters.__doc__ or "").partition("\n\n")[2])
-    parts = {"nodes": nodes, "formula": formula, "published": published, "skewed": skewed, "slow": slow}
+    parts = {
+        "nodes": nodes,
+        "formula": formula,
+        "published": published,
+        "skewed": skewed,
+        "slow": slow,
+        "unequal": unequal,
+    }
     return run_parts("bench_hetero", __doc__, parts)
 
 

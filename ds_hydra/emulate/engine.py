@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hydra.costs.rank_bytes import push_turns
+from ds_hydra.costs.shape_costs import with_shapes
 from ds_hydra.emulate.clock import VirtualClock, VirtualLane
 from ds_hydra.emulate.group import ClockedGroup
 from ds_hydra.emulate.small_model import small_model
@@ -80,9 +81,11 @@ class EmulatedEngine(HydraEngine):
         source, crew, cluster = self._emulated, self.crew, self.module.cluster
         source.links = self._moving
         crew.stepper.runtimes.turns_of = self._turns_of
+        # What stages that differ take, as the cluster's own table says it where it does.
+        table = with_shapes(cluster.table, crew.prepared.strategies, crew.prepared.memory)
         for shape, strategy in crew.prepared.strategies.items():
             for piece, pipeline in zip(shape.pipelines, strategy.pipelines, strict=True):
-                cost, shares = crew.prepared.table[piece], crew.prepared.table.shares(piece)
+                cost, shares = table[piece], table.shares(piece)
                 loads = stage_loads(cost, source.plan.num_layers, cluster.found)
                 source.prices[at_rank_0(pipeline)] = folded(loads, piece.parts)
                 source.costs[at_rank_0(pipeline)] = cost, shares

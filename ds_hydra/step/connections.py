@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ds_hydra.pipe.model_plan import ModelPlan
-from ds_hydra.pipe.p2p import edge, parts_of
+from ds_hydra.pipe.p2p import edge
 from ds_hydra.pipe.placement import Stage, Strategy
 from ds_hydra.pipe.transfers import plan_transfers, twins_of
 from ds_hydra.zero_hetero.nodes import NodeSize
@@ -78,9 +78,9 @@ def edge_pairs(strategy: Strategy, *, token_sharding: bool = False) -> Pairs:
 def _senders(src: Stage, dst: Stage, token_sharding: bool) -> set[tuple[int, int]]:
     """Who sends rows to whom from one stage to another, for any number of tokens.
 
-    With this number both stages cut the row evenly. Two parts that have no token in common then have none with any
-    other number: their cuts are floors of the even ones.
+    With this number both stages cut the row evenly, and each sender has a token of every receiver of its. Two parts
+    that have no token in common then have none with any other number: their cuts are floors of the even ones.
     """
-    num_tokens = parts_of(src, token_sharding=token_sharding) * parts_of(dst, token_sharding=token_sharding)
+    num_tokens = len(src.ranks) * len(dst.ranks)
     receives = edge(src, dst, num_tokens, token_sharding=token_sharding)[1]
     return {(rows.peer, receiver) for receiver, parts in receives.items() for rows in parts}

@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from ds_hydra.costs.analytic import ModelShape, analytic_cost_table
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.costs.table_file import TableFile
 from ds_hydra.pipe.schedules.registry import weighs
-from ds_hydra.pipe.shape import DEFAULT_SCHEDULE, V_SCHEDULE, ParallelScheme, PipelineShape
+from ds_hydra.pipe.shape import DEFAULT_SCHEDULE, V_SCHEDULE, LayerRange, ParallelScheme, PipelineShape, StageShape
 from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
 from ds_hydra.plan.simulate import simulate_pipeline
 from ds_hydra.plan.step_plan import StepPlan
@@ -62,11 +63,39 @@ def random_plan(
 def _phase(
     rng: random.Random, table: CostTable, num_ranks: int, positions: Sequence[int], lengths: Sequence[int]
 ) -> Phase:
-    shapes: list[ParallelScheme] = []
+    shapes: list[PipelineShape] = []
     left = num_ranks
     while left:
-        shapes.append(rng.choice([scheme for scheme in SCHEMES if scheme.num_ranks <= left]))
+        shapes.append(PipelineShape.of(rng.choice([scheme for scheme in SCHEMES if scheme.num_ranks <= left])))
         left -= shapes[-1].num_ranks
+    return dealt_phase(rng, table, shapes, positions, lengths)
+
+
+def unequal_shapes(rng: random.Random, num_ranks: int) -> list[PipelineShape]:
+    """Pipelines that tile the ranks, of two stages or more wherever two ranks are left, which differ in degrees and in
+    layers."""
+    shapes: list[PipelineShape] = []
+    left = num_ranks
+    while left > 1:
+        stages: list[StageShape] = []
+        while left and len(stages) < 4 and (len(stages) < 2 or rng.random() < 0.5):
+            degrees = [(tp, sp) for tp in (1, 2, 4) for sp in (1, 2) if tp * sp <= max(1, left - (not stages))]
+            stages.append(StageShape(*rng.choice(degrees)))
+            left -= stages[-1].num_ranks
+        cuts = sorted(rng.sample(range(1, MODEL.layers), len(stages) - 1))
+        held = [(LayerRange(*ends),) for ends in pairwise([0, *cuts, MODEL.layers])]
+        shapes.append(PipelineShape(tuple(replace(one, layers=own) for one, own in zip(stages, held, strict=True))))
+    return shapes + [PipelineShape.of(ParallelScheme())] * left
+
+
+def dealt_phase(
+    rng: random.Random,
+    table: CostTable,
+    shapes: Sequence[PipelineShape],
+    positions: Sequence[int],
+    lengths: Sequence[int],
+) -> Phase:
+    """Sequences dealt out at random to pipelines, whose costs the table has, under random schedules."""
     dealt: list[list[list[int]]] = [[] for _ in shapes]
     for position in positions:
         batches = rng.choice(dealt)
@@ -74,11 +103,12 @@ def _phase(
             batches.append([])
         rng.choice(batches).append(position)
     pipelines = []
-    for scheme, batches in zip(shapes, dealt, strict=True):
+    for shape, batches in zip(shapes, dealt, strict=True):
         held = tuple(MicroBatchPlan.of_whole(batch, lengths) for batch in batches if batch)
-        ms = table[scheme].pipeline_ms([table[scheme].load_ms(batch.lengths) for batch in held])
-        schedule = rng.choice((DEFAULT_SCHEDULE, DEFAULT_SCHEDULE, "zb-h1", "list", V_SCHEDULE))
-        planned = PipelinePlan(PipelineShape(PipelineShape.of(scheme).stages, schedule), held, ms)
+        ms = table[shape].pipeline_ms([table[shape].load_ms(batch.lengths) for batch in held])
+        known = (DEFAULT_SCHEDULE, DEFAULT_SCHEDULE, "zb-h1", "list", V_SCHEDULE)
+        schedule = rng.choice(known[: 4 if shape.num_layers else 5])  # a V of stages that say what they hold says both
+        planned = PipelinePlan(PipelineShape(shape.stages, schedule), held, ms)
         if weighs(schedule):
             again = tuple(replace(batch, recompute=rng.choice((0.0, 0.0, 0.5, 1.0))) for batch in held)
             planned = replace(planned, microbatches=again)
