@@ -48,7 +48,7 @@ HOSTS_BYTES, HOSTS_STEP = 0.02, 0.10  # of bytes between two hosts; of a step's 
 # Machines that have lost a rank: bench_hetero. Tokens per second and rank over the full machine's, by ranks.
 ODD_NODES = {7: 0.95, 15: 0.95, 31: 0.97, 63: 0.97}
 # Devices of two classes: bench_hetero.
-EMULATED_UNEQUAL_PLANS, EMULATED_UNEQUAL = 40, 0.01  # the simulator's time, by the emulated cluster's; its p90: below
+EMULATED_UNEQUAL_PLANS, EMULATED_UNEQUAL = 40, 0.01  # the simulator's time, by the emulated cluster's
 UNEQUAL_PLANS, UNEQUAL_MEDIAN, UNEQUAL_P95 = 1000, 0.02, 0.08  # the planner's time against the simulation's
 MIXED_GAP, UNIFORM_LAYOUT = 0.03, 1.3  # of plans; the best layout of one scheme over ours, on as many of either class
 # A rank that becomes slow: steps until plans count with its pace; of the throughput lost, what is won back, times what
