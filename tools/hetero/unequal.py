@@ -58,8 +58,8 @@ def _compared(rng: random.Random, cluster: SimulatedJob, plans: int) -> Iterator
         phase = dealt_phase(rng, cluster.table, shapes, range(len(batch)), batch)
         made.append(StepPlan(step, sampler.batch(step), batch, (phase,), phase.predicted_ms))
     simulator = Simulator(cluster)
-    for step in emulate_plans(cluster, made, lengths, tokens, timeout_s=_TIMEOUT_S):
-        yield _Compared(step.plan, simulator.step(step.plan).step_s / step.step_s - 1.0)
+    for done in emulate_plans(cluster, made, lengths, tokens, timeout_s=_TIMEOUT_S):
+        yield _Compared(done.plan, simulator.step(done.plan).step_s / done.step_s - 1.0)
 
 
 def _with_costs(cluster: SimulatedJob, shapes: list[PipelineShape]) -> SimulatedJob:
