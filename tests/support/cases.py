@@ -27,7 +27,7 @@ from tests.support.changed_models import CHANGED, CHANGED_LINEARS
 from tests.support.families import BALANCED, FAMILIES, LAYER_LIST, OTHER_SIZES
 from tests.support.losses import OWN
 from tests.support.mixed_cases import mixed
-from tests.support.scheduled_cases import in_groups, scheduled
+from tests.support.scheduled_cases import in_groups, over_nodes, scheduled
 
 FIXED_STRATEGIES = (
     "tp1",
@@ -375,6 +375,7 @@ CASES: tuple[Case, ...] = (
     *_boxed(),
     *_states(),
     *in_groups(),
+    *over_nodes(),
     *mixed(),
 )
 assert len({case.name for case in CASES}) == len(CASES), "every row has a name of its own"

@@ -215,6 +215,30 @@ def in_groups() -> Iterator[Case]:
     yield replace(base, name="groups of heads on 8 ranks", strategies=("sp8", "tp2sp4", "sp4pp2/v"))
 
 
+def over_nodes() -> Iterator[Case]:
+    """Stages of pipelines whose sequence parallel ranks reach into a second node, with all that long contexts use."""
+    strategies = ("sp4pp2/v", "tp2sp2pp2/list", "sp2pp2/list + sp4", "(sp4[0:1] > tp4[1:4])/list")
+    base = Case("", "llama", strategies, steps=4, node_size=3, slices=True, recompute=True)
+    yield replace(base, name="SP over nodes")
+    for family in ("llama_tied", "mistral", "gemma2", "mixtral", "gpt_oss", "llama_1_key_head"):
+        yield replace(base, name=f"SP over nodes, {family}", family=family)
+    yield replace(base, name="SP over nodes, all tokens", token_sharding=False)
+    yield replace(base, name="SP over nodes, all heads at once", sp_overlap=False)
+    yield replace(base, name="SP over nodes, lora", family="lora")
+    yield replace(base, name="SP over nodes, lora with dropout", family="lora with dropout", draws=True)
+    yield replace(base, name="SP over nodes, dropout", family="dropout (Phi)", draws=True, frozen=NO_GRADIENT)
+    yield replace(base, name="SP over nodes, states", family="bamba")
+    yield replace(base, name="SP over nodes, balanced", family="mixtral, balanced")
+    yield replace(base, name="SP over nodes, mean of sequences", loss_norm="sequence", weighted=True)
+    yield replace(
+        base, name="SP over nodes, phases", strategies=("2*sp2pp2/list then sp4pp2/v", "8*tp1 then sp8"), steps=2
+    )
+    yield replace(
+        base, name="SP over nodes, split", strategies=("sp4pp2/zb-h1", "tp2sp2pp2/zb-h1"), slices=False, recompute=False
+    )
+    yield replace(base, name="SP over nodes fp32", dtype=FLOAT32, optimizer="SGD")
+
+
 def _recomputed() -> Iterator[Case]:
     """Shares of layers computed again, which differ from micro-batch to micro-batch."""
     whole = Case("", "llama", CHANGING, steps=3, recompute=True)
