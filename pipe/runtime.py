@@ -82,7 +82,7 @@ class _Run:
 
 
 class Doing(Protocol):
-    """Where a rank writes its present activity (`watchdog.activity.Activity`)."""
+    """Where a rank writes its present activity (`watchdog.Activity`)."""
 
     now: str
 

@@ -16,7 +16,7 @@ from transformers.models.llama import modeling_llama
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.self_check import reach
 from ds_hydra.self_check.check import check_strategies
-from ds_hydra.self_check.tried_tokens import tried_data
+from ds_hydra.self_check.subjects import tried_data
 from ds_hydra.self_check.verdicts import CheckResult
 from tests.support.small_job import small_model
 

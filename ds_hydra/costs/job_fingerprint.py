@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.stage_options import AS_WRITTEN, StageOptions
 from ds_hydra.zero_hetero.errors import ConfigError
 
@@ -24,7 +22,7 @@ _MUST_MATCH = {
 class JobFingerprint:
     """All that decides whether the times and limits of a measured cost table hold for a job."""
 
-    model: str  # see `model_fingerprint`
+    model: str  # hash of its parameters and heads
     device: str
     dtype: str
     attention: str
@@ -65,10 +63,3 @@ def read_job(job: object, place: str) -> JobFingerprint:
             f'{place}: "stages" or "versions" of "job" cannot be read ({error}); profile again'
         ) from error
     return JobFingerprint(**{**job, "stages": stages, "versions": versions})
-
-
-def model_fingerprint(plan: ModelPlan) -> str:
-    """Hash of names, shapes and shard rules of all parameters, and of the heads: equal for equally shaped models."""
-    shapes = [(p.name, p.shape, p.trainable, p.rule.dim, p.rule.parts) for b in plan.buckets for p in b.params]
-    text = repr((shapes, plan.num_heads, plan.num_kv_heads, plan.num_layers))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

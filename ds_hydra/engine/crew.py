@@ -47,8 +47,8 @@ from ds_hydra.engine.initial import give_masters
 from ds_hydra.engine.job import Job
 from ds_hydra.engine.learned import Learned
 from ds_hydra.engine.plan_source import PlanSource
+from ds_hydra.engine.pre_step import start_producer
 from ds_hydra.engine.prepare import Prepared, planner_options, prepare
-from ds_hydra.engine.producer import start_producer
 from ds_hydra.engine.real_sequences import RealSequences
 from ds_hydra.engine.signals import Signals
 from ds_hydra.engine.simulated import exposed_of, simulated_job
@@ -64,7 +64,7 @@ from ds_hydra.ranks.world import World
 from ds_hydra.report.prediction import StepWatch
 from ds_hydra.simulate.job_record import job_record
 from ds_hydra.step.model_masters import ModelMasters
-from ds_hydra.step.rehearsal import build_stages
+from ds_hydra.step.runtimes import build_stages
 from ds_hydra.step.stepper import Stepper
 from ds_hydra.step.update import Update
 from ds_hydra.watchdog.host import end_process
@@ -174,7 +174,8 @@ class Crew:
     def _start_planner(self, producer: ProducerProcess | None) -> None:
         job, world = self.job, self.world
         config, strategies, room = job.config, tuple(self.prepared.strategies), self.prepared.room
-        cluster, exposed = simulated_job(job, world, self.prepared.found), self._exposed()
+        exposed = self._exposed()
+        cluster = simulated_job(job, world, self.prepared.found) if exposed or config.trace.steps else None
         self.tracing = Tracing(config.trace, Path(config.steps_file or "").parent, world, self.stepper, cluster)
         options = replace(
             planner_options(job, world), no_slices=self.prepared.no_slices, layers=job.source.plan.num_layers
@@ -186,7 +187,7 @@ class Crew:
             strategies,
             options,
             tuple(map(exposed, strategies)) if exposed and len(strategies) > 1 else (),
-            job_record(cluster) if exposed else None,
+            job_record(cluster) if exposed and cluster else None,
             room.to_record() if world.rank == 0 and options.highs == "composes" else None,
             budget_of(self.prepared.table, strategies, options.effort, typical),
         )

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import platform
 from pathlib import Path
 
 import torch
 
-from ds_hydra.costs.job_fingerprint import JobFingerprint, model_fingerprint
+from ds_hydra.costs.job_fingerprint import JobFingerprint
 from ds_hydra.pipe.attention.backends import choose_backend, torch_varlen
 from ds_hydra.pipe.attention.flash_3 import NAME as FLASH_3
 from ds_hydra.pipe.attention.flash_3 import flash_3_runs
+from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.stage import ModelSource
 
 
@@ -65,3 +67,10 @@ def _versions() -> tuple[tuple[str, str], ...]:
         except PackageNotFoundError:
             continue
     return tuple(found)
+
+
+def model_fingerprint(plan: ModelPlan) -> str:
+    """Hash of names, shapes and shard rules of all parameters, and of the heads: equal for equally shaped models."""
+    shapes = [(p.name, p.shape, p.trainable, p.rule.dim, p.rule.parts) for b in plan.buckets for p in b.params]
+    text = repr((shapes, plan.num_heads, plan.num_kv_heads, plan.num_layers))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -13,16 +13,16 @@ Until the last of these nothing of the engine has changed: a script may catch th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import accumulate, pairwise, starmap
 from typing import Any, NamedTuple
 
 import torch
 
+from ds_hydra.data.stream import is_stream
 from ds_hydra.data.tokens import LeftOut, Limits, Sequences, TokenSequence
 from ds_hydra.engine.crew import Crew
-from ds_hydra.engine.intake import Intake
 from ds_hydra.engine.sequence_loss import SequenceLoss, Weighed, weigh
 from ds_hydra.engine.shares import Gathered, Mine, Shares
 from ds_hydra.plan.step_plan import StepPlan
@@ -31,6 +31,32 @@ from ds_hydra.ranks.together import agree
 from ds_hydra.step.delivery import Delivered
 from ds_hydra.step.outcome import Outcome, mean_of
 from ds_hydra.zero_hetero.errors import ConfigError
+
+
+class Intake:
+    """Takes the share of each step from what a script passes: the share itself, or an iterator or loader of shares."""
+
+    def __init__(self) -> None:
+        self._loader: Any = None
+        self._iterator: Iterator[Any] = iter(())
+
+    def take(self, handed: Any) -> Any:
+        """The share of the next step. Raises StopIteration when an iterator has none left.
+
+        A loader, which can be iterated but not indexed, is iterated again when it ends, as long as the script passes
+        the same one.
+        """
+        if hasattr(handed, "__next__"):
+            return next(handed)
+        if not is_stream(handed):
+            return handed
+        if handed is not self._loader:
+            self._loader, self._iterator = handed, iter(handed)
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            self._iterator = iter(handed)
+            return next(self._iterator)
 
 
 class ReadyStep(NamedTuple):

@@ -17,13 +17,12 @@ from collections.abc import Callable
 from ds_hydra.config.hydra_block import HydraConfig
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.data.order import Order
-from ds_hydra.engine.producer import command_of
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.runnable import check_runnable
 from ds_hydra.plan.validate import validate_plan
 from ds_hydra.planner import PlannedStep, PlannerService, PlanRecipe, StepPlan
 from ds_hydra.planner.arena_room import ArenaRoom
-from ds_hydra.planner.producer_process import ProducerProcess
+from ds_hydra.planner.producer_process import BEAT_S, ProducerProcess, producer_command
 from ds_hydra.planner.service import Waiting
 from ds_hydra.simulate.producer import step_ms_of
 from ds_hydra.zero_hetero.errors import PlanError
@@ -118,3 +117,21 @@ def plan_of(
                 f"pre_step_callback: step {step} cannot run {phase.shape}: {why}. Add that strategy to hydra.strategies"
             )
     return PlannedStep(plan, planning_ms, hidden=False, waited_ms=planning_ms, made_by="callback")
+
+
+def command_of(config: HydraConfig) -> tuple[str, ...]:
+    """How the process is started. It tells that it is alive well within the time after which it is frozen."""
+    return producer_command("ds_hydra.simulate.producer", min(BEAT_S, config.faults.silent_seconds / 4))
+
+
+def start_producer(config: HydraConfig, rank: int, *, own: bool) -> ProducerProcess | None:
+    """On rank 0: the process, which compiles its kernels from now on; None where there is to be none, since the script
+    plans on its `own` for one."""
+    if rank != 0 or own or config.planner.ahead == 0 or config.replay is not None:
+        return None
+    try:
+        producer = ProducerProcess(command_of(config))
+    except OSError:  # the service tries once more, and says so
+        return None
+    producer.send({"kernels": "auto"})
+    return producer

@@ -44,8 +44,8 @@ _SIGNS = {"forward": "F", "backward": "B", "input_gradient": "I", "weight_gradie
 class Tracing:
     """Traces the steps that the config names. All ranks of the world make the same calls."""
 
-    def __init__(self, config: TraceConfig, folder: Path, world: World, stepper: Stepper, job: SimulatedJob):
-        """Files go to `folder`; `job` is what predictions are made of."""
+    def __init__(self, config: TraceConfig, folder: Path, world: World, stepper: Stepper, job: SimulatedJob | None):
+        """Files go to `folder`; `job` is what predictions are made of, if there are steps to trace."""
         self._config, self._folder, self._world, self._stepper, self._job = config, folder, world, stepper, job
         self._kept: Laps | None = None
 
@@ -75,6 +75,7 @@ class Tracing:
             self._write(step, plan, table, [Span(*span) for text in texts for span in json.loads(text)])
 
     def _write(self, step: int, plan: StepPlan, table: CostTable, measured: Sequence[Span]) -> None:
+        assert self._job is not None, "the config names steps"
         predicted = Simulator(replace(self._job, found=replace(self._job.found, table=table))).step(plan)
         begin = predicted.agreed_s
         moved = [span._replace(start_s=span.start_s + begin, stop_s=span.stop_s + begin) for span in measured]

@@ -18,9 +18,8 @@ from ds_hydra.pipe.stage_options import AS_WRITTEN, StageOptions
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.self_check.cache import fingerprint, read_verdicts, write_verdicts
 from ds_hydra.self_check.reach import longest_sequence
-from ds_hydra.self_check.schemes import BASE, bare, shapes_to_run, stand_in
+from ds_hydra.self_check.schemes import BASE, bare, shapes_to_run, stand_in, teams
 from ds_hydra.self_check.subjects import make_subject
-from ds_hydra.self_check.teams import teams
 from ds_hydra.self_check.trial import Trial, UntryableError
 from ds_hydra.self_check.verdicts import CheckResult, Verdict
 from ds_hydra.zero_hetero.errors import message_of

@@ -1,4 +1,4 @@
-"""The pipelines of candidate strategies in, the fewer and smaller ones that stand for them out. Pure: no torch.
+"""Which pipelines are run for those of candidate strategies, fewer and smaller ones, and by which ranks. Pure.
 
 What can go wrong in a stage depends on its kind: whether it is the first, one in the middle or the last, and its tensor
 and sequence parallel degrees. Two middle stages alike are one kind, so tp2pp8 is checked as tp2pp3; a stage of
@@ -8,8 +8,10 @@ and sequence parallel degrees. Two middle stages alike are one kind, so tp2pp8 i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from itertools import accumulate, groupby, pairwise
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, groupby, pairwise, zip_longest
+from typing import NamedTuple, TypeVar
 
 from ds_hydra.pipe.placement import Pipeline, place_pipeline
 from ds_hydra.pipe.schedules.registry import ranges_of, splits_backward
@@ -23,8 +25,12 @@ from ds_hydra.pipe.shape import (
     StageShape,
     StrategyShape,
 )
+from ds_hydra.zero_hetero.nodes import NodeSize, node_of, node_ranks
 
 _RANKS_OF_STAGE = 8
+_AT_A_TIME = 4  # runs that a rank does before another helps: they take as long as making a small model
+
+Run = TypeVar("Run")
 
 BASE = PipelineShape.of(ParallelScheme())
 
@@ -125,3 +131,29 @@ def head_divisor(heads: int, kv_heads: int, shapes: Iterable[PipelineShape]) -> 
     while math.gcd(heads, kv_heads) % (2 * factor) == 0 and heads // factor > 8 and manner(2 * factor) == manner(1):
         factor *= 2
     return factor
+
+
+class Team(NamedTuple):
+    """Ranks that share the runs out among them, one run in turn to each."""
+
+    ranks: tuple[int, ...]
+    of_node: int  # at most so many on one node
+
+    def share(self, rank: int, runs: Sequence[Run]) -> Sequence[Run]:
+        """The runs of a rank."""
+        return runs[self.ranks.index(rank) :: len(self.ranks)] if rank in self.ranks else []
+
+
+def teams(num_ranks: int, node_size: NodeSize, num_runs: int) -> Iterator[Team]:
+    """Who does the runs; then, for those that this team could not do, one rank of each node.
+
+    The first team has as many ranks as there is work for, taken from the nodes in turn. Its ranks divide what a node
+    may give, so that a model may be too large for them; alone on its node, a rank has all of it. With 6 ranks on nodes
+    of 4 and 10 runs: ranks 0, 4 and 1, of which 0 and 1 share a node; then ranks 0 and 4.
+    """
+    nodes = list(node_ranks(num_ranks, node_size))
+    in_turn = [rank for turn in zip_longest(*nodes) for rank in turn if rank is not None]
+    helpful = max(1, min(num_ranks, -(-num_runs // _AT_A_TIME)))
+    for size in dict.fromkeys((helpful, min(helpful, len(nodes)))):
+        ranks = tuple(in_turn[:size])
+        yield Team(ranks, max(Counter(node_of(rank, node_size) for rank in ranks).values()))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from ds_hydra.pipe.models.causal_lm import CausalLM
@@ -23,7 +25,6 @@ from ds_hydra.self_check.runs import Data, Outcome, run_pipeline
 from ds_hydra.self_check.schemes import BASE, uneven_pipeline
 from ds_hydra.self_check.shrink import POSITIONS, VOCABULARY
 from ds_hydra.self_check.small_copy import small_copy
-from ds_hydra.self_check.tried_tokens import tried_data
 
 # Three sequences in one pack, of which one reaches beyond the positions at which rotary tables change and beyond the
 # windows of the small copy, and a pack of one; every sequence parallel rank holds parts of some. 41 and 13 are prime:
@@ -32,6 +33,7 @@ from ds_hydra.self_check.tried_tokens import tried_data
 _LENGTHS = ((6, 33, 2), (13,))
 # Recurrences compute in chunks of 64 tokens, whatever the config says, and states pass from one to the next.
 _BEYOND_A_CHUNK = ((6, 65, 2), (13,))
+_ENDS = 4  # ids at each end of the vocabulary that are tried
 _LEAST_VOCABULARY = 16  # of a layer list, which does not say how many tokens it knows
 _COINS = (1e-6, 1 - 1e-6)  # what single random numbers give in one run and in the other
 _WHOLE_VOCABULARY = 4096  # that is tried together with long sequences
@@ -139,3 +141,36 @@ def told(error: Exception) -> str:
     text = str(error).strip().rstrip(".").partition("\n")[0]
     ours = type(error).__module__.startswith("ds_hydra.")
     return text if ours else f"its run ends with {type(error).__name__}: {text}"
+
+
+def tried_data(
+    vocabulary: int, lengths: Sequence[Sequence[int]], *, special: Sequence[int] = (), left_out: Collection[int] = ()
+) -> Data:
+    """Sequences in packs of these lengths, of all tokens but those `left_out`; `special` count as such.
+
+    Models count separators, restart positions at them, or look at what a sequence begins with. So among the tokens are
+    the special ones of the config and both ends of the vocabulary, before others of their sequence and of their pack,
+    and tokens that come again, within a sequence and in the next one. The last sequence of a pack has no special ones:
+    what a pack has and a sequence of it has not is told apart so.
+    """
+    draw = np.random.default_rng(0)
+    ends = [*range(_ENDS), *range(vocabulary - _ENDS, vocabulary)]
+    telling = [t for t in dict.fromkeys((*special, *ends)) if 0 <= t < vocabulary and t not in left_out]
+    plain = [t for t in range(vocabulary) if t not in telling and t not in left_out] or telling
+    sequences = [draw.choice(plain, length) for pack in lengths for length in pack]
+    starts = np.cumsum([0, *map(len, lengths)])
+    longest = max(sequences, key=len)
+    for first, last in pairwise(starts):
+        for tokens in sequences[first : last - 1]:
+            places = 1 + draw.permutation(3 * len(tokens) // 4 - 1)[: len(telling)]  # others come after them
+            tokens[places] = telling[: len(places)]
+            tokens[0] = telling[0]
+            if tokens is not longest:
+                tokens[-1] = telling[min(1, len(telling) - 1)]
+    again = len(longest) // 8
+    longest[len(longest) - again :] = longest[:again]
+    longest[-again - 1] = longest[-again - 2]
+    for tokens in sequences:
+        if tokens is not longest:
+            tokens[len(tokens) // 2] = longest[-again - 1]
+    return Data(tuple(sequences), ()).packed([range(a, b) for a, b in pairwise(starts)])

@@ -1,4 +1,4 @@
-"""Candidate strategies in; the memory of a rank's parameters and gradients, which all of them share, out."""
+"""Memory of a rank: what all strategies share for parameters and gradients, and the most that a step has held."""
 
 from __future__ import annotations
 
@@ -57,3 +57,19 @@ class Arena:
     def gradients_at(self, place: Place, dtype: torch.dtype) -> Tensor:
         """The bytes of a place in the memory for gradients, flat, as elements of `dtype`."""
         return self.grads[place.start : place.stop].view(dtype)
+
+
+class PeakMemory:
+    """The peak of one step at a time; on a CPU nobody counts, and it is 0."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def restart(self) -> None:
+        """Count anew from what is held now."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def read(self) -> int:
+        """Bytes."""
+        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0

@@ -1,24 +1,27 @@
-"""What runs the strategies of a job on this rank: each built in the first step that uses it, and kept."""
+"""What runs the strategies of a job on this rank: tried before step 0, built when a step first uses it, and kept."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
+from ds_hydra.pipe.models.refusals import refuse_misaligned_experts
 from ds_hydra.pipe.placement import Strategy, place_strategy
+from ds_hydra.pipe.stage import ModelSource, StagePlace
 from ds_hydra.step.connections import connections_of
 from ds_hydra.step.strategy_runtime import StrategyRuntime
 
 if TYPE_CHECKING:
-    import torch
-
     from ds_hydra.pipe.runtime import Doing
-    from ds_hydra.pipe.stage import ModelSource
     from ds_hydra.plan.phase import Phase
     from ds_hydra.plan.step_plan import StepPlan
     from ds_hydra.ranks.world import World
     from ds_hydra.step.arena import Arena
     from ds_hydra.step.model_masters import ModelMasters
+
+_META = torch.device("meta")
 
 
 class Runtimes:
@@ -93,3 +96,24 @@ class Runtimes:
         for runtime in self.built.values():
             runtime.close()
         vars(self).clear()
+
+
+def build_stages(source: ModelSource, strategies: Iterable[Strategy], rank: int, dtype: torch.dtype) -> int:
+    """Build each stage that `rank` will have once, without memory and without a message; how many there are.
+
+    A strategy may be used for the first time after hours. Errors of the model's own code pass through. ConfigError for
+    experts that the kernel which they run by cannot take.
+    """
+    built: set[object] = set()
+    for strategy in strategies:
+        pipeline = strategy.pipelines[strategy.locate(rank)[0]]
+        sharding = source.plan.token_sharding
+        for place in StagePlace.all_of(pipeline, rank, lambda members: None, token_sharding=sharding):
+            kind = (*place.stage.ranges, place.stage.tp, place.tp_rank)
+            if kind not in built:
+                module = source.build(place, _META, dtype).module
+                needed = source.plan.needed(place.stage)
+                specs = (param for bucket in source.plan.buckets for param in bucket.params if param.name in needed)
+                refuse_misaligned_experts(module, specs, place.stage.tp, dtype)
+                built.add(kind)
+    return len(built)

@@ -17,12 +17,11 @@ from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.plan.step_plan import joined
 from ds_hydra.plan.works import schedule_batches
 from ds_hydra.ranks.rank_stats import RankStats, gather_stats
-from ds_hydra.step.arena import Arena
+from ds_hydra.step.arena import Arena, PeakMemory
 from ds_hydra.step.batching import RankBatches, build_batches
 from ds_hydra.step.built import Built, build_together
 from ds_hydra.step.forwards import Forwards
 from ds_hydra.step.outcome import Outcome, PhaseOutcome
-from ds_hydra.step.peak_memory import PeakMemory
 from ds_hydra.step.phase_run import PhaseRun
 from ds_hydra.step.runtimes import Runtimes
 from ds_hydra.zero_hetero.clock import Laps

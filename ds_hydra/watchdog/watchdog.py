@@ -37,12 +37,12 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
 from ds_hydra.ranks.together import Texts, agree
-from ds_hydra.watchdog.activity import IDLE
 from ds_hydra.watchdog.cause import as_line, follows, lost_connection, refusal_code
 from ds_hydra.watchdog.host import EXIT_CODE, end_process, kill, stopped
 from ds_hydra.watchdog.last_words import LastWords
@@ -53,10 +53,35 @@ from ds_hydra.zero_hetero.errors import INTERRUPTED, OWN_FAULT, told_of
 
 logger = logging.getLogger(__name__)
 
+IDLE = "idle"  # outside a step, a save and a load
+
 _COMPUTING = frozenset({"pull", "forward", "backward", "push", "optimizer"})  # parts of a step on the device
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 _RANKS_A_BEAT = 256  # ranks that one rank hears in the time between two heartbeats of a small job
 _TURNS_OF_OTHERS = 12  # that another rank's fault may take to become known, when a connection is lost
+
+
+class Activity:
+    """What this rank does, in one word such as "forward" or "saving"; heartbeats and errors tell it.
+
+    `now` is written by the part that does the work and read by the heartbeat's thread.
+
+    Within a `with` block, plain assignments to `now` may follow (a stage goes from "forward" to "backward" to "push").
+    When the block ends, `now` is again what it was before.
+    """
+
+    # No lock: one thread writes a name, the other reads it, and either name is true at the moment of the change.
+
+    def __init__(self) -> None:
+        self.now = IDLE
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        before, self.now = self.now, name
+        try:
+            yield
+        finally:
+            self.now = before
 
 
 def beat_seconds(num_heard: int, heartbeat_s: float, frozen_s: float) -> float:

@@ -330,14 +330,8 @@ def _of_few(find: Callable[[CausalLM], _Rules], few: CausalLM, whole: CausalLM) 
 
 
 def _notes(flow: Flow, balancing: Balancing | None) -> tuple[str, ...]:
-    notes = [] if balancing is None or balancing.is_models_own else [balancing.difference]
-    if rate := flow.attention_dropout:
-        notes.append(
-            f"attention drops {rate:g} of its probabilities: they are computed in blocks that stand in memory, which "
-            "takes two to three times as long as fused attention; set attention_dropout to 0 in the model's config if "
-            "you can"
-        )
-    return tuple(notes)
+    difference = "" if balancing is None or balancing.is_models_own else balancing.difference
+    return tuple(note for note in (difference, flow.slow_attention) if note)
 
 
 def _checkpoint_nothing(module: Any) -> None:

@@ -75,6 +75,17 @@ class Flow:
     ran: tuple[int, ...] = ()  # of each layer the first one that ran the same functions [Note: kinds of layers]
     unattended: frozenset[int] = frozenset()  # layers that did not attend by the attention interface
 
+    @property
+    def slow_attention(self) -> str:
+        """What attention that drops costs, and what to do about it; empty where it drops nothing."""
+        if not self.attention_dropout:
+            return ""
+        return (
+            f"attention drops {self.attention_dropout:g} of its probabilities: they are computed in blocks that stand "
+            "in memory, which takes two to three times as long as fused attention; set attention_dropout to 0 in the "
+            "model's config if you can"
+        )
+
 
 @dataclass
 class _Record:

@@ -8,9 +8,18 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StageShape, StrategyShape
-from ds_hydra.self_check.schemes import BASE, head_divisor, num_layers, parts, shapes_to_run, stand_in, uneven_pipeline
+from ds_hydra.self_check.schemes import (
+    BASE,
+    Team,
+    head_divisor,
+    num_layers,
+    parts,
+    shapes_to_run,
+    stand_in,
+    teams,
+    uneven_pipeline,
+)
 from ds_hydra.self_check.shrink import FEW_POSITIONS, HEAD_DIM, POSITIONS, kept_layers, shrunk_config
-from ds_hydra.self_check.teams import Team, teams
 
 STAGES = st.builds(StageShape, st.integers(1, 64), st.integers(1, 64))
 PIPELINES = st.builds(PipelineShape, st.lists(STAGES, min_size=1, max_size=6).map(tuple))

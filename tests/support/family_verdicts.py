@@ -23,7 +23,7 @@ from ds_hydra.self_check.compare import compare, finite
 from ds_hydra.self_check.plain import Plain
 from ds_hydra.self_check.precision import doubled
 from ds_hydra.self_check.runs import Data, Outcome, run_pipeline
-from ds_hydra.self_check.tried_tokens import tried_data
+from ds_hydra.self_check.subjects import tried_data
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tests.support.adapted_models import ADAPTED, ADAPTED_WITHOUT_TP
 from tests.support.case import UNUSUAL
