@@ -62,10 +62,10 @@ def class_tables(files: Mapping[str, str], job: JobFingerprint, own: str, cluste
         tables = [of_class(one.table, name) for name, one in found.items()]
     except PlanError as error:
         raise ConfigError(f"config: hydra.cost_table: {error}") from None
-    links = next((one.links for one in found.values() if one.links), None)
+    links = {name: one.links for name, one in found.items() if one.links}
     return TableFile(
         CostTable(tuple(cost for table in tables for cost in table.costs), ", ".join(files.values())),
-        links=links,
+        links={"classes": links} if links else None,
         step=_most([one.step for one in found.values() if one.step]),
         activations=_largest([one.activations for one in found.values() if one.activations]),
         repairs=tuple(line for one in found.values() for line in one.repairs),

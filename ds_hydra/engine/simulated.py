@@ -15,7 +15,7 @@ from ds_hydra.simulate.links import LinkModel
 
 def simulated_job(job: Job, world: World, found: TableFile) -> SimulatedJob:
     """The job as simulations see it, by these costs and the links that the table file holds."""
-    links, types = LinkModel.of_table(found.links, world.node_size), job.types
+    links, types = LinkModel.of_table(found.links, world.node_size, devices=world.cluster.devices), job.types
     return SimulatedJob(
         job.source.plan,
         job.source.width(min(1, job.source.plan.num_layers - 1)),

@@ -23,14 +23,18 @@ leaves. Messages between stages are taken to be alone.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ds_hydra.profiling.links import OPERATIONS, Collective, LinkFigure, Links, links_from_record
 from ds_hydra.zero_hetero.errors import ConfigError
-from ds_hydra.zero_hetero.nodes import NodeSize, node_of
+from ds_hydra.zero_hetero.nodes import NodeSize, node_of, nodes_of
 
 
 class Speed(NamedTuple):
@@ -39,18 +43,35 @@ class Speed(NamedTuple):
     latency_s: float
     bytes_per_s: float
 
+    def with_end(self, other: Speed) -> Speed:
+        """Of a link between two ranks of which one has this speed and one the other."""
+        return Speed(max(self.latency_s, other.latency_s), min(self.bytes_per_s, other.bytes_per_s))
+
     def wire_s(self, num_bytes: float) -> float:
         """Seconds for which a transfer holds the ports at its two ends."""
         return num_bytes / self.bytes_per_s
 
 
+Floats = NDArray[np.float64]
+
 # For tables that say nothing of links: NVLink inside a node, a card of 200 Gb/s for each GPU between nodes.
 INSIDE, BETWEEN = Speed(10e-6, 1.5e11), Speed(20e-6, 2.5e10)
+
+
+class ClassLinks(NamedTuple):
+    """Links among devices of one class."""
+
+    device: str
+    inside: Speed
+    between: Speed
 
 
 @dataclass(frozen=True)
 class LinkModel:
     """Latency and bandwidth between any two ranks, on one node or on two.
+
+    Where devices are of several classes, `devices` names each rank's and `classes` has the links among those of each.
+    Two ranks of different classes send to each other as the slower of the two would among its own.
 
     Collectives take what `figures`, those of a measured cost table, say; where these say nothing, what a ring takes.
     """
@@ -60,11 +81,15 @@ class LinkModel:
     between: Speed = BETWEEN
     figures: Links = field(default_factory=lambda: Links(()))
     one_cable: bool = False  # whether both communicators of pulls and pushes share a rank's link between nodes
+    devices: tuple[str, ...] = ()
+    classes: tuple[ClassLinks, ...] = ()
 
     def __post_init__(self) -> None:
         if min(sizes := (self.node_size,) if isinstance(self.node_size, int) else self.node_size) < 1:
             raise ConfigError(f"links: a node of {min(sizes)} ranks; give the ranks of one machine, at least 1")
-        for name, (latency, rate) in (("inside a node", self.inside), ("between nodes", self.between)):
+        known = [("inside a node", self.inside), ("between nodes", self.between)]
+        known += [(f"of {one.device}", speed) for one in self.classes for speed in (one.inside, one.between)]
+        for name, (latency, rate) in known:
             if not (math.isfinite(latency) and latency >= 0 and math.isfinite(rate) and rate > 0):
                 raise ConfigError(
                     f"links {name}: {latency} s and {rate} bytes/s; the latency must be at least 0 and the bandwidth "
@@ -80,12 +105,22 @@ class LinkModel:
         inside: Speed | None = None,
         between: Speed | None = None,
         place: str = "links of the cost table",
+        devices: tuple[str, ...] = (),
     ) -> LinkModel:
         """The links that a table file holds (`TableFile.links`); what it does not have is as given, or as assumed.
 
-        What is given wins over the table's figure. Raises ConfigError, which names `place`, for figures that cannot be
-        read.
+        What is given wins over the table's figure. With `devices`, the class of each rank, it may be
+        `{"classes": {class: links}}` of tables of each, where they have some. Raises ConfigError, which names `place`,
+        for figures that cannot be read.
         """
+        if links is not None and "classes" in links:
+            each = {
+                device: cls.of_table(own, node_size, inside=inside, between=between, place=f"{place} of {device}")
+                for device, own in links["classes"].items()
+            }
+            first = next(iter(each.values()))
+            found = tuple(ClassLinks(device, one.inside, one.between) for device, one in each.items())
+            return replace(first, devices=devices, classes=found)
         figures = Links(()) if links is None else links_from_record(links, place)
         return cls(
             node_size,
@@ -100,8 +135,32 @@ class LinkModel:
 
     def speed(self, sender: int, receiver: int) -> Speed:
         """Of the link from one rank to another."""
-        node_size = self.node_size
-        return self.inside if node_of(sender, node_size) == node_of(receiver, node_size) else self.between
+        return self.slowest((sender, receiver))
+
+    def slowest(self, ranks: Sequence[int]) -> Speed:
+        """Of the links among these ranks: between two nodes, if they are on several."""
+        crosses = self.crosses(ranks)
+        if not self.classes:
+            return self.between if crosses else self.inside
+        return functools.reduce(Speed.with_end, (self._of_rank(rank, crosses=crosses) for rank in ranks))
+
+    def _of_rank(self, rank: int, *, crosses: bool) -> Speed:
+        """Of a rank's links with others of its class."""
+        own = next((one for one in self.classes if one.device == self.devices[rank]), None)
+        if own is None:
+            return self.between if crosses else self.inside
+        return own.between if crosses else own.inside
+
+    def of_pairs(self, src: NDArray[np.int64], dst: NDArray[np.int64]) -> tuple[Floats, Floats, NDArray[np.bool_]]:
+        """`speed` of many pairs at once: latency in s, bytes/s, and whether they are on two nodes, (pairs,) each."""
+        crosses = nodes_of(src, self.node_size) != nodes_of(dst, self.node_size)
+        if not self.classes:
+            latency = np.where(crosses, self.between.latency_s, self.inside.latency_s)
+            return latency, np.where(crosses, self.between.bytes_per_s, self.inside.bytes_per_s), crosses
+        ranks = range(len(self.devices))
+        inside, between = (np.array([self._of_rank(rank, crosses=two) for rank in ranks]) for two in (False, True))
+        ends = [np.where(crosses[:, None], between[end], inside[end]) for end in (src, dst)]
+        return np.maximum(*ends)[:, 0], np.minimum(*ends)[:, 1], crosses
 
     def transfer_s(self, sender: int, receiver: int, num_bytes: float) -> float:
         """Seconds from the start of a lone transfer to its arrival; 0 for a rank's own."""
@@ -123,7 +182,7 @@ class LinkModel:
             return 0.0
         if any(f.operation == operation and f.inter_node == crosses for f in self.figures.figures):
             return self.figures.ms(Collective(operation, n, num_bytes), inter_node=crosses) / 1e3
-        speed = self.between if crosses else self.inside
+        speed = self.slowest(ranks)
         if operation == "p2p":
             return speed.latency_s + speed.wire_s(num_bytes)
         hops = (n - 1) * (2 if operation == "all_reduce" else 1)

@@ -152,11 +152,8 @@ class _Edge(NamedTuple):
 
     @classmethod
     def between(cls, src: Stage, dst: Stage, links: LinkModel, *, token_sharding: bool) -> _Edge:
-        ends = [*src.ranks, *dst.ranks]
-        return cls(
-            *_shares(src.tp, src.sp, dst.tp, dst.sp, token_sharding),
-            links.between if links.crosses(ends) else links.inside,
-        )
+        shares = _shares(src.tp, src.sp, dst.tp, dst.sp, token_sharding)
+        return cls(*shares, links.slowest([*src.ranks, *dst.ranks]))
 
 
 @lru_cache(maxsize=4096)

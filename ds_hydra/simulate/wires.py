@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_hydra.simulate.links import LinkModel
-from ds_hydra.zero_hetero.nodes import nodes_of
 from ds_hydra.zero_hetero.transfer_plan import TransferPlan
 
 Ints = NDArray[np.int64]
@@ -114,9 +113,7 @@ class Routes(NamedTuple):
         # Slices of one pair stand next to each other now, and are one message.
         first = _begins((src * n + far)[slices])
         src, dst, far = (column[slices][first] for column in (src, dst, far))
-        crosses = nodes_of(src, links.node_size) != nodes_of(dst, links.node_size)
-        latency = np.where(crosses, links.between.latency_s, links.inside.latency_s)
-        rate = np.where(crosses, links.between.bytes_per_s, links.inside.bytes_per_s)
+        latency, rate, crosses = links.of_pairs(src, dst)
         first_out, order = _begins(src), _sorted_by(dst, far, n)
         coming = dst[order]
         first_in = _begins(coming)

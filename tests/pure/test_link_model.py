@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 
 from ds_hydra.profiling.links import Collective, Counted, LinkFigure, Links, exposed_ms
@@ -39,6 +42,26 @@ def test_collectives_are_those_of_the_table_or_else_rings() -> None:
     assert model.collective_s("all_gather", [3], 9000) == 0.0
     # What a user gives wins over what was measured.
     assert LinkModel.of_table(figures.to_record(), 8, inside=Speed(0.0, 5.0)).inside == Speed(0.0, 5.0)
+
+
+def test_two_classes_send_to_each_other_as_the_slower_one() -> None:
+    def record(us: float, rate: float, between: float) -> dict[str, Any]:
+        return Links((LinkFigure("p2p", 2, us, rate), LinkFigure("p2p", 2, us, between, inter_node=True))).to_record()
+
+    links = {"classes": {"h20": record(3.0, 7e11, 4e10), "h800": record(5.0, 3e11, 5e10)}}
+    model = LinkModel.of_table(links, 2, devices=("h20", "h20", "h800", "h800", "h20", "h800"))
+    pairs = {(0, 1): (3.0, 7e11), (2, 3): (5.0, 3e11), (0, 2): (5.0, 4e10), (0, 4): (3.0, 4e10), (4, 5): (5.0, 3e11),
+             (3, 5): (5.0, 5e10)}  # fmt: skip
+    for (src, dst), (us, rate) in pairs.items():
+        assert model.speed(src, dst) == model.speed(dst, src) == Speed(us / 1e6, rate)
+    assert model.slowest((0, 2, 3)) == Speed(5e-6, 4e10)
+    latency, rates, crosses = model.of_pairs(*np.array(list(pairs)).T)
+    assert (latency * 1e6).tolist() == pytest.approx([us for us, _ in pairs.values()])
+    assert rates.tolist() == [rate for _, rate in pairs.values()]
+    assert crosses.tolist() == [False, False, True, True, False, True]
+    # A class whose table has no links has the others'.
+    half = LinkModel.of_table({"classes": {"h20": record(3.0, 7e11, 4e10)}}, 2, devices=("h20", "l40", "l40", "l40"))
+    assert half.speed(2, 3) == half.inside == Speed(3e-6, 7e11)
 
 
 @pytest.mark.parametrize(

@@ -235,6 +235,9 @@ def test_a_table_must_have_each_class() -> None:
         check_rows(CostTable((row("tp4"),)), HALVES, "'t.json'")
 
 
+LINKS = {"links": [{"operation": "p2p", "ranks": 2, "latency_us": 3.0, "bytes_per_second": 1e9}]}
+
+
 def test_a_table_of_each_class_makes_one_whose_rows_name_it(tmp_path: Path) -> None:
     plain, job = (
         CostTable((row("tp4"), row("tp2pp4", 0.5))),
@@ -242,13 +245,15 @@ def test_a_table_of_each_class_makes_one_whose_rows_name_it(tmp_path: Path) -> N
     )
     few, many = Activations(8.0, 1.0, 1.0), Activations(9.0, 0.0, 0.0)
     files = {"h20": tmp_path / "h20.json", "h800": tmp_path / "h800.json"}
-    TableFile(plain, job, activations={(4, 1): few, (2, 1): many}, step={"fixed_ms": 1.0}).save(files["h20"])
+    TableFile(plain, job, activations={(4, 1): few, (2, 1): many}, step={"fixed_ms": 1.0},
+              links=LINKS).save(files["h20"])  # fmt: skip
     other = replace(job, device="NVIDIA H800")
     TableFile(plain, other, activations={(4, 1): many}, step={"fixed_ms": 2.0}).save(files["h800"])
     named = {name: str(file) for name, file in files.items()}
     assert config(cost_table=named).cost_table == named
     found = class_tables(named, job, "h20", HALVES)
     assert [str(cost.scheme) for cost in found.table.costs] == ["tp4@h20", "tp2pp4@h20", "tp4@h800", "tp2pp4@h800"]
+    assert found.links == {"classes": {"h20": LINKS}}
     assert (found.activations, found.step) == ({(4, 1): many, (2, 1): many}, {"fixed_ms": 2.0})
     assert class_tables(named, other, "h800", HALVES).table == found.table, "all ranks have the same"
     with pytest.raises(ConfigError, match="was not measured for this job:\n  device: the table has 'NVIDIA H800'"):
