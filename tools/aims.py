@@ -51,6 +51,7 @@ ODD_NODES = {7: 0.95, 15: 0.95, 31: 0.97, 63: 0.97}
 EMULATED_UNEQUAL_PLANS, EMULATED_UNEQUAL = 40, 0.01  # the simulator's time, by the emulated cluster's
 UNEQUAL_PLANS, UNEQUAL_MEDIAN, UNEQUAL_P95 = 1000, 0.02, 0.08  # the planner's time against the simulation's
 MIXED_GAP, UNIFORM_LAYOUT = 0.03, 1.3  # of plans; the best layout of one scheme over ours, on as many of either class
+SLICED_GAIN = 1.05  # a step by strategies without slices, over one with
 # A rank that becomes slow: steps until plans count with its pace; of the throughput lost, what is won back, times what
 # there is to win: all but its pipeline's share; of the throughput before, when it has recovered.
 FOLLOWS_SLOW, WON_BACK, RECOVERED_RATE = 20, 0.9, 0.99

@@ -84,7 +84,10 @@ def propose_for(
     from ds_hydra.planner.proposal.mixed import propose_mixed
 
     seed = config.planner_options().seed
-    found = propose_mixed(cluster, table, memory, lengths, config.tokens_per_step, max(lengths), seed=seed)
+    slices = config.chunks == "auto" and not memory.plan.no_slices
+    found = propose_mixed(
+        cluster, table, memory, lengths, config.tokens_per_step, max(lengths), seed=seed, slices=slices
+    )
     return "\n".join(map(str, found))
 
 

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.costs.shape_costs import price, with_shapes
+from ds_hydra.costs.shares import Shares
 from ds_hydra.pipe.on_devices import crossing_groups
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.planner import Planner, PlannerOptions
-from ds_hydra.planner.proposal.mixed import propose_mixed, split_by_speed
+from ds_hydra.planner.proposal.mixed import _by_v, propose_mixed, split_by_speed
 from ds_hydra.zero_hetero.errors import PlanError
 from tools import aims
 from tools.hetero.clusters import CASES, CONTEXT, SEQUENCES, exchanged_ms, memory_of, table_of
@@ -62,6 +63,32 @@ def test_proposed_strategies_use_every_rank_fit_and_are_as_good_as_published_one
                           exposed_ms=added)  # fmt: skip
         steps.append(planner.plan(0, range(SEQUENCES), LENGTHS).step_ms)
     assert steps[0] <= aims.HETU_PLAN * steps[1]
+
+
+def test_where_shares_are_measured_strategies_with_slices_are_proposed_if_they_pay() -> None:
+    case = BY_NAME["70B 16+16"]
+    plain = table_of(case)
+    table = CostTable(tuple(replace(cost, shares=Shares.usual()) for cost in plain.costs))
+    lengths = (4000, 2500, 1000, 700, 300, 4096) * 8
+
+    def proposed(table: CostTable, *, slices: bool) -> tuple[str, ...]:
+        return tuple(map(str, propose_mixed(case.cluster, table, memory_of(case), lengths, sum(lengths), CONTEXT,
+                                            count=2, slices=slices)))  # fmt: skip
+
+    without = proposed(table, slices=False)
+    assert without == proposed(plain, slices=True)
+    assert not any("/list" in one for one in without)
+    found = proposed(table, slices=True)
+    assert "/list" in found[0]
+    for text in found:
+        place_strategy(StrategyShape.parse(text), case.cluster.num_ranks, 80, case.cluster)
+
+
+def test_a_v_has_as_many_layers_in_each_stage() -> None:
+    (shape,) = StrategyShape.parse("(tp2[0:3]@a > tp4[3:10]@b > tp1[10:12]@b)").pipelines
+    assert str(_by_v(shape)) == "(tp2[0:1,10:12]@a > tp4[1:4,6:10]@b > tp1[4:5,5:6]@b)/list"
+    (thin,) = StrategyShape.parse("(tp2[0:1]@a > tp4[1:4]@b)").pipelines
+    assert str(_by_v(thin)) == "(tp2[0:1]@a > tp4[1:4]@b)/list"
 
 
 def test_what_nothing_can_hold_is_refused() -> None:

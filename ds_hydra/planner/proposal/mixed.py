@@ -12,6 +12,9 @@ What a flat layout is to equal devices, four steps are here:
    all layers find a place.
 4. Choice. Of all that this makes, those with the least estimated step are planned on sampled batches, and of those
    that fit by the memory model the best ones are kept: the best of all batches, then whichever gains most beside it.
+5. Slices. Where shares of forward and backward were measured, the best ones with pipelines of several stages are tried
+   in two more forms, too, in which sequences may run in slices: with the same stages under the list order, and as a V,
+   whose stages hold as many layers in two ranges. They are among those that are kept where they take less.
 
 Example: 32 H20 on four nodes and 16 H800 on two, tp4 on both: 12 groups, of which four are fast. For four pipelines
 each gets one fast group and then two slow ones: 4*(tp4[0:11]@h20 > tp4[11:22]@h20 > tp4[22:60]@h800).
@@ -23,7 +26,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -41,6 +44,7 @@ from ds_hydra.zero_hetero.nodes import Cluster, node_of
 _BATCHES = 4  # sampled, on which strategies are compared
 _PLANNED = 16  # strategies that are
 _DEEPEST = 16  # stages
+_SLICED = 2  # strategies that are tried with slices
 _AS_GOOD = 1.02  # times what was estimated with memory as it is about
 _NO_LIMIT = 1 << 40  # tokens
 
@@ -65,6 +69,11 @@ class _Job:
         self.layer_params = max(sum(numel[name] for name in names) for names in memory.plan.layers)
         self.outer_params = max(sum(numel[name] for name in names) for names in (memory.plan.first, memory.plan.last))
         self.masters = (1 + memory.optimizer_states) * memory.master_bytes * sum(numel.values()) / memory.num_ranks
+
+    @property
+    def knows_shares(self) -> bool:
+        """Whether all rows have the shares that slices are planned with."""
+        return all(row.shares is not None for row in self.rows.values())
 
     def degrees(self, device: str) -> list[int]:
         return sorted(stage.tp for stage in self.rows if stage.device == device)
@@ -100,9 +109,10 @@ class _Job:
 def propose_mixed(
     cluster: Cluster, table: CostTable, memory: JobMemory, lengths: Sequence[int], tokens_per_step: int,
     context_length: int, *, count: int = 6, seed: int = 0, exposed: Callable[[StrategyShape], float] = lambda _: 0.0,
+    slices: bool = True,
 ) -> tuple[StrategyShape, ...]:  # fmt: skip
     """Up to `count` strategies whose stages name the classes of the cluster [Note: mixed proposal], best first;
-    `exposed` tells what the messages of one add to a step, in ms.
+    `exposed` tells what the messages of one add to a step, in ms; `slices`: whether sequences may run in some.
 
     One of them holds a sequence of `context_length` tokens. Raises PlanError where the table lacks a class, and where
     nothing that fits the devices holds the context.
@@ -121,6 +131,8 @@ def propose_mixed(
     batches = list(dict.fromkeys(tuple(sorted(batch.tolist())) for batch in drawn))  # those alike count once
     times = _planned(job, best, batches, exposed)
     fitting = _fitting(job, times, batches, context_length, count, exposed)
+    if slices:
+        fitting |= _sliced(job, fitting, batches, exposed)
     names = list(fitting)
     weights = np.full(len(batches), 1.0 / len(batches))
     chosen = greedy_subset({(at,): fitting[one] for at, one in enumerate(names)}, weights, count)
@@ -179,6 +191,47 @@ def _fitting(
             "with a larger tp or sp, or lower context_length"
         )
     return found
+
+
+def _sliced(
+    job: _Job, fitting: Mapping[StrategyShape, np.ndarray], batches: Sequence[tuple[int, ...]],
+    exposed: Callable[[StrategyShape], float],
+) -> dict[StrategyShape, np.ndarray]:  # fmt: skip
+    """The best strategies in forms that may run slices, and what they take for each batch."""
+    able = [
+        one
+        for one in sorted(fitting, key=lambda one: (float(fitting[one].mean()), str(one)))
+        if max(shape.pp for shape in one.pipelines) > 1 and job.knows_shares
+    ]
+    found: dict[StrategyShape, np.ndarray] = {}
+    for strategy in able[:_SLICED]:
+        for form in (_by_list, _by_v):
+            other = StrategyShape(tuple(form(shape) if shape.pp > 1 else shape for shape in strategy.pipelines))
+            keys = dict.fromkeys(shape.cost_key for shape in other.pipelines)
+            costs = [price(key, job.table, job.memory) for key in keys if isinstance(key, PipelineShape)]
+            made = None if min(cost.max_length for cost in costs) <= 1 else _times(other, costs, batches)
+            if made is not None:
+                found[other] = made + exposed(strategy)
+    return found
+
+
+def _by_list(pipeline: PipelineShape) -> PipelineShape:
+    return PipelineShape(pipeline.stages, "list")
+
+
+def _by_v(pipeline: PipelineShape) -> PipelineShape:
+    """As many layers in each stage, half of them from each end of the model; by the list order alone where a stage has
+    no layer for that."""
+    held = [stage.layers[0].last - stage.layers[0].first for stage in pipeline.stages]
+    if min(held) < 2:
+        return _by_list(pipeline)
+    lower = [number // 2 for number in held]
+    upper = [number - half for number, half in zip(held, lower, strict=True)]
+    ends = list(itertools.pairwise(itertools.accumulate([*lower, *reversed(upper)], initial=0)))
+    return PipelineShape(tuple(
+        replace(stage, layers=(LayerRange(*ends[at]), LayerRange(*ends[-1 - at])))
+        for at, stage in enumerate(pipeline.stages)
+    ), "list")  # fmt: skip
 
 
 def _candidates(job: _Job) -> Iterator[StrategyShape]:
