@@ -17,7 +17,8 @@ from ds_hydra.pipe.on_devices import crossing_groups
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.planner import Planner, PlannerOptions
-from ds_hydra.planner.proposal.mixed import _by_v, propose_mixed, split_by_speed
+from ds_hydra.planner.proposal.mixed import propose_mixed, split_by_speed
+from ds_hydra.planner.proposal.sliced_forms import by_v
 from ds_hydra.zero_hetero.errors import PlanError
 from tools import aims
 from tools.hetero.clusters import CASES, CONTEXT, SEQUENCES, exchanged_ms, memory_of, table_of
@@ -86,9 +87,9 @@ def test_where_shares_are_measured_strategies_with_slices_are_proposed_if_they_p
 
 def test_a_v_has_as_many_layers_in_each_stage() -> None:
     (shape,) = StrategyShape.parse("(tp2[0:3]@a > tp4[3:10]@b > tp1[10:12]@b)").pipelines
-    assert str(_by_v(shape)) == "(tp2[0:1,10:12]@a > tp4[1:4,6:10]@b > tp1[4:5,5:6]@b)/list"
+    assert str(by_v(shape)) == "(tp2[0:1,10:12]@a > tp4[1:4,6:10]@b > tp1[4:5,5:6]@b)/list"
     (thin,) = StrategyShape.parse("(tp2[0:1]@a > tp4[1:4]@b)").pipelines
-    assert str(_by_v(thin)) == "(tp2[0:1]@a > tp4[1:4]@b)/list"
+    assert str(by_v(thin)) == "(tp2[0:1]@a > tp4[1:4]@b)/list"
 
 
 def test_what_nothing_can_hold_is_refused() -> None:

@@ -26,7 +26,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -37,6 +37,7 @@ from ds_hydra.data.length_sources import sample_batches
 from ds_hydra.pipe.shape import LayerRange, PipelineShape, StageShape, StrategyShape
 from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.planner.proposal.pool import greedy_subset
+from ds_hydra.planner.proposal.sliced_forms import by_list, by_v
 from ds_hydra.planner.selection import Planner
 from ds_hydra.zero_hetero.errors import PlanError
 from ds_hydra.zero_hetero.nodes import Cluster, node_of
@@ -205,7 +206,7 @@ def _sliced(
     ]
     found: dict[StrategyShape, np.ndarray] = {}
     for strategy in able[:_SLICED]:
-        for form in (_by_list, _by_v):
+        for form in (by_list, by_v):
             other = StrategyShape(tuple(form(shape) if shape.pp > 1 else shape for shape in strategy.pipelines))
             keys = dict.fromkeys(shape.cost_key for shape in other.pipelines)
             costs = [price(key, job.table, job.memory) for key in keys if isinstance(key, PipelineShape)]
@@ -213,25 +214,6 @@ def _sliced(
             if made is not None:
                 found[other] = made + exposed(strategy)
     return found
-
-
-def _by_list(pipeline: PipelineShape) -> PipelineShape:
-    return PipelineShape(pipeline.stages, "list")
-
-
-def _by_v(pipeline: PipelineShape) -> PipelineShape:
-    """As many layers in each stage, half of them from each end of the model; by the list order alone where a stage has
-    no layer for that."""
-    held = [stage.layers[0].last - stage.layers[0].first for stage in pipeline.stages]
-    if min(held) < 2:
-        return _by_list(pipeline)
-    lower = [number // 2 for number in held]
-    upper = [number - half for number, half in zip(held, lower, strict=True)]
-    ends = list(itertools.pairwise(itertools.accumulate([*lower, *reversed(upper)], initial=0)))
-    return PipelineShape(tuple(
-        replace(stage, layers=(LayerRange(*ends[at]), LayerRange(*ends[-1 - at])))
-        for at, stage in enumerate(pipeline.stages)
-    ), "list")  # fmt: skip
 
 
 def _candidates(job: _Job) -> Iterator[StrategyShape]:
