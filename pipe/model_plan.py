@@ -171,7 +171,7 @@ class ModelPlan:
     no_pp: str = ""  # the same of pipeline stages
     no_slices: str = ""  # the same of sequences that are cut into slices
     no_token_sharding: str = "nothing is known of it"  # the same of ranks that share tokens [Note: token sharding]
-    unread: Names = frozenset()  # parameters that no forward was seen to read
+    unread: Names = frozenset()  # parameters for which no loss was seen to have a gradient
     carried: tuple[int, ...] = ()  # bytes of the states that a slice hands on in each layer; none: layers have none
     alignment: int = ALIGNMENT  # in elements, of parameters and buckets in a rank's buffers [Note: gaps]
 

@@ -17,7 +17,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from ds_hydra.host import launch, refusals
-from ds_hydra.host.optimizers import Lion, optimizer_recipe, parameter_groups
+from ds_hydra.host.element_wise import is_element_wise
+from ds_hydra.host.optimizers import ELEMENT_WISE, Lion, optimizer_recipe, parameter_groups
 from ds_hydra.host.settings import deepspeed_config
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.still_engine import ADAMW, HYDRA, make_engine, on_one_rank, parsed_config, shards_of, small_model
@@ -150,6 +151,37 @@ def test_client_optimizers_are_checked() -> None:
     used.step()
     with pytest.raises(ConfigError, match="already made steps"):
         optimizer_recipe(model, client=used)
+
+
+class _Scaled(torch.optim.SGD):
+    """Scales a gradient by the norm of its whole weight."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            param.grad.mul_(param.detach().norm())
+        super().step()
+
+
+class _Signs(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            param.grad.sign_()
+        super().step()
+
+
+class _OnGpus(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise RuntimeError("needs CUDA")
+
+
+def test_an_optimizer_that_the_user_answers_for_is_tried(caplog: pytest.LogCaptureFixture) -> None:
+    model = small_model()
+    for kind in (_Signs, _OnGpus):
+        assert optimizer_recipe(model, client=kind(model.parameters(), lr=1), allow_untested=True).name == kind.__name__
+    assert [record.getMessage()[:41] for record in caplog.records] == ["optimizer _OnGpus could not be tried on a"]
+    with pytest.raises(ConfigError, match=r"optimizer _Scaled updates a weight otherwise in pieces.*Adagrad, .*SGD"):
+        optimizer_recipe(model, client=_Scaled(model.parameters(), lr=1), allow_untested=True)
+    assert all(is_element_wise(kind(model.parameters(), lr=0.01)) for kind in ELEMENT_WISE.values())
 
 
 def test_an_optimizer_that_begins_with_a_state_has_it_for_the_shards() -> None:

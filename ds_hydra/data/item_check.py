@@ -45,7 +45,7 @@ class ItemCheck:
         self._inputs = inputs
         self._seen: set[tuple[str, ...]] = set()  # sets of columns: to look at values costs time for every item
         self._labels, self._same, self._next, self._before = 0, 0, 0, 0
-        self._padding_told = False
+        self._padding_told = self._first_told = False
 
     def check(self, item: Any, read: Item, index: int, *, reads_fields: bool = False) -> list[str]:
         """Lines for the log about item `index`, as it is and as it was read; with `reads_fields` a loss is given all
@@ -69,6 +69,8 @@ class ItemCheck:
         lines = self._shifted(read, index) if "labels" in names else []
         if "labels" in names and "attention_mask" in names and not self._padding_told:
             lines += self._padding(item, index)
+        if "labels" in names and not self._first_told:
+            lines += self._first(item, read, index)
         if reads_fields:
             for name in names:
                 if name not in READ:
@@ -124,6 +126,20 @@ class ItemCheck:
             return []
         self._padding_told = True
         return [f"item {index} of the data has labels at padding (attention_mask 0): they are not learnt"]
+
+    def _first(self, item: Any, read: Item, index: int) -> list[str]:
+        """What is said of labels that have no token of their sequence before them, but something else in the item."""
+        mask = item.get("attention_mask")
+        behind_padding = mask is not None and len(read.labels) > 0 and not as_array(mask).flat[0]
+        begins = np.cumsum((0, *read.lengths))[0 if behind_padding else 1 : -1]
+        if not (read.labels[begins] != IGNORE_INDEX).any():
+            return []
+        self._first_told = True
+        before = "padding" if behind_padding else "another sequence"
+        return [
+            f"item {index} of the data has a label at the first token of a sequence, behind {before}: it is not "
+            "learnt, where Hugging Face's loss would learn it from what stands before it"
+        ]
 
     def _shifted(self, read: Item, index: int) -> list[str]:
         """What is wrong with labels that stand at their neighbours' places, once there are enough to tell."""

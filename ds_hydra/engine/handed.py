@@ -25,6 +25,7 @@ from ds_hydra.data.tokens import LeftOut, Limits, Sequences, TokenSequence
 from ds_hydra.engine.crew import Crew
 from ds_hydra.engine.sequence_loss import SequenceLoss, Weighed, weigh
 from ds_hydra.engine.shares import Gathered, Mine, Shares
+from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner import PlannedStep
 from ds_hydra.ranks.together import agree
@@ -101,7 +102,15 @@ class HandedSteps:
 
     def collected(self, step: int, batches: Iterable[tuple[Any, float]]) -> ReadyStep:
         """Plan and deliver `step` from this rank's batches and the factors of their losses."""
-        return self._planned(step, self.shares.read(batches), keeps_losses=True)
+        mine = self.shares.read(batches)
+        draws = isinstance(self._crew.job.source, CausalLM) and bool(self._crew.job.source.flow.draws)
+        if draws and not self._crew.job.model.training:
+            mine = Mine(error=ConfigError(
+                f"{type(self._crew.job.model).__name__} is in evaluation mode, as from_pretrained makes it: in "
+                "DeepSpeed's loop it would train without its dropout and noise, and stages train with them. Call "
+                "engine.train() before the first batch, or set the rates to 0 in the model's config"
+            ))  # fmt: skip
+        return self._planned(step, mine, keeps_losses=True)
 
     def evaluated(self, batch: Any) -> tuple[StepPlan, Delivered, slice]:
         """Plan and deliver a batch of this rank for an evaluation; the slice says which of the plan's sequences it

@@ -8,6 +8,7 @@ whole weight, and Muon needs it as a matrix: neither can be computed from 5 of 1
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +19,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ds_hydra.config.checks import nearest
+from ds_hydra.host.element_wise import is_element_wise
 from ds_hydra.pipe.models.whose_code import own_functions
 from ds_hydra.zero_hetero.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 class Lion(Optimizer):
@@ -133,7 +137,7 @@ def optimizer_recipe(
     and for parameters that are not the model's.
     """
     if isinstance(client, Optimizer):
-        _check_class(type(client), allow_untested)
+        _check_class(client, allow_untested)
         if any(float(state.get("step", 1.0)) for state in client.state.values()):  # Adagrad has some from the start
             raise ConfigError(
                 f"optimizer {type(client).__name__} has already made steps, and its state is not kept: give a fresh one"
@@ -214,11 +218,23 @@ def _named_group(source: Mapping[str, Any], names: Mapping[int, str], seen: set[
     return ParameterGroup(tuple(own), {k: v for k, v in source.items() if k not in ("params", "param_names")})
 
 
-def _check_class(optimizer: type[Optimizer], allow_untested: bool) -> None:
-    name = optimizer.__name__
+def _check_class(optimizer: Optimizer, allow_untested: bool) -> None:
+    name = type(optimizer).__name__
     if name.lower() in _NOT_ELEMENT_WISE:
         raise _refusal(name)
-    if optimizer in ELEMENT_WISE.values() or name in _ELEMENT_WISE_ELSEWHERE or allow_untested:
+    if type(optimizer) in ELEMENT_WISE.values() or name in _ELEMENT_WISE_ELSEWHERE:
+        return
+    if allow_untested:
+        tried = is_element_wise(optimizer)
+        if tried is None:
+            logger.warning("optimizer %s could not be tried on a small weight: if an element's update depends on other "
+                           "elements, master shards, which cut across parameters, change it", name)  # fmt: skip
+        elif not tried:
+            raise ConfigError(
+                f"optimizer {name} updates a weight otherwise in pieces than as a whole, and master shards cut across "
+                "parameters: use one whose update of an element depends on that element alone, such as "
+                + ", ".join(sorted(kind.__name__ for kind in ELEMENT_WISE.values()))
+            )
         return
     raise ConfigError(
         f"optimizer {name} is not known to be element-wise, and master shards cut across parameters: if each "
@@ -257,7 +273,7 @@ def _checked_callable(
                 f"initialize(optimizer=...) was given a callable that returned a {type(optimizer).__name__}; it "
                 "must return a torch.optim.Optimizer"
             )
-        _check_class(type(optimizer), allow_untested)
+        _check_class(optimizer, allow_untested)
         return optimizer
 
     return make

@@ -26,6 +26,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -72,7 +73,7 @@ class ThreeCallEngine(HostEngine):
         number = torch.zeros((), device=self.device)
         if self._evaluating:
             return PendingLoss((), self.evaluate_collected(batch)[0], number)
-        entry = Collected(batch, self.backward)
+        entry = Collected(_as_it_is(batch), self.backward)
         self._collected.append(entry)
         return PendingLoss([Term(entry, 1.0)], like=number)
 
@@ -199,6 +200,18 @@ def accumulation_steps(config: Mapping[str, Any], num_ranks: int) -> int:
     if steps is not None and (not isinstance(steps, int) or steps < 1):
         raise ConfigError(f"config: gradient_accumulation_steps must be a whole number of at least 1, but is {steps!r}")
     return steps or 1
+
+
+def _as_it_is(value: Any) -> Any:
+    """A copy of what a script may write its next batch into, or change otherwise, before the step runs."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {key: _as_it_is(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        numbers = bool(value) and isinstance(value[0], int)
+        return list(value) if numbers else [_as_it_is(one) for one in value]
+    return value.copy() if isinstance(value, np.ndarray) else value
 
 
 def _batch_of(inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -159,7 +159,7 @@ class Update:
             self.committed, self.last, self.table = self.committed + 1, self.table, None
 
     def _idle(self, masters: MasterShards) -> set[str]:
-        """Parameters that nothing reads, of which these masters have a part without a gradient."""
+        """Parameters that nothing learnt goes through, of which these masters have a part without a gradient."""
         unread = (piece for piece in masters.pieces() if piece.name in self._unread) if self._unread else ()
         return {piece.name for piece in unread if not bool(masters.grad_of(piece).any())}
 

@@ -71,7 +71,7 @@ class Flow:
     vocabulary: int = 0  # logits of a token
     heads: frozenset[tuple[int, int]] = frozenset()  # of queries, and of keys and values, where layers attend
     no_slices: str = ""  # why no sequence can be cut into slices
-    unread: frozenset[str] = frozenset()  # parameters that nothing was computed with
+    unread: frozenset[str] = frozenset()  # parameters that nothing is computed with which has a gradient
     ran: tuple[int, ...] = ()  # of each layer the first one that ran the same functions [Note: kinds of layers]
     unattended: frozenset[int] = frozenset()  # layers that did not attend by the attention interface
 
@@ -172,6 +172,7 @@ def trace(model: Any, layers_path: str, positions_from: int = 0, *, alone: bool 
     logits = out.logits if hasattr(out, "logits") else out[0]
     found = _conclude(model, layers_path, record, watch, logits)
     where = Where(attended, model, layers_path)
+    learnt = _read(record, watch, logits) if found.obstacle else _learnt(record, logits)
     return replace(
         found,
         attention_dropout=watch.recorder.attention_rate,
@@ -179,7 +180,7 @@ def trace(model: Any, layers_path: str, positions_from: int = 0, *, alone: bool 
         heads=frozenset(attended.heads),
         no_slices=where.no_slices,
         unattended=where.unattended,
-        unread=frozenset(watch.names[each] for each in watch.names.keys() - _read(record, watch, logits)),
+        unread=frozenset(watch.names[each] for each in watch.names.keys() - learnt),
         ran=watch.ran.firsts(len(layers)),
     )
 
@@ -188,6 +189,22 @@ def _read(record: _Record, watch: _Watch, logits: Tensor) -> set[int]:
     """Identities of all that something was computed with."""
     parts = (record.entering, record.inside, record.beside, watch.touched)
     return leaves([logits]).union(*(found for part in parts for found in part.values()))
+
+
+def _learnt(record: _Record, logits: Tensor) -> set[int]:
+    """Identities of all that a loss of the logits has a gradient for: what runs without one, or before the hidden
+    states are detached, has none."""
+    reached = leaves([logits])
+    found = set(reached)
+    for index in reversed(range(len(record.calls))):
+        if id(record.exits[index]) not in reached:
+            break
+        found |= record.inside[index] | record.beside[index]
+        if id(record.entries[index]) not in record.inside[index]:
+            break
+        reached = record.entering[index]
+        found |= reached
+    return found
 
 
 def keep_stack(model: nn.Module, stack: list[str]) -> None:

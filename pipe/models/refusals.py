@@ -12,7 +12,15 @@ from torch import nn
 
 from ds_hydra.pipe.model_plan import ParamSpec
 from ds_hydra.pipe.models.adapted import refuse_adapters
-from ds_hydra.pipe.models.whose_code import names_of, own_functions
+from ds_hydra.pipe.models.whose_code import (
+    HOOKS,
+    called_by,
+    globals_of,
+    is_of_package,
+    names_of,
+    own_code,
+    own_functions,
+)
 from ds_hydra.zero_hetero.errors import ConfigError
 
 # Settings of an embedding that packs and stages would not keep -> why.
@@ -21,6 +29,8 @@ _EMBEDDINGS = {
     "scale_grad_by_freq": "its gradient would depend on which sequences are packed together",
     "sparse": "gradients are summed in dense buffers",
 }
+_COMMUNICATION = ("torch.distributed.distributed_c10d", "torch.distributed._functional", "torch.distributed.nn",
+                  "deepspeed.comm")  # fmt: skip
 _LAYER_COUNTS = ("num_hidden_layers", "decoder_layers", "num_decoder_layers", "num_layers", "num_blocks")
 _GROUPED_ALIGNMENT = 16  # bytes
 _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -37,6 +47,7 @@ def refuse_unsupported(model: Any) -> None:
         raise ConfigError(f"{name} has quantized weights, which ranks cannot share: load it without quantization")
     _refuse_skipped_layers(model)
     _refuse_own_attention(model)
+    _refuse_ranks(model)
     refuse_adapters(model)
     _refuse_embeddings(model)
     refuse_parameters(model)
@@ -82,6 +93,26 @@ def _refuse_skipped_layers(model: nn.Module) -> None:
                 f"{path or type(model).__name__} skips whole layers at random (layerdrop {rate}), which stages on "
                 "different ranks would not do together; set layerdrop to 0"
             )
+
+
+def _refuse_ranks(model: nn.Module) -> None:
+    """ConfigError for code of a script in a model that asks for its rank or talks to others: what one process is,
+    several are."""
+    if not own_code(model):
+        return
+    for path, module in model.named_modules():
+        hooks = [hook for key in HOOKS for hook in (getattr(module, key) or {}).values()]
+        runs = [*called_by(module), *(one for value in (module.forward, *hooks) for one in own_functions(value))]
+        for function in runs:
+            if is_of_package(function.__code__.co_filename):
+                continue
+            for name, value in globals_of(function):
+                if callable(value) and (getattr(value, "__module__", None) or "").startswith(_COMMUNICATION):
+                    raise ConfigError(
+                        f"the code of {path or type(model).__name__} ({function.__qualname__}) has {name}, but how a "
+                        "model is laid out over ranks changes from step to step, and each of them runs a part of it on "
+                        "some sequences: let nothing in the model depend on ranks, and talk to others outside of it"
+                    )
 
 
 def _refuse_embeddings(model: nn.Module) -> None:

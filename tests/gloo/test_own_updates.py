@@ -3,6 +3,8 @@ in plain DeepSpeed."""
 
 from __future__ import annotations
 
+import contextlib
+from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
@@ -99,6 +101,59 @@ def in_parts(rank: int) -> list[str]:
 def test_gradients_that_wait_in_parts_are_not_read() -> None:
     for texts in run_ranks(in_parts, 2):
         assert len(texts) == len(BETWEEN) - 2
+
+
+def in_modes(rank: int, edited: bool) -> dict[str, Any]:
+    """A step for each of what a script may have around it, and batches whose memory it uses again."""
+    engine = small_engine(rank, data=None, context_length=120, strategies=["tp2", "2*tp1"])
+    engine.set_gradient_accumulation_boundary(False)
+    memory = torch.zeros(1, 30, dtype=torch.long)
+    modes: list[Callable[[], Any]] = [
+        contextlib.nullcontext, lambda: torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode, torch.no_grad
+    ]  # fmt: skip
+    for number, mode in enumerate(modes):
+        with mode() if edited else contextlib.nullcontext():
+            for part in (0, 1):
+                ids = torch.arange(3 + part + rank + number, 33 + part + rank + number)[None]
+                batch = {"input_ids": memory.copy_(ids) if edited else ids}
+                engine.backward(engine(UserDict(batch) if part else batch).loss)
+            memory.zero_()
+            engine.set_gradient_accumulation_boundary(True)
+            engine.step()
+            engine.set_gradient_accumulation_boundary(False)
+    return whole_state(engine)
+
+
+def test_what_a_script_has_around_a_step_does_not_change_it() -> None:
+    edited, plain = run_ranks(in_modes, 2, True), run_ranks(in_modes, 2, False)
+    assert all(map(same, edited, plain))
+
+
+def evaluating(rank: int) -> list[str]:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    found = []
+    for rate in (0.0, 0.1):
+        config = AutoConfig.for_model("gpt2", vocab_size=97, n_embd=32, n_layer=2, n_head=4, resid_pdrop=rate,
+                                      embd_pdrop=0.0, attn_pdrop=0.0)  # fmt: skip
+        model = AutoModelForCausalLM.from_config(config).eval()
+        engine = small_engine(rank, model, data=None, context_length=60, strategies=["tp1"])
+        for _ in range(2):
+            try:
+                three_calls(engine, 0)
+                found.append("trained")
+            except ConfigError as error:
+                found.append(str(error))
+            engine.train()
+        engine.destroy()
+    return found
+
+
+def test_a_model_in_evaluation_does_not_train_with_its_dropout() -> None:
+    ((without, still, refused, trained),) = run_ranks(evaluating, 1)
+    assert (without, still, trained) == ("trained",) * 3
+    assert "GPT2LMHeadModel is in evaluation mode" in refused
+    assert "Call engine.train()" in refused
 
 
 class Noted(torch.optim.lr_scheduler.LRScheduler):

@@ -131,3 +131,16 @@ def test_labels_that_are_not_shifted_are_right() -> None:
     padded = {"input_ids": TOKENS, "labels": TOKENS, "attention_mask": [1] * 8 + [0] * 2}
     (line,) = ItemCheck().check(padded, read_item(padded, 0), 0)
     assert "labels at padding" in line
+
+
+def test_labels_of_first_tokens_behind_something_else_are_told_once() -> None:
+    before = {"input_ids": TOKENS, "labels": [IGNORE_INDEX] * 2 + TOKENS[2:], "attention_mask": [0] * 2 + [1] * 8}
+    packed = {"input_ids": TOKENS, "labels": TOKENS, "seq_lengths": [4, 6]}
+    for item, what in ((before, "padding"), (packed, "another sequence")):
+        check = ItemCheck()
+        (line,) = check.check(item, read_item(item, 0), 0)
+        assert f"first token of a sequence, behind {what}: it is not learnt" in line
+        assert check.check(item, read_item(item, 1), 1) == []
+        first = 2 if what == "padding" else 4
+        right = item | {"labels": [IGNORE_INDEX if at == first else one for at, one in enumerate(item["labels"])]}
+        assert ItemCheck().check(right, read_item(right, 0), 0) == []

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -188,6 +189,34 @@ def global_that_moves(job: Job) -> None:
         sys.modules[__name__].TEMPERATURE = 1.0 + step  # type: ignore[attr-defined]
 
     job.each_step.append(raise_it)
+
+
+@kind()
+def code_that_asks_for_its_rank(job: Job) -> None:
+    class Ranked(modeling_llama.LlamaMLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * (2.0 + dist.get_rank())
+
+    layers_of(job)[1].mlp.__class__ = Ranked
+
+
+@kind("before")
+def a_part_without_a_gradient(job: Job) -> None:
+    class Still(modeling_llama.LlamaMLP):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                return super().forward(x)
+
+    layers_of(job)[2].mlp.__class__ = Still
+
+
+@kind("before")
+def hidden_states_that_are_detached(job: Job) -> None:
+    class Apart(modeling_llama.LlamaDecoderLayer):
+        def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(hidden_states.detach(), *args, **kwargs)
+
+    layers_of(job)[1].__class__ = Apart
 
 
 @kind()
