@@ -181,7 +181,8 @@ def test_an_optimizer_that_the_user_answers_for_is_tried(caplog: pytest.LogCaptu
     assert [record.getMessage()[:41] for record in caplog.records] == ["optimizer _OnGpus could not be tried on a"]
     with pytest.raises(ConfigError, match=r"optimizer _Scaled updates a weight otherwise in pieces.*Adagrad, .*SGD"):
         optimizer_recipe(model, client=_Scaled(model.parameters(), lr=1), allow_untested=True)
-    assert all(is_element_wise(kind(model.parameters(), lr=0.01)) for kind in ELEMENT_WISE.values())
+    kinds: list[Any] = [*ELEMENT_WISE.values()]
+    assert all(is_element_wise(kind(model.parameters(), lr=0.01)) for kind in kinds)
 
 
 def test_an_optimizer_that_begins_with_a_state_has_it_for_the_shards() -> None:
