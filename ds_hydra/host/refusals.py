@@ -8,6 +8,7 @@ refused with what to do in their place, since to ignore them would train somethi
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from torch.optim import Optimizer
@@ -23,6 +24,16 @@ def train_batch_size(size: int) -> NoReturn:
 def micro_batch_size(size: int) -> NoReturn:
     """The plan decides how many sequences a micro-batch has, each time anew."""
     raise ConfigError(f"set_train_micro_batch_size({size}): micro-batches are sized by the plan: leave it out")
+
+
+def call(name: str, remedy: str) -> Callable[..., NoReturn]:
+    """A method of an engine that DeepSpeed's has, and that would change nothing here."""
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise ConfigError(f"engine.{name}() would have no effect on planned steps: {remedy}")
+
+    refuse.__name__, refuse.__doc__ = name, "Refused."
+    return refuse
 
 
 def foreign_scheduler(scheduler: Any, optimizer: Any) -> None:

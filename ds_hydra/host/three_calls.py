@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from ds_hydra.config.checks import AUTO
+from ds_hydra.host import refusals
 from ds_hydra.host.host_engine import HostEngine
 from ds_hydra.host.own_updates import refuse_dropping
 from ds_hydra.host.pending import Collected, PendingLoss, Term
@@ -175,6 +176,14 @@ class ThreeCallEngine(HostEngine):
     def no_sync(self) -> AbstractContextManager[None]:
         """Nothing to do: batches are collected, and no gradient is computed before the boundary."""
         return nullcontext()
+
+    compile = refusals.call("compile", "stages are not compiled as a whole; leave it out")
+    allreduce_gradients = refusals.call("allreduce_gradients", "engine.step() sums gradients over all ranks")
+    clip_fp32_gradients = refusals.call("clip_fp32_gradients", "set gradient_clipping in the config")
+    set_data_post_process_func = refusals.call("set_data_post_process_func", "change items in the dataset")
+    set_custom_curriculum_learning_schedule = refusals.call(
+        "set_custom_curriculum_learning_schedule", "hand the sequences of each step in, by train_batch(sequences)"
+    )
 
     def _set_deepspeed_defaults(self) -> None:
         super()._set_deepspeed_defaults()

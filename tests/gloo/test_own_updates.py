@@ -43,6 +43,10 @@ HARMLESS: tuple[Callable[[Any], Any], ...] = (
 )
 
 
+CALLS = ("compile", "allreduce_gradients", "clip_fp32_gradients", "set_data_post_process_func",
+         "set_custom_curriculum_learning_schedule")  # fmt: skip
+
+
 def three_calls(engine: Any, rank: int, between: Callable[[Any], Any] | None = None) -> None:
     engine.backward(engine(BATCHES[rank]).loss)
     if between is not None:
@@ -53,6 +57,9 @@ def three_calls(engine: Any, rank: int, between: Callable[[Any], Any] | None = N
 def trained(rank: int, edited: bool) -> tuple[list[str], dict[str, Any]]:
     """Texts of what is refused, and the parameters afterwards."""
     engine, texts = small_engine(rank, data=None, context_length=120, strategies=["tp2", "2*tp1"]), []
+    for name in CALLS:
+        with pytest.raises(ConfigError, match=rf"engine.{name}\(\) would have no effect on planned steps: "):
+            getattr(engine, name)(None)
     for _ in range(3):
         three_calls(engine, rank)
         for call in AFTER.values() if edited else ():
