@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,6 +36,8 @@ from ds_hydra.costs.analytic import analytic_cost_table
 from ds_hydra.costs.memory import Activations, JobMemory
 from ds_hydra.costs.table_file import TableFile
 from ds_hydra.data.length_sources import read_lengths, sample_batches
+from ds_hydra.data.sampler import TokenBudgetSampler
+from ds_hydra.emulate.cluster import emulate_plans
 from ds_hydra.engine.fits import within_memory
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.rank_order import crossings
@@ -57,6 +59,7 @@ from tools.hetero.slow import slow
 from tools.hetero.unequal import unequal
 
 CONTEXT, TOKENS_OF_A_RANK, STEPS, COUNT = 16384, 3125, 12, 10
+EMULATED_STEPS, EMULATED_LENGTHS, MOST_EMULATED, TIMEOUT_S = 3, 1000, 31, 1800.0
 DEVICE_BYTES = 80e9
 DEEPEST = 4
 SMALLER: tuple[tuple[int, NodeSize, int], ...] = ((7, 7, 8), (15, (8, 7), 16), (15, (7, 8), 16), (31, (8, 8, 7, 8), 32),
@@ -81,9 +84,18 @@ def cluster(num_ranks: int, node_size: NodeSize) -> SimulatedJob:
     return SimulatedJob(plan, sizes.hidden, TableFile(table), links, num_ranks)
 
 
-def tokens_per_second(num_ranks: int, node_size: NodeSize) -> tuple[float, StrategyShape, float]:
-    """Of one rank, in steps of other data than the strategies were chosen for; the strategy that won most of them, and
-    the CPU time of the proposal."""
+class _Planned(NamedTuple):
+    """A cluster with a planner of strategies that were proposed for it, and what it is to plan."""
+
+    job: SimulatedJob
+    planner: Planner
+    messages: Messages
+    sample: list[int]  # lengths
+    tokens: int  # of a step
+    proposed_s: float  # of CPU
+
+
+def _proposed(num_ranks: int, node_size: NodeSize) -> _Planned:
     job = cluster(num_ranks, node_size)
     sample = read_lengths(shipped("pretraining"), CONTEXT, count=50_000).lengths.tolist()
     tokens, messages = TOKENS_OF_A_RANK * num_ranks, Messages(job, TOKENS_OF_A_RANK * num_ranks)
@@ -94,12 +106,46 @@ def tokens_per_second(num_ranks: int, node_size: NodeSize) -> tuple[float, Strat
     assert not any(list(crossings(strategy, node_size)) for strategy in strategies), "no TP group lies on two nodes"
     planner = Planner(job.table, strategies, PlannerOptions(kernels="compiled"),
                       exposed_ms=[messages.exposed_ms(one) for one in strategies])  # fmt: skip
-    rates, won = [], dict.fromkeys(strategies, 0)
-    for step, batch in enumerate(sample_batches(sample, tokens, STEPS, 1, CONTEXT)):
-        plan = planner.plan(step, range(len(batch)), batch.tolist())
-        rates.append(plan.num_tokens / messages.step_ms(plan) * 1e3 / num_ranks)
+    return _Planned(job, planner, messages, sample, tokens, proposed_s)
+
+
+def tokens_per_second(num_ranks: int, node_size: NodeSize) -> tuple[float, StrategyShape, float]:
+    """Of one rank, in steps of other data than the strategies were chosen for; the strategy that won most of them, and
+    the CPU time of the proposal."""
+    found = _proposed(num_ranks, node_size)
+    rates, won = [], dict.fromkeys(found.planner.strategies, 0)
+    for step, batch in enumerate(sample_batches(found.sample, found.tokens, STEPS, 1, CONTEXT)):
+        plan = found.planner.plan(step, range(len(batch)), batch.tolist())
+        rates.append(plan.num_tokens / found.messages.step_ms(plan) * 1e3 / num_ranks)
         won[plan.phases[0].shape] += 1
-    return float(np.mean(rates)), max(won, key=lambda strategy: won[strategy]), proposed_s
+    return float(np.mean(rates)), max(won, key=lambda strategy: won[strategy]), found.proposed_s
+
+
+def emulated_tokens_per_second(num_ranks: int, node_size: NodeSize, num_steps: int) -> float:
+    """Of one rank, in the first steps of a job on the emulated cluster."""
+    found = _proposed(num_ranks, node_size)
+    lengths = found.sample[:EMULATED_LENGTHS]
+    sampler = TokenBudgetSampler(lengths, found.tokens)
+    plans = [found.planner.plan(step, sampler.batch(step), sampler.batch_lengths(step)) for step in range(num_steps)]
+    steps = emulate_plans(found.job, plans, lengths, found.tokens, timeout_s=TIMEOUT_S)
+    return sum(step.plan.num_tokens for step in steps) / sum(step.step_s for step in steps) / num_ranks
+
+
+def emulated(quick: bool, missed: list[str]) -> list[dict[str, Any]]:
+    """The same as `nodes` shows, of few steps, by the emulated cluster."""
+    full: dict[int, float] = {}
+    rows, num_steps = [], 1 if quick else EMULATED_STEPS
+    for num_ranks, node_size, whole in SMALLER:
+        if num_ranks > (7 if quick else MOST_EMULATED):
+            continue
+        if whole not in full:
+            full[whole] = emulated_tokens_per_second(whole, 8, num_steps)
+        share = emulated_tokens_per_second(num_ranks, node_size, num_steps) / full[whole]
+        aim = aims.ODD_NODES[num_ranks]
+        if share < aim:
+            missed.append(f"{num_ranks} emulated ranks: {share:.3f} of the full machine's throughput, less than {aim}")
+        rows.append({"ranks": num_ranks, "nodes": str(node_size), "of": whole, "share": share, "aim": aim})
+    return rows
 
 
 def nodes(quick: bool, missed: list[str]) -> list[dict[str, Any]]:
@@ -126,6 +172,7 @@ def main() -> int:
     print((clusters.__doc__ or "").partition("\n\n")[2])
     parts = {
         "nodes": nodes,
+        "emulated": emulated,
         "formula": formula,
         "published": published,
         "skewed": skewed,
