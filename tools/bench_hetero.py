@@ -59,7 +59,7 @@ from tools.hetero.slow import slow
 from tools.hetero.unequal import unequal
 
 CONTEXT, TOKENS_OF_A_RANK, STEPS, COUNT = 16384, 3125, 12, 10
-EMULATED_STEPS, EMULATED_LENGTHS, MOST_EMULATED, TIMEOUT_S = 3, 1000, 31, 1800.0
+EMULATED_STEPS, EMULATED_LENGTHS, EMULATED_RANKS, TIMEOUT_S = 3, 1000, 31, 1800.0
 DEVICE_BYTES = 80e9
 DEEPEST = 4
 SMALLER: tuple[tuple[int, NodeSize, int], ...] = ((7, 7, 8), (15, (8, 7), 16), (15, (7, 8), 16), (31, (8, 8, 7, 8), 32),
@@ -136,7 +136,7 @@ def emulated(quick: bool, missed: list[str]) -> list[dict[str, Any]]:
     full: dict[int, float] = {}
     rows, num_steps = [], 1 if quick else EMULATED_STEPS
     for num_ranks, node_size, whole in SMALLER:
-        if num_ranks > (7 if quick else MOST_EMULATED):
+        if num_ranks > (7 if quick else EMULATED_RANKS):
             continue
         if whole not in full:
             full[whole] = emulated_tokens_per_second(whole, 8, num_steps)
