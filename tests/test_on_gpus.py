@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -18,12 +17,11 @@ from torch import nn
 from ds_hydra.commands import profile_session
 from ds_hydra.config.hydra_block import FaultsConfig, HydraConfig
 from ds_hydra.engine.costs import least_memory
-from ds_hydra.engine.fingerprint import attention_name
 from ds_hydra.engine.fits import rank_memory
 from ds_hydra.host import devices, launch
 from ds_hydra.host.devices import Flags, before_devices_start
-from ds_hydra.pipe.attention import backends, flash_3
-from ds_hydra.pipe.attention.backends import choose_backend, per_sequence_sdpa, torch_varlen
+from ds_hydra.pipe.attention import backends
+from ds_hydra.pipe.attention.backends import torch_varlen
 from ds_hydra.pipe.dropout import _column_keys
 from ds_hydra.pipe.models.draws import Keys
 from ds_hydra.pipe.models.layer_list import LayerList
@@ -31,33 +29,6 @@ from ds_hydra.pipe.models.positions import _by_length
 from ds_hydra.pipe.rows import Pack
 from ds_hydra.zero_hetero.errors import ConfigError
 from ds_hydra.zero_hetero.nodes import Cluster
-
-
-def on_gpu(head_dim: int, dtype: torch.dtype) -> Any:
-    """What the choice asks of queries on a GPU."""
-    return SimpleNamespace(is_cuda=True, dtype=dtype, shape=(9, 4, head_dim), device=torch.device("cuda", 0))
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "value_dim", "dtype", "generation", "backend"),
-    [
-        (64, 64, torch.bfloat16, (9, 0), torch_varlen),
-        (256, 256, torch.float16, (8, 0), torch_varlen),
-        (64, 64, torch.bfloat16, (7, 5), per_sequence_sdpa),  # a T4: the kernels are not written for it
-        (20, 20, torch.bfloat16, (9, 0), per_sequence_sdpa),  # torch's operator wants a multiple of 8
-        (264, 264, torch.bfloat16, (9, 0), per_sequence_sdpa),
-        (192, 128, torch.bfloat16, (9, 0), per_sequence_sdpa),  # values narrower than keys
-        (64, 64, torch.float32, (9, 0), per_sequence_sdpa),
-    ],
-)
-def test_attention_is_chosen_by_what_the_kernels_can(
-    monkeypatch: pytest.MonkeyPatch, head_dim: int, value_dim: int, dtype: torch.dtype, generation: Any, backend: Any
-) -> None:
-    backends._has_flash_kernels.cache_clear()
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: generation)
-    monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: None)
-    assert choose_backend(on_gpu(head_dim, dtype), on_gpu(value_dim, dtype), None) is backend
-    backends._has_flash_kernels.cache_clear()
 
 
 def test_layers_of_a_micro_batch_share_the_bounds_of_its_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,70 +210,6 @@ def test_flags_hold_until_the_last_engine_ends(monkeypatch: pytest.MonkeyPatch) 
     on_cpu = Flags(HydraConfig(10), torch.device("cpu"))
     assert flags() == before
     on_cpu.close()
-
-
-@pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
-    """A Hopper GPU with FlashAttention 3 installed, as torch would find them; what torch was told to run."""
-    active: list[str | None] = [None]
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(flash_3.importlib.util, "find_spec", lambda name: name == "flash_attn_interface")
-    monkeypatch.setattr(flash_3.attention, "current_flash_attention_impl", lambda: active[-1])
-    monkeypatch.setattr(flash_3.attention, "activate_flash_attention_impl", active.append)
-    monkeypatch.setattr(flash_3.attention, "restore_flash_attention_impl", lambda: active.append(None))
-    return active
-
-
-def test_flash_attention_3_runs_where_it_can(hopper: list[str | None], monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = torch.device("cuda", 0)
-    source: Any = SimpleNamespace(plan=SimpleNamespace(num_heads=4, num_layers=2), width=lambda entry: 256)
-
-    def name() -> str:
-        with monkeypatch.context() as patch:
-            patch.setattr(torch, "empty", lambda *args, **kwargs: on_gpu(64, torch.bfloat16))
-            return attention_name(source, cuda, torch.bfloat16)
-
-    without = Flags(HydraConfig(10, fast_paths=()), cuda)
-    assert hopper == [None]
-    assert name() == "torch_varlen"
-    flags_3 = Flags(HydraConfig(10), cuda)
-    assert name() == "torch_varlen (FA3)", "a cost table of the other kernels is refused"
-    flags_3.close()
-    without.close()
-    assert hopper == [None, "FA3", None]
-    hopper.append("FA4")  # by the script itself
-    Flags(HydraConfig(10), cuda).close()
-    assert hopper[-1] == "FA4"
-
-
-def test_flash_attention_3_of_another_torch_is_left_alone(
-    hopper: list[str | None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def broken(name: str) -> None:
-        raise ImportError("undefined symbol")
-
-    monkeypatch.setattr(flash_3.attention, "activate_flash_attention_impl", broken)
-    Flags(HydraConfig(10), torch.device("cuda", 0)).close()
-    assert "undefined symbol" in caplog.text
-    assert hopper == [None]
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_flash_attn_adds_up_in_one_order_where_it_is_asked_to(
-    monkeypatch: pytest.MonkeyPatch, deterministic: bool
-) -> None:
-    asked: list[bool] = []
-
-    def kernel(q: Any, *args: Any, deterministic: bool, **kwargs: Any) -> Any:
-        asked.append(deterministic)
-        return q
-
-    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=kernel))
-    held = Flags(HydraConfig(10, deterministic=deterministic), torch.device("cpu"))
-    q = torch.zeros(10, 4, 8)
-    backends.flash_attn(q, q, q, backends.Segments.whole((10,)), 1.0, None, None)
-    held.close()
-    assert asked == [deterministic]
 
 
 @pytest.fixture

@@ -92,12 +92,45 @@ def theirs(rank: int, hidden: int) -> Any:
     return engine
 
 
+def _emptied(folder: str, rank: int) -> str:
+    """The folder, which rank 0 removes, while all ranks wait."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.sync()
+    dist.barrier()
+    return folder
+
+
+def _sync(folder: Path) -> None:
+    """Wait until all that is in a folder is on the disk."""
+    for path in folder.rglob("*"):
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+
+
+def _write_plainly(place: Path, size: int) -> None:
+    """Write so many random bytes as our files are written, but for what is in them."""
+    from ds_hydra.checkpoint.shard_file import begin_writing
+
+    place.parent.mkdir(exist_ok=True)
+    chunk = memoryview(os.urandom(2**23))
+    with place.open("wb", buffering=0) as file:
+        while size:
+            count = file.write(chunk[:size])
+            begin_writing(file.fileno(), file.tell() - count, count)
+            size -= count
+        os.fsync(file.fileno())
+
+
 def compare(rank: int, folder: str, hidden: int, rounds: int) -> dict[str, list[float]]:
     """Seconds of each way to save, turn by turn, and bytes."""
     import torch.distributed as dist
 
     from ds_hydra.checkpoint.format import rank_file
-    from ds_hydra.checkpoint.shard_file import begin_writing
 
     mine, other = ours(rank, hidden, checkpoint={"dir": folder, "resume": False}), theirs(rank, hidden)
     in_turn = mine.hydra_config
@@ -113,36 +146,18 @@ def compare(rank: int, folder: str, hidden: int, rounds: int) -> dict[str, list[
         figures.setdefault(name, []).append(time.perf_counter() - began)
 
     def fresh(name: str) -> str:
-        dist.barrier()
-        if rank == 0:
-            shutil.rmtree(f"{folder}/{name}", ignore_errors=True)
-            os.sync()
-        dist.barrier()
-        return f"{folder}/{name}"
+        return _emptied(f"{folder}/{name}", rank)
 
     def save_and_sync(place: str) -> None:
         other.save_checkpoint(place, tag="t")
         dist.barrier()
         if rank == 0:
-            for path in Path(place).rglob("*"):
-                handle = os.open(path, os.O_RDONLY)
-                os.fsync(handle)
-                os.close(handle)
+            _sync(Path(place))
 
     def save_in_background(place: str) -> None:
         mine.hydra_config = background
         mine.save_checkpoint(place, "t")
         mine.hydra_config = in_turn
-
-    def write_plainly(place: str, size: int) -> None:
-        Path(place).mkdir(exist_ok=True)
-        chunk = memoryview(os.urandom(2**23))
-        with Path(place, str(rank)).open("wb", buffering=0) as file:
-            while size:
-                count = file.write(chunk[:size])
-                begin_writing(file.fileno(), file.tell() - count, count)
-                size -= count
-            os.fsync(file.fileno())
 
     # The two that are compared take turns with nothing between them: what else fills and empties the system's memory
     # moves both by more than they differ.
@@ -163,7 +178,7 @@ def compare(rank: int, folder: str, hidden: int, rounds: int) -> dict[str, list[
         mine.wait_for_checkpoint()
         size = Path(folder, "ours", "t", rank_file(rank)).stat().st_size
         place = fresh("plain")
-        timed("as many plain bytes", lambda place=place, size=size: write_plainly(place, size))
+        timed("as many plain bytes", lambda place=place, size=size: _write_plainly(Path(place, str(rank)), size))
     figures["bytes"] = [_size(f"{folder}/ours"), _size(f"{folder}/DeepSpeed")]
     figures["parameters"] = [float(sum(bucket.numel for bucket in mine.crew.masters.buckets))]
     mine.destroy()

@@ -22,7 +22,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -261,6 +261,17 @@ def main() -> int:
         f"thread; about {job.tokens_per_step} tokens a step; {job.num_pairs} pairs; DeepSpeed {deepspeed.__version__}; "
         f"load before the start {load:.1f}"
     )
+    show(rows)
+    print(NOTE.format(cores=os.cpu_count()))
+    missed = [aim for row in rows for aim in missed_aims(row)]
+    worst = max(rows, key=lambda row: row.ratio)
+    summary = f"{len(rows)} rows, step time against DeepSpeed at worst {worst.ratio:.2f} ({worst.ours})"
+    figures = {"load": load, "rows": [asdict(row) | {"ok": row.ok} for row in rows]}
+    return finish("bench_deepspeed", summary, figures, missed, args.json)
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Print the table."""
     print_table(
         [
             "DeepSpeed",
@@ -293,17 +304,6 @@ def main() -> int:
             )
             for row in rows
         ],
-    )
-    print(NOTE.format(cores=os.cpu_count()))
-    missed = [aim for row in rows for aim in missed_aims(row)]
-    worst = max(rows, key=lambda row: row.ratio)
-    summary = f"{len(rows)} rows, step time against DeepSpeed at worst {worst.ratio:.2f} ({worst.ours})"
-    return finish(
-        "bench_deepspeed",
-        summary,
-        {"load": load, "rows": [asdict(row) | {"ok": row.ok} for row in rows]},
-        missed,
-        args.json,
     )
 
 

@@ -26,7 +26,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -183,6 +183,50 @@ def rows_of(kind: str, records: Sequence[dict[str, Any]]) -> list[tuple[object, 
     return rows
 
 
+Records = list[dict[str, Any]]
+
+
+def runs_of(
+    steps: int, lengths: list[int], folder: Path, sizes: dict[str, Any], *, quick: bool
+) -> tuple[Records, Records, Records, Records]:
+    """Steps by the planner's choice, of all strategies in turn, of chunked ones, and of equal work."""
+    if quick:  # the steps' time is not judged
+        found = run(steps, "cycle", lengths, folder, "cycle", [*STRATEGIES, *CHUNKED], **sizes)
+        cycled, chunked = ([r for r in found if r["strategy"] in some] for some in (STRATEGIES, CHUNKED))
+        return [], cycled, chunked, []
+    return (
+        run(steps, "best", lengths, folder, "best", **sizes),
+        run(steps, "cycle", lengths, folder, "cycle", **sizes),
+        run(steps, "cycle", lengths, folder, "chunked", CHUNKED, **sizes),
+        run(max(8, steps // 2), "cycle", [sizes["context_length"] // 4] * 2000, folder, "identical", **sizes),
+    )
+
+
+def show(runs: Mapping[str, Records]) -> None:
+    """Print the table of all runs, by what they are called."""
+    print(f"\n{os.getloadavg()[0]:.1f} processes want {os.cpu_count()} cores; error of the step's time: median / p90")
+    print_table(("run", "strategy", "steps", "ms", "bias", "predicted", "expected as it runs", "pipelines alone",
+                 "stages' CPU time"),
+                [row for kind, records in runs.items() for row in rows_of(kind, records)])  # fmt: skip
+
+
+Errors = tuple[float, float]  # the median and the 90th percentile
+
+
+def judge(stages: Errors, steps: Mapping[str, Errors], noise: Errors, *, quick: bool) -> list[str]:
+    """What errors of stages and of steps miss; of these only what is above the noise of equal work."""
+    missed: list[str] = []
+    most = (aims.QUICK_STAGES_MEDIAN, aims.QUICK_STAGES_P90) if quick else (aims.STEP_MEDIAN, aims.STEP_P90)
+    judged = {"stages' CPU time": (stages, (0.0, 0.0)), **{name: (errors, noise) for name, errors in steps.items()}}
+    for name, (errors, floors) in judged.items():
+        for what, error, aim, floor in zip(("median", "p90"), errors, most, floors, strict=True):
+            if error > aim and error <= floor:
+                print(f"{name}: {what} error {error:.1%} is above {aim:.0%}, but the same work differs by {floor:.1%}")
+            elif error > aim:
+                missed.append(f"{name}: {what} error {error:.1%} is above {aim:.0%}; the same work: {floor:.1%}")
+    return missed
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, train, compare."""
     parser = figures_parser(__doc__)
@@ -210,22 +254,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.table is None and profile.main([*command, "--out", str(table), "--schemes", *SCHEMES]) > 1:
             return 2
         lengths, sizes = web_lengths(2000, context), sizes | {"cost_table": str(table)}
-        chosen, same = list[dict[str, Any]](), list[dict[str, Any]]()
-        if args.quick:  # the steps' time is not judged
-            found = run(steps, "cycle", lengths, folder, "cycle", [*STRATEGIES, *CHUNKED], **sizes)
-            cycled, chunked = ([r for r in found if r["strategy"] in some] for some in (STRATEGIES, CHUNKED))
-        else:
-            chosen = run(steps, "best", lengths, folder, "best", **sizes)
-            cycled = run(steps, "cycle", lengths, folder, "cycle", **sizes)
-            chunked = run(steps, "cycle", lengths, folder, "chunked", CHUNKED, **sizes)
-            same = run(max(8, steps // 2), "cycle", [context // 4] * 2000, folder, "identical", **sizes)
+        chosen, cycled, chunked, same = runs_of(steps, lengths, folder, sizes, quick=args.quick)
         if args.out:
             draw_report(cycled, folder / "report", lengths)
-    print(f"\n{os.getloadavg()[0]:.1f} processes want {os.cpu_count()} cores; error of the step's time: median / p90")
-    print_table(("run", "strategy", "steps", "ms", "bias", "predicted", "expected as it runs", "pipelines alone",
-                 "stages' CPU time"),
-                rows_of("chosen", chosen) + rows_of("in turn", cycled) + rows_of("chunked", chunked)
-                + rows_of("identical", same))  # fmt: skip
+    show({"chosen": chosen, "in turn": cycled, "chunked": chunked, "identical": same})
     noise = noise_of(same)
     kinds = {"chosen": chosen, "in_turn": cycled, "chunked": chunked}
     results = {
@@ -233,16 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     ratio = results.pop("chunked")[0] / results["in_turn"][0]
     stages = summarise(stage_errors([*chosen, *cycled, *chunked]))
-    missed: list[str] = []
-    most = (aims.QUICK_STAGES_MEDIAN, aims.QUICK_STAGES_P90) if args.quick else (aims.STEP_MEDIAN, aims.STEP_P90)
-    judged = {"stages' CPU time": (stages, (0.0, 0.0))}
-    judged |= {name: (errors, noise) for name, errors in ({} if args.quick else results).items()}
-    for name, (errors, floors) in judged.items():
-        for what, error, aim, floor in zip(("median", "p90"), errors, most, floors, strict=True):
-            if error > aim and error <= floor:
-                print(f"{name}: {what} error {error:.1%} is above {aim:.0%}, but the same work differs by {floor:.1%}")
-            elif error > aim:
-                missed.append(f"{name}: {what} error {error:.1%} is above {aim:.0%}; the same work: {floor:.1%}")
+    missed = judge(stages, {} if args.quick else results, noise, quick=args.quick)
     if ratio > aims.CHUNKED_ERROR and not args.quick:
         missed.append(f"with slices and split backwards the median error is {ratio:.2f} of that without, above 1.5")
     of_choice = f"{results['chosen'][0]:.1%} / {results['chosen'][1]:.1%} (planner's choice), " if chosen else ""

@@ -31,7 +31,8 @@ from ds_hydra.commands.figures import guarded, run_parts
 from ds_hydra.elastic.buddies import held_layout
 from ds_hydra.zero_hetero.layout import even_layout
 from ds_hydra.zero_hetero.transfer_plan import plan_transfer
-from tests.support.simulated_members import Cluster, tried, wrong_in
+from tests.support.drawn_members import tried, wrong_in
+from tests.support.simulated_members import Cluster
 from tools import aims, machine
 
 SIDES = (((0, 1), (2, 3)), ((0,), (1, 2, 3)), ((3,), (0, 1, 2)), ((1, 3), (0, 2)))

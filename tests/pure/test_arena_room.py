@@ -15,7 +15,7 @@ from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.planner.arena_room import ArenaRoom, room_beside
 from ds_hydra.planner.exact.counts import counts_to_strategy
-from tests.pure.test_memory_model import GIB, job
+from tests.support.llama_memory import GIB, job
 
 POOL = ("tp4 + 4*tp1", "4*tp2")
 SCHEMES = tuple(map(ParallelScheme, (1, 2, 4)))

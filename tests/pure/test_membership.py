@@ -14,7 +14,8 @@ from ds_hydra.elastic import messages as m
 from ds_hydra.elastic.membership import Membership
 from ds_hydra.elastic.rounds import Patience, State
 from ds_hydra.elastic.view import Member, Report, View
-from tests.support.simulated_members import KINDS, Cluster, befall, tried, wrong_in
+from tests.support.drawn_members import KINDS, befall, tried, wrong_in
+from tests.support.simulated_members import Cluster
 
 
 def test_orders_of_events_that_are_drawn_leave_one_view_or_none() -> None:

@@ -1,4 +1,4 @@
-"""MaxLen by the published constants, memory counted from a model's plan, calibration of predicted times."""
+"""MaxLen by the published constants, and memory counted from a model's plan."""
 
 from __future__ import annotations
 
@@ -13,24 +13,15 @@ import pytest
 from ds_hydra.costs.analytic import estimate_activations
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.memory import Activations, JobMemory, gibibytes
-from ds_hydra.costs.shape_costs import price, used_schemes, with_shapes
 from ds_hydra.costs.shares import Shares, Terms
-from ds_hydra.costs.table_file import TableFile, read_table, table_record
-from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec, ShardRule, make_buckets
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.schedules.actions import Order, slots_from_text
 from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.registry import SCHEDULES, Schedule
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
-from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
-from ds_hydra.plan.simulate import simulate_plan
-from ds_hydra.plan.step_plan import StepPlan
-from ds_hydra.planner import Planner, PlannerOptions, validate_plan
-from ds_hydra.report.calibration import LEAST, Calibration
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
+from tests.support.llama_memory import GIB, job
 from tools.check_cost_model import PUBLISHED_MAX_LENGTH, TABLES, constants, max_length
-
-GIB = 2**30
 
 
 @pytest.mark.parametrize(
@@ -45,27 +36,6 @@ def test_published_tables_hold_the_same_max_length() -> None:
     for model in ("7b", "32b"):
         for cost in CostTable.load(TABLES / f"llama_{model}_a800.json").costs:
             assert cost.max_length == PUBLISHED_MAX_LENGTH[model][str(cost.scheme)]
-
-
-def llama_plan(layers: int = 8, hidden: int = 64, vocab: int = 1000) -> ModelPlan:
-    specs = {
-        "embed": ParamSpec("embed", (vocab, hidden), ShardRule(0)),
-        "head": ParamSpec("head", (vocab, hidden), ShardRule(0)),
-    }
-    for i in range(layers):
-        specs[f"l{i}"] = ParamSpec(f"l{i}", (12 * hidden, hidden), ShardRule(0))
-    names = [frozenset({f"l{i}"}) for i in range(layers)]
-    groups = [
-        ("embeddings", frozenset({"embed"})),
-        *((f"layers.{i}", n) for i, n in enumerate(names)),
-        ("head", frozenset({"head"})),
-    ]
-    return ModelPlan(make_buckets(groups, specs), frozenset({"embed"}), tuple(names), frozenset({"head"}), 8, 8, True)
-
-
-def job(num_ranks: int = 8, device: float = GIB, **changes: object) -> JobMemory:
-    figures = {(tp, sp): estimate_activations(64, 256, 8, 8, 2, tp, sp) for tp in (1, 2, 4) for sp in (1, 2, 4)}
-    return JobMemory(llama_plan(), num_ranks, figures, 2, device_bytes=device, vocab=1000, **changes)  # type: ignore[arg-type]
 
 
 def test_states_follow_the_real_split() -> None:
@@ -288,157 +258,6 @@ def test_checkpointing_keeps_less() -> None:
     assert Activations(1.0, 0.0, 0.0).transient == 0.0
 
 
-TABLE = CostTable(
-    (SchemeCost(ParallelScheme(1, 2), 0.0, 1.0, 0.0, 1000), SchemeCost(ParallelScheme(2), 0.0, 1.0, 5.0, 1000))
-)
-BATCHES = tuple(MicroBatchPlan.of_whole((position,), (10, 20)) for position in (0, 1))
-PLAN = StepPlan(0, (0, 1), (10, 20), (Phase((PipelinePlan(PipelineShape.parse("pp2"), BATCHES, 50.0),)),), 50.0)
-
-
-def stage_table() -> TableFile:
-    stages = [
-        {"index": 0, "num_layers": 2, "fit": {"a": 0.0, "b": 0.5, "c": 0.0}},
-        {"index": 1, "num_layers": 2, "fit": {"a": 0.0, "b": 1.0, "c": 0.0}},
-    ]
-    return TableFile(TABLE, None, {"pp2": {"stages": stages}}, None, {"fixed_ms": 2.0, "update_ms_per_element": 0.1})
-
-
-def test_stages_of_their_own_predict_less_than_the_slowest_for_all() -> None:
-    plain = Calibration(TABLE, 4).predict(PLAN)
-    finer = Calibration(TABLE, 4, stage_table()).predict(PLAN, num_elements=10)
-    assert plain.stage_ms == ((30.0, 30.0),)
-    assert finer.stage_ms == ((15.0, 30.0),)
-    assert finer.pipeline_ms[0] < plain.pipeline_ms[0]
-    (pipeline,) = PLAN.pipelines
-    in_v = replace(PLAN, phases=(Phase((replace(pipeline, shape=PipelineShape.parse("pp2/v")),)),))
-    # The first stage of a V computes the loss, too.
-    assert Calibration(TABLE, 4, stage_table()).predict(in_v).stage_ms == ((30.0, 15.0),)
-    assert finer.overhead_ms == pytest.approx(3.0)
-    assert finer.step_ms == pytest.approx(finer.pipeline_ms[0] + 3.0)
-    launched = CostTable(tuple(replace(cost, floor=25.0) for cost in TABLE.costs))
-    assert Calibration(launched, 4).predict(PLAN).stage_ms == ((50.0, 50.0),)
-    # A plan that was chosen with its messages knows better.
-    chosen = Calibration(TABLE, 4, stage_table()).predict(replace(PLAN, messages_ms=9.0), num_elements=10)
-    assert chosen.step_ms == PLAN.predicted_ms + 9.0
-    assert chosen.overhead_ms == pytest.approx(chosen.step_ms - chosen.pipeline_ms[0])
-
-
-def test_factors_follow_what_was_measured() -> None:
-    calibration = Calibration(TABLE, 4)
-    for step in range(LEAST):
-        prediction = calibration.predict(PLAN)
-        assert calibration.factors == {}, step
-        assert calibration.correct(PLAN, prediction) == pytest.approx(prediction.step_ms), "nothing is known yet"
-        calibration.observe(PLAN, prediction, [1.5 * prediction.pipeline_ms[0]], 1.5 * prediction.pipeline_ms[0] + 7.0)
-    prediction = calibration.predict(PLAN)
-    assert calibration.factors == {ParallelScheme(1, 2): pytest.approx(1.5)}
-    assert calibration.correct(PLAN, prediction) == pytest.approx(1.5 * prediction.pipeline_ms[0] + 7.0)
-    # A scheme that was never seen has the factor of those that were, and a new strategy their overhead.
-    other = replace(PLAN, phases=(Phase((replace(PLAN.pipelines[0], shape=PipelineShape.parse("tp2")),)),))
-    unseen = calibration.predict(other)
-    assert calibration.correct(other, unseen) == pytest.approx(1.5 * unseen.pipeline_ms[0] + 7.0)
-    assert calibration.corrected_table(5) is None
-    corrected = calibration.corrected_table(16)
-    assert corrected is not None
-    assert corrected[ParallelScheme(1, 2)].b == pytest.approx(1.5)
-    assert corrected[ParallelScheme(2)] == TABLE[ParallelScheme(2)]
-    assert calibration.corrected_table(32) is None  # nothing has moved since
-
-
-def test_what_was_learnt_goes_on_from_a_checkpoint() -> None:
-    """The next correction is that of the job that was stopped: same times, same factors that count as applied."""
-    one, ratio = Calibration(TABLE, 4), 1.5
-    for _ in range(2):
-        for _ in range(LEAST):
-            one.observe(PLAN, (now := one.predict(PLAN)), [ratio * now.pipeline_ms[0]], 2 * now.pipeline_ms[0])
-            ratio += 0.125
-        assert one.corrected_table(16) is not None
-        other = Calibration(TABLE, 4, state=json.loads(json.dumps(one.state())))
-        assert other.state() == one.state()
-        assert other.corrected_table(16) is None
-    for calibration in (one, other):
-        for _ in range(LEAST):
-            calibration.observe(PLAN, now, [3 * now.pipeline_ms[0]], 4 * now.pipeline_ms[0])
-    found = one.corrected_table(32)
-    assert found is not None
-    assert found == other.corrected_table(32)
-    for wrong in ({}, {**one.state(), "applied": {"tp7": 1.0}}, {**one.state(), "ratios": {"pp2": ["1"]}},
-                  {**one.state(), "overheads": {"pp2": [float("inf")]}}):  # fmt: skip
-        with pytest.raises((ValueError, TypeError, KeyError)):
-            Calibration(TABLE, 4, state=wrong)
-
-
 def test_memory_constants_name_their_source() -> None:
     record = json.loads((Path(TABLES) / "a800_memory.json").read_text())
     assert "Apache-2.0" in record["source"]
-    assert replace(TABLE, source="x").source == "x"
-
-
-# Stages that differ: priced from the schemes of their stages, and counted in memory as they are.
-
-
-def test_a_uniform_pipeline_that_spells_out_its_layers_needs_what_its_scheme_needs() -> None:
-    spelled = PipelineShape.parse("(tp2[0:4] > tp2[4:8])")
-    for scheme, shape in zip(job().stages(ParallelScheme(2, 2)), job().stages(spelled), strict=True):
-        assert replace(shape, scheme=scheme.scheme) == scheme
-    table = CostTable((SchemeCost(ParallelScheme(2, 2), 1e-6, 0.1, 2.0, 5000, 30),))
-    priced = price(spelled, table, job())
-    assert replace(priced, scheme=ParallelScheme(2, 2), derived="") == table.costs[0]
-    assert priced.derived == "the slowest of its stages: tp2pp2"
-
-
-def test_a_pipeline_costs_what_its_slowest_stage_costs() -> None:
-    """Of 8 layers stage 0 holds 2, half of an even share, and stage 1 holds 6, 1.5 times one."""
-    shape = PipelineShape.parse("(sp2[0:2] > tp2[2:8])")
-    table = CostTable(
-        (
-            SchemeCost(ParallelScheme(1, 2, 2), 4.0, 1.0, 9.0, 900, 7),
-            SchemeCost(ParallelScheme(2, 2), 1.0, 2.0, 2.0, 800),
-        )
-    )
-    cost = price(shape, table, job())
-    assert (cost.a, cost.b, cost.c) == (0.5 * 4.0, 1.5 * 2.0, 0.5 * 9.0)
-    assert (cost.scheme, cost.max_length, cost.util_length) == (shape, 800, 7)
-    roomy = CostTable(tuple(replace(row, max_length=10**6) for row in table.costs))
-    tight = job(device=20 * 2**20)
-    assert price(shape, roomy, tight).max_length == tight.max_length(shape)
-
-
-def test_memory_of_a_stage_grows_with_its_layers() -> None:
-    few, many = job().stages(PipelineShape.parse("(tp2[0:2] > tp2[2:8])"))
-    even = job().stages(ParallelScheme(2, 2))
-    assert few.params < even[0].params
-    assert many.params > even[1].params
-    assert many.per_token > even[1].per_token
-    assert few.per_token < even[0].per_token
-
-
-def test_tables_get_an_entry_for_each_shape_once_and_keep_it_in_their_json() -> None:
-    table = CostTable(
-        tuple(SchemeCost(s, 1e-6, 0.1, 2.0, 5000, 30) for s in (ParallelScheme(1, 2), ParallelScheme(2, 2)))
-    )
-    uniform = [StrategyShape.parse("2*tp2pp2")]
-    assert with_shapes(table, uniform, job()) is table
-    assert used_schemes(uniform) == (ParallelScheme(2, 2),)
-    mixed = [StrategyShape.parse("2*(tp2 > tp1) + pp2"), StrategyShape.parse("tp2pp2 + (tp2 > tp1) + tp1")]
-    assert used_schemes(mixed) == (ParallelScheme(1), ParallelScheme(1, 2), ParallelScheme(2, 2))
-    priced = with_shapes(table, mixed, job())
-    assert [str(cost.scheme) for cost in priced.costs] == ["pp2", "tp2pp2", "(tp2 > tp1)"]
-    assert priced.schemes == table.schemes
-    assert with_shapes(priced, mixed, job()) is priced
-    assert read_table(table_record(priced), "the table") == priced
-    with pytest.raises(PlanError, match="no entry for scheme tp4pp2"):
-        with_shapes(table, [StrategyShape.parse("(tp4 > tp1)")], job())
-
-
-def test_pipelines_whose_stages_differ_are_planned() -> None:
-    table = CostTable(
-        tuple(SchemeCost(s, 1e-6, 0.1, 2.0, 5000, 30) for s in (ParallelScheme(1, 2), ParallelScheme(2, 2)))
-    )
-    strategy = StrategyShape.parse("(tp2[0:6] > tp1[6:8]) + 2*pp2")
-    priced = with_shapes(table, [strategy], job())
-    plan = Planner(priced, [strategy], PlannerOptions(kernels="pure")).plan(0, range(40), range(10, 50))
-    assert plan.strategy == str(strategy)
-    validate_plan(plan, priced, 7)
-    assert simulate_plan(plan, priced)[0] > 0
-    assert Calibration(priced, 8).predict(plan).pipeline_ms[0] > 0

@@ -34,7 +34,7 @@ from ds_hydra.simulate.links import LinkModel
 from ds_hydra.simulate.step import Simulator
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from ds_hydra.zero_hetero.nodes import Cluster
-from tests.pure.test_memory_model import GIB, llama_plan
+from tests.support.llama_memory import GIB, llama_plan
 
 SEVENS = Cluster((7, 7, 2), ("h20",) * 14 + ("h800",) * 2)
 HALVES = Cluster((4, 4), ("h20",) * 4 + ("h800",) * 4)

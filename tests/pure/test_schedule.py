@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ds_hydra.pipe.schedules.actions import Action, Order, Slot, last_weight_gradient, slots_as_text, slots_from_text
+from ds_hydra.pipe.schedules.actions import Action, Order, last_weight_gradient, slots_as_text, slots_from_text
 from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.check import place
 from ds_hydra.pipe.schedules.lower import lower
@@ -23,68 +21,7 @@ from ds_hydra.pipe.schedules.registry import (
 from ds_hydra.pipe.schedules.rendezvous import check_slots
 from ds_hydra.pipe.schedules.simulate import alive_counts, peak_alive, simulate, simulate_loads
 from ds_hydra.zero_hetero.errors import PlanError
-
-STAGES = st.integers(1, 7)
-WHOLE = st.integers(0, 12).map(Batches.whole)
-
-
-@st.composite
-def any_batches(draw: st.DrawFn, most: int = 12) -> Batches:
-    """Whole sequences and chains of slices; other micro-batches may stand between the slices of a chain."""
-    before: list[int] = []
-    for microbatch in range(draw(st.integers(0, most))):
-        open_ends = sorted(set(range(microbatch)) - set(before))
-        before.append(draw(st.sampled_from([-1, -1, *open_ends[-2:]])))
-    return Batches(tuple(before))
-
-
-def order(text: str) -> Order:
-    """One stage's order, such as "F0 F1 B0 B1"."""
-    return tuple(action for slot in slots_from_text(text) for action in slot)
-
-
-def of_kind(slots: tuple[Slot, ...], kind: str) -> list[int]:
-    return [action.microbatch for slot in slots for action in slot if action.kind == kind]
-
-
-class Made(NamedTuple):
-    """Orders of all stages and the micro-batches that they run."""
-
-    orders: tuple[Order, ...]
-    batches: Batches
-
-
-@st.composite
-def possible_orders(draw: st.DrawFn) -> Made:
-    """Any orders that could run: again and again some stage runs something that could run now."""
-    batches, num_stages = draw(any_batches(5)), draw(st.integers(1, 5))
-    after = batches.after
-    each = [(stage, microbatch) for stage in range(num_stages) for microbatch in range(len(batches))]
-    waiting = {(stage, Action("forward", m)) for stage, m in each}
-    for stage, m in each:
-        kinds = ("input_gradient", "weight_gradient") if draw(st.booleans()) else ("backward",)
-        waiting |= {(stage, Action(kind, m)) for kind in kinds}  # type: ignore[arg-type]
-    made: list[list[Action]] = [[] for _ in range(num_stages)]
-
-    def has(stage: int, m: int, *kinds: str) -> bool:
-        return m < 0 or any(action.kind in kinds and action.microbatch == m for action in made[stage])
-
-    def ready(stage: int, action: Action) -> bool:
-        kind, m, _ = action
-        if kind == "forward":
-            return has(stage, batches.before[m], "forward") and (stage == 0 or has(stage - 1, m, "forward"))
-        if kind == "weight_gradient":
-            return has(stage, m, "input_gradient")
-        gradient = ("backward", "input_gradient")
-        if not has(stage, m, "forward") or not has(stage, after[m], *gradient):
-            return False
-        return stage == num_stages - 1 or has(stage + 1, m, *gradient)
-
-    while waiting:
-        stage, action = draw(st.sampled_from(sorted(entry for entry in waiting if ready(*entry))))
-        waiting.remove((stage, action))
-        made[stage].append(action)
-    return Made(tuple(map(tuple, made)), batches)
+from tests.support.drawn_schedules import STAGES, Made, any_batches, of_kind, order, possible_orders
 
 
 @given(possible_orders())
@@ -127,73 +64,6 @@ def test_text_is_stable() -> None:
 def test_text_that_is_none_is_refused(wrong: str) -> None:
     with pytest.raises(PlanError, match=r"schedule: .* in .* is no action; an action is one of F B I W <- < -> > and"):
         slots_from_text(wrong)
-
-
-@pytest.mark.parametrize("num_stages", range(1, 9))
-def test_1f1b_is_deepspeeds_slot_by_slot(num_stages: int) -> None:
-    from deepspeed.runtime.pipe.schedule import TrainSchedule
-
-    kinds = {"ForwardPass": "forward", "BackwardPass": "backward", "SendGrad": "send_gradient"}
-    kinds |= {"RecvGrad": "recv_gradient", "SendActivation": "send_activation", "RecvActivation": "recv_activation"}
-    for num_microbatches in range(1, 17):
-        for stage in range(num_stages):
-            seen = dict.fromkeys(kinds.values(), 0)  # the k-th action of a kind belongs to micro-batch k
-            theirs = []
-            for instructions in TrainSchedule(num_microbatches, num_stages, stage).steps():
-                slot = []
-                for instruction in instructions:
-                    if kind := kinds.get(type(instruction).__name__):
-                        slot.append(Action(kind, seen[kind]))  # type: ignore[arg-type]
-                        seen[kind] += 1
-                theirs += [tuple(slot)] if slot else []
-            assert training_slots("1f1b", Batches.whole(num_microbatches), num_stages, stage) == tuple(theirs)
-    assert training_slots("1f1b", Batches.whole(0), num_stages, 0) == ()
-
-
-@given(WHOLE, STAGES)
-@example(Batches.whole(1), 7)
-@example(Batches.whole(12), 1)
-def test_1f1b_keeps_few_micro_batches_and_messages_in_order(batches: Batches, num_stages: int) -> None:
-    """A stage keeps at most as many activations as there are stages from it on; messages need no tag of their own."""
-    made = orders("1f1b", batches, num_stages)
-    assert peak_alive(made) == tuple(min(len(batches), num_stages - stage) for stage in range(num_stages))
-    assert most_alive("1f1b", num_stages) == tuple(num_stages - stage for stage in range(num_stages))
-    stages = lower(made, batches)
-    check_slots(stages, batches)
-    for slots in stages:
-        for kind in ("forward", "backward", "send_activation", "recv_activation", "send_gradient", "recv_gradient"):
-            assert of_kind(slots, kind) == sorted(of_kind(slots, kind))
-        last = last_weight_gradient(slots)
-        assert last == (Action("backward", len(batches) - 1) if len(batches) else None)
-
-
-@given(any_batches(), STAGES)
-def test_1f1b_runs_chains_forward_and_back(batches: Batches, num_stages: int) -> None:
-    """It ends, with the same backwards on all stages: each chain as a whole, its last slice first."""
-    made = orders("1f1b", batches, num_stages)
-    check_slots(lower(made, batches), batches)
-    for stage in made:
-        assert of_kind((stage,), "forward") == list(range(len(batches)))
-        assert of_kind((stage,), "backward") == [m for chain in batches.chains for m in reversed(chain)]
-
-
-@given(st.lists(st.integers(1, 4), min_size=1, max_size=6), STAGES)
-def test_1f1b_keeps_no_more_than_the_longest_chain_needs(slices: list[int], num_stages: int) -> None:
-    """Seq1F1B: PP - s micro-batches on stage s, and as many more as the longest chain has further slices."""
-    made = orders("1f1b", Batches.in_slices(slices), num_stages)
-    most = [num_stages - stage + max(slices) - 1 for stage in range(num_stages)]
-    assert peak_alive(made) == tuple(min(sum(slices), count) for count in most)
-    assert most_alive("1f1b", num_stages, max(slices)) == tuple(most)
-
-
-def test_1f1b_of_slices_on_paper() -> None:
-    batches = Batches.in_slices([1, 3, 1])
-    assert batches == Batches((-1, -1, 1, 2, -1))
-    assert batches.chains == ((0,), (1, 2, 3), (4,))
-    assert batches.after == (-1, 2, 3, -1, -1)
-    first, last = orders("1f1b", batches, 2)
-    assert slots_as_text([last]) == "F0 F1 F2 B0 F3 B3 F4 B2 B1 B4"
-    assert slots_as_text([first]) == "F0 F1 F2 F3 B0 F4 B3 B2 B1 B4"
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import re
-from pathlib import Path
 from unittest import mock
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,20 +24,16 @@ from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
 from ds_hydra.plan.phase import Span as Slice
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.plan.validate import validate_plan
-from ds_hydra.report.gantt import draw_gantt
-from ds_hydra.report.trace import Span, trace_faults, trace_record
+from ds_hydra.report.trace import trace_faults, trace_record
 from ds_hydra.simulate import order
 from ds_hydra.simulate.job import SimulatedJob
-from ds_hydra.simulate.links import LinkModel, Port, Speed
+from ds_hydra.simulate.links import LinkModel, Speed
 from ds_hydra.simulate.llama import SHIPPED, llama_plan
 from ds_hydra.simulate.memory import memory_over_time
 from ds_hydra.simulate.pipeline import StageTimes
 from ds_hydra.simulate.spans import step_spans
 from ds_hydra.simulate.step import Simulator
-from ds_hydra.simulate.wires import Parcels, Routes, Wires
-from ds_hydra.zero_hetero.errors import ConfigError, PlanError
-from ds_hydra.zero_hetero.layout import even_layout, layout_of_intervals
-from ds_hydra.zero_hetero.transfer_plan import TransferPlan, plan_transfer
+from ds_hydra.zero_hetero.errors import PlanError
 from tests.support.random_plans import random_job, random_plan
 from tests.support.room import room_for_pushes
 
@@ -74,75 +67,6 @@ def plan_of(text: str, batches: list[list[int]], *more: tuple[str, list[list[int
             pipelines.append(PipelinePlan(shape, held, 3.0 * sum(own)))
         phases.append(Phase(tuple(pipelines)))
     return StepPlan(0, tuple(range(len(lengths))), tuple(lengths), tuple(phases), sum(p.predicted_ms for p in phases))
-
-
-def by_ports(plans: list[TransferPlan], ready: list[list[float]], links: LinkModel) -> list[tuple[list, list]]:
-    """What `Wires` computes for all messages at once, message by message with `Port`."""
-    size = plans[0].num_ranks
-    out, into = [Port() for _ in range(size)], [Port() for _ in range(size)]
-    results = []
-    for plan, begin in zip(plans, ready, strict=True):
-        heads, left, came = {}, list(begin), list(begin)
-        for rank in range(size):
-            for message in sorted(plan.sends(rank), key=lambda m: (m.dst - rank) % size):
-                speed = links.speed(rank, message.dst)
-                heads[rank, message.dst] = out[rank].serve(begin[rank], speed.wire_s(message.numel)) + speed.latency_s
-                left[rank] = out[rank].free_s
-        for rank in range(size):
-            for message in sorted(plan.recvs(rank), key=lambda m: heads[m.src, rank]):
-                into[rank].serve(heads[message.src, rank], links.speed(message.src, rank).wire_s(message.numel))
-                came[rank] = into[rank].free_s
-        results.append((left, came))
-    return results
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(0, 10**9))
-def test_an_exchange_is_what_ports_make_of_its_messages(seed: int) -> None:
-    rng = random.Random(seed)
-    size, numel = rng.randint(1, 9), rng.randint(9, 60)
-    links = LinkModel(
-        rng.randint(1, size), Speed(rng.random(), rng.uniform(1, 9)), Speed(rng.random(), rng.uniform(1, 9))
-    )
-    plans, ready, known = [], [], list[Routes]()
-    cuts: list[list[int]] = []
-    for _ in range(3):
-        if not cuts or rng.random() < 0.5:
-            cuts = [sorted(rng.sample(range(numel + 1), 2)) for _ in range(size)]
-        times = rng.randint(1, 3)  # as large messages, which may go the same ways
-        layout = layout_of_intervals(times * numel, [(times * start, times * stop) for start, stop in cuts])
-        plan = plan_transfer(even_layout(times * numel, size), layout)
-        plans.append(plan if rng.random() < 0.5 else plan.transposed())
-        ready.append([rng.choice([0.0, 20 * rng.random()]) for _ in range(size)])
-    wires = Wires(size)
-    for plan, begin, (left, came) in zip(plans, ready, by_ports(plans, ready, links), strict=True):
-        found = wires.exchange(Parcels.of_plan(plan, links, 1, known), np.array(begin))
-        assert found.left == pytest.approx(left)
-        assert found.came == pytest.approx(came)
-        assert (found.left_from <= found.left).all()
-        assert (found.came_from <= found.came).all()
-
-
-@pytest.mark.parametrize(("node_size", "then", "came"), [
-    (1, 0.0, (10.0, 12.0, 17.0)),  # each has half of the cable until 12; what comes next waits for what was begun first
-    (1, 6.0, (10.0, 16.0, 16.0)),
-    (1, 20.0, (10.0, 26.0, 11.0)),
-    (2, 0.0, (10.0, 6.0, 11.0)),  # inside a node nothing is shared
-])  # fmt: skip
-def test_two_communicators_share_the_cable_between_nodes(
-    node_size: int, then: float, came: tuple[float, float, float]
-) -> None:
-    """Transfers of 10 seconds over one, of 6 over the other from `then` on, and of 1 over the first again."""
-    links = LinkModel(node_size, Speed(0.0, 1.0), Speed(0.0, 1.0), one_cable=True)
-
-    def parcels(size: int) -> Parcels:
-        sent, received = (layout_of_intervals(size, own) for own in ([(0, size), (0, 0)], [(0, 0), (0, size)]))
-        return Parcels.of_plan(plan_transfer(sent, received), links, 1)
-
-    one, other = Wires.pair(2, one_cable=True)
-    turns = ((one, 10, 0.0), (other, 6, then), (one, 1, 0.0))
-    found = [wires.exchange(parcels(size), np.full(2, ready)).came[1] for wires, size, ready in turns]
-    assert found == pytest.approx(came)
 
 
 def test_with_links_that_take_no_time_a_step_is_its_slowest_pipeline_and_the_update() -> None:
@@ -372,15 +296,6 @@ def test_a_schedule_that_would_stand_still_is_refused_before_it_runs(monkeypatch
             pipeline, shape=PipelineShape.parse("pp2/again")),)),)), job(FREE, 2).table)  # fmt: skip
 
 
-def test_bad_plans_are_refused() -> None:
-    with pytest.raises(PlanError, match="2 ranks but the job has 4"):
-        Simulator(job(FREE, 4)).step(plan_of("2*tp1", [[1], [1]]))
-    with pytest.raises(PlanError, match="no entry for scheme sp2"):
-        Simulator(job(FREE, 2)).step(plan_of("sp2", [[1]]))
-    with pytest.raises(PlanError, match="messages that nobody sends"):
-        simulate_slots([training_slots("1f1b", Batches.whole(1), 2, 0), ()], _Instant())
-
-
 class _Instant:
     def compute(self, stage: int, action: object, ready: float) -> tuple[float, float]:
         return ready, ready
@@ -392,41 +307,13 @@ class _Instant:
         return head
 
 
-SPANS = [Span(0, "compute", "forward", "F0", 0.0, 3.0), Span(0, "compute", "pull", "wait", 1.0, 2.0)]
-
-
-@pytest.mark.parametrize(
-    ("spoil", "words"),
-    [
-        (lambda events: events[4].update(dur=0), "lasts 0 microseconds"),
-        (lambda events: events[5].update(dur=3e6), "'wait' .* overlaps 'F0'"),
-        (lambda events: events[4].update(ts="0"), "begins at '0'"),
-        (lambda events: events[4].update(ts=float("nan")), "begins at nan"),
-        (lambda events: events[4].update(ph="B"), "phase 'B'"),
-        (lambda events: events[0].update(name="process"), "is no metadata of process_name, "),
-        (lambda events: events[1].update(args={"sort_index": "0"}), "is no metadata"),
-        (lambda events: events[4].pop("name"), "lacks a name"),
-        (lambda events: events[4].update(pid="0"), "pid or tid"),
-        (lambda events: events.pop(0), "no name"),
-    ],
-)
-def test_what_breaks_the_rules_of_a_trace_is_found(spoil: object, words: str) -> None:
-    record = trace_record({"predicted": SPANS})
-    assert not trace_faults(record)
-    assert [(e["ts"], e["dur"]) for e in record["traceEvents"] if e["ph"] == "X"] == [(0.0, 3e6), (1e6, 1e6)]
-    spoil(record["traceEvents"])  # type: ignore[operator]
-    assert re.search(words, trace_faults(record)[0]), trace_faults(record)
-    assert trace_faults({**record, "displayTimeUnit": "s"}), "viewers know ms and ns"
-    assert trace_faults({"events": record["traceEvents"]}), "events have a name of their own"
-
-
-def test_a_picture_shows_every_rank_and_refuses_too_many(tmp_path: Path) -> None:
-    again = [span._replace(rank=1) for span in SPANS]
-    words = draw_gantt(tmp_path / "a.png", {"predicted": SPANS + again, "measured": SPANS}, "two ranks")
-    assert words == "3 rows over 3000.0 ms"
-    assert (tmp_path / "a.png").stat().st_size > 1000
-    with pytest.raises(ConfigError, match="97 rows"):
-        draw_gantt(tmp_path / "b.png", {"": [SPANS[0]._replace(rank=rank) for rank in range(97)]}, "many")
+def test_bad_plans_are_refused() -> None:
+    with pytest.raises(PlanError, match="2 ranks but the job has 4"):
+        Simulator(job(FREE, 4)).step(plan_of("2*tp1", [[1], [1]]))
+    with pytest.raises(PlanError, match="no entry for scheme sp2"):
+        Simulator(job(FREE, 2)).step(plan_of("sp2", [[1]]))
+    with pytest.raises(PlanError, match="messages that nobody sends"):
+        simulate_slots([training_slots("1f1b", Batches.whole(1), 2, 0), ()], _Instant())
 
 
 @pytest.mark.parametrize("name", SHIPPED)

@@ -13,7 +13,7 @@ from tools import aims, check, machine
 # Modules of the folder that are no checks: the commands of ds_hydra as files, and what benchmarks share.
 COMMANDS = {"check_model", "convert_checkpoint", "emulate", "memory_needs", "preview_plan", "profile_schemes", "report"}
 ROOT = Path(__file__).resolve().parents[2]
-SHARED = {"aims", "machine", "planner_highs", "planner_workloads"}
+SHARED = {"aims", "lnk_clusters", "machine", "planner_highs", "planner_start", "planner_workloads"}
 OTHERS = COMMANDS | SHARED | {"check", "deepspeed_baselines", "simulate_step"}
 
 

@@ -97,6 +97,7 @@ SHARES = {1: (MOST,), 2: (60, MOST), 3: (30, 100, MOST)}
 """The longest sequence of each phase, by the number of a step's phases."""
 
 CHANGING = ("tp2pp2", "sp2 + 2*tp1", "tp4", "pp3 + tp1", "sp4")
+CHANGING_WITHOUT_TP = ("pp4", "sp2 + 2*tp1", "2*pp2", "pp3 + tp1", "sp4")
 IN_SLICES = ("tp2pp2", "sp2 + 2*tp1", "pp3 + tp1")
 CHANGING_8 = ("tp4 + 2*pp2", "sp4 + tp2sp2", "8*tp1", "tp2pp2sp2", "pp4 + tp4")
 

@@ -11,14 +11,14 @@ from dataclasses import replace
 from itertools import chain
 
 from tests.support.adapted_models import ADAPTED, ADAPTED_WITHOUT_TP
+from tests.support.boxed_cases import boxed, states
 from tests.support.case import (
     AMPLIFYING,
     BFLOAT16,
     CHANGING,
     CHANGING_8,
+    CHANGING_WITHOUT_TP,
     FLOAT32,
-    FLOAT64,
-    IN_SLICES,
     NO_GRADIENT,
     UNUSUAL,
     Case,
@@ -47,7 +47,6 @@ FIXED_STRATEGIES = (
     "8*tp1",
     "sp4 + tp2pp2",
 )
-CHANGING_WITHOUT_TP = ("pp4", "sp2 + 2*tp1", "2*pp2", "pp3 + tp1", "sp4")
 
 _QUICK_UNUSUAL = {"longrope", "hooks that hold other modules"}
 # Rows that train under the strict transport in place of the plain one, and with what it is strict about: a row drawn at
@@ -242,56 +241,6 @@ def _balanced() -> Iterator[Case]:
     yield replace(base, name="balanced fp32", dtype=FLOAT32)
 
 
-def _boxed() -> Iterator[Case]:
-    """Modules in which tokens meet, run once for each sequence: in all layers or in some."""
-    base = Case("", "bloom", CHANGING, steps=3, optimizer="SGD", dtype=FLOAT32)
-    yield replace(
-        base, name="boxes", strategies=("tp2pp2", "sp2 + 2*tp1"), dtype=FLOAT64, optimizer="AdamW", quick=True
-    )
-    yield replace(base, name="boxes, V", strategies=("pp2/v + sp2", "tp2pp2/zb-h1"), recompute=True)
-    yield replace(base, name="boxes, checkpointed", activation_checkpointing=True)
-    yield replace(base, name="boxes, phases", strategies=("4*tp1 then 2*tp2 then tp4",))
-    yield replace(base, name="boxes, dropout", family="gptj, dropout", draws=True)
-    for family in ("lfm2", "qwen3_next", "falcon_h1"):
-        # Exponentials of sums over a sequence magnify FP32's rounding in the delta rule's gradients.
-        own = replace(base, family=family, amplifies=family == "qwen3_next")
-        yield replace(own, name=f"hybrid, {family}")
-        yield replace(own, name=f"hybrid, {family}, V", strategies=("pp2/v + sp2", "pp4/zb-h1"))
-    hybrid = replace(base, family="lfm2")
-    yield replace(hybrid, name="hybrid", strategies=("tp2pp2/v", "sp2 + pp2"), recompute=True, steps=2, quick=True)
-    yield replace(hybrid, name="hybrid on 8 ranks", strategies=CHANGING_8)
-    yield replace(hybrid, name="hybrid, checkpointed", activation_checkpointing=True)
-
-
-def _states() -> Iterator[Case]:
-    """Recurrent layers that carry their states from slice to slice: delta rules, Mamba-2, short convolutions."""
-    base = Case("", "qwen3_next", IN_SLICES, steps=3, slices=True)
-    for family in ("qwen3_next", "bamba", "lfm2"):
-        own = replace(base, family=family)
-        yield replace(own, name=f"states, {family}")
-        yield replace(own, name=f"states, {family}, one strategy", strategies=("pp2",))
-        yield replace(own, name=f"states, {family}, V", strategies=("tp2pp2/v", "pp2/v + sp2", "pp4/list"),
-                      recompute=True)  # fmt: skip
-    hybrid = replace(
-        base, name="states", strategies=("tp2pp2/v", "sp2 + pp2/list"), steps=2, recompute=True, quick=True
-    )
-    yield hybrid
-    yield replace(hybrid, name="states, sp", family="bamba", strategies=("sp4", "tp2sp2"))
-    yield replace(base, name="states, split", strategies=("tp2pp2/zb-h1", "sp2 + pp2/zb-h1", "pp4/zb-h1"))
-    yield replace(base, name="states, checkpointed", family="bamba", activation_checkpointing=True)
-    yield replace(base, name="states in phases", family="bamba",
-                  strategies=("4*tp1 then 2*pp2 then tp2sp2", "pp2 + sp2 then pp4"))  # fmt: skip
-    dropped = replace(base, family="lora in boxes with dropout", draws=True, steps=2)
-    yield replace(dropped, name="states, lora with dropout", strategies=("pp2/v + sp2", "pp4/list"), recompute=True,
-                  quick=True)  # fmt: skip
-    yield replace(base, name="states, lora", family="lora in boxes", strategies=CHANGING_WITHOUT_TP)
-    yield replace(base, name="states, frozen lower layers", family="bamba",
-                  frozen=("embed_tokens", "layers.0.", "layers.1."))  # fmt: skip
-    yield replace(base, name="states fp32", family="lfm2", dtype=FLOAT32, optimizer="SGD")
-    yield replace(base, name="states on 8 ranks", family="lfm2", strategies=CHANGING_8)
-    yield replace(base, name="states, long ones only", lengths=(300, 200, 450) * 8, strategies=("2*pp2", "tp2pp2"))
-
-
 _WITH_FUNCTIONS = ("llama", "llama_tied", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "olmo2", "mixtral",
                    "phi3", "cohere", "glm4")  # fmt: skip
 
@@ -372,8 +321,8 @@ CASES: tuple[Case, ...] = (
     *_some_otherwise(_TABLE),
     *_adapted(),
     *_balanced(),
-    *_boxed(),
-    *_states(),
+    *boxed(),
+    *states(),
     *in_groups(),
     *over_nodes(),
     *mixed(),

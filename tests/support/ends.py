@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -31,6 +31,16 @@ class End:
     code: int | None
     seconds: float  # from `mark_fault` of any rank on, or else from the start
     told: str  # all that it wrote
+
+
+def codes(found: Sequence[End]) -> list[int | None]:
+    """How ranks ended."""
+    return [end.code for end in found]
+
+
+def all_told(found: Sequence[End]) -> str:
+    """All that ranks wrote."""
+    return "".join(end.told for end in found)
 
 
 def mark_fault(place: Path) -> None:
