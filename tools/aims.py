@@ -12,7 +12,8 @@ milliseconds are the same anywhere.
 
 from __future__ import annotations
 
-# The code's shape, in lines, and what a signature may ask of a reader: structure, tests/pure/test_layers.py.
+# The code's shape, in lines, and what a signature may ask of a reader; of tools and tests lengths alone: structure,
+# tests/pure/test_layers.py.
 MAX_FILE, MAX_ENGINE_FILE, MAX_FUNCTION = 350, 250, 60
 MAX_DIRECT = 8  # files directly in ds_hydra/
 MIN_COMMENTS = 0.045  # of the lines that are not empty

@@ -26,6 +26,7 @@ from tools import aims
 
 LINKED = ("pipe", "zero_hetero")  # imported as parts of ds_hydra
 TOPS = ("ds_hydra", *LINKED, "benchmarks")
+BESIDE = ("tools", "tests", "examples", "docs")  # of which only lengths are judged
 
 
 @dataclass(frozen=True)
@@ -100,17 +101,17 @@ def _walk_without_type_checking(tree: ast.AST) -> Iterator[ast.AST]:
         yield from _walk_without_type_checking(node)
 
 
-def read_sources(root: Path) -> list[Source]:
-    """Every module of the library and of the rivals in a checkout, by path; links are left out. ConfigError where
-    there is none."""
+def read_sources(root: Path, tops: Sequence[str] = TOPS) -> list[Source]:
+    """Every module of the library and of the rivals in a checkout, or of other folders of it, by path; links are left
+    out. ConfigError where there is none."""
     sources = []
-    for top in TOPS:
+    for top in tops:
         for path in sorted((root / top).rglob("*.py")):
             inside = path.relative_to(root)
             if not any((root / part).is_symlink() for part in (inside, *inside.parents)):
                 sources.append(Source(str(inside), path.read_text(encoding="utf-8")))
     if not sources:
-        raise ConfigError(f"--root {root}: no module below {', '.join(TOPS)}; give the root of a checkout")
+        raise ConfigError(f"--root {root}: no module below {', '.join(tops)}; give the root of a checkout")
     return sources
 
 
@@ -168,10 +169,11 @@ class Structure:
     wide: list[str]  # functions with more than aims.MAX_POSITIONAL positional parameters
 
 
-def measure(sources: Sequence[Source]) -> Structure:
-    """All figures of these modules."""
+def measure(sources: Sequence[Source], beside: Sequence[Source] = ()) -> Structure:
+    """All figures of these modules; those `beside` them count where files and functions are longest."""
     edges = folder_imports(sources)
-    files = [Block(source.path, source.lines) for source in sources]
+    everywhere = [*sources, *beside]
+    files = [Block(source.path, source.lines) for source in everywhere]
     functions = [block for source in sources for block in source.functions()]
     filled = sum(bool(line.strip()) for source in sources for line in source.text.splitlines())
     return Structure(
@@ -182,8 +184,8 @@ def measure(sources: Sequence[Source]) -> Structure:
         circles=circles(edges),
         mutual=sorted(f"{a} <-> {b}" for a, b in edges if a < b and (b, a) in edges),
         longest_file=_longest(files),
-        longest_engine_file=_longest([file for file in files if "engine" in file.place]),
-        longest_function=_longest(functions),
+        longest_engine_file=_longest([file for file in files[: len(sources)] if "engine" in file.place]),
+        longest_function=_longest([block for source in everywhere for block in source.functions()]),
         longest_class=_longest([block for source in sources for block in source.classes()]),
         comments=sum(source.comments() for source in sources) / filled,
         wide=sorted(block.place for block in functions if block.positional > aims.MAX_POSITIONAL),
@@ -252,7 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """What `main` does once its options are read."""
-    found = measure(read_sources(args.root))
+    found = measure(read_sources(args.root), read_sources(args.root, BESIDE))
     show(found, folders=not args.quick)
     summary = (
         f"{found.files} files, {len(found.circles)} circles of folders, longest file {found.longest_file.lines} and "
