@@ -162,6 +162,14 @@ class _Scaled(torch.optim.SGD):
         super().step()
 
 
+class _Clipped(torch.optim.SGD):
+    """Clips by the norm of all that it has."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 0.1)
+        super().step()
+
+
 class _Signs(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for param in self.param_groups[0]["params"]:
@@ -179,8 +187,11 @@ def test_an_optimizer_that_the_user_answers_for_is_tried(caplog: pytest.LogCaptu
     for kind in (_Signs, _OnGpus):
         assert optimizer_recipe(model, client=kind(model.parameters(), lr=1), allow_untested=True).name == kind.__name__
     assert [record.getMessage()[:41] for record in caplog.records] == ["optimizer _OnGpus could not be tried on a"]
-    with pytest.raises(ConfigError, match=r"optimizer _Scaled updates a weight otherwise in pieces.*Adagrad, .*SGD"):
-        optimizer_recipe(model, client=_Scaled(model.parameters(), lr=1), allow_untested=True)
+    for mixing in (_Scaled, _Clipped):
+        with pytest.raises(
+            ConfigError, match=rf"{mixing.__name__} updates a weight otherwise in pieces.*Adagrad, .*SGD"
+        ):
+            optimizer_recipe(model, client=mixing(model.parameters(), lr=1), allow_untested=True)
     kinds: list[Any] = [*ELEMENT_WISE.values()]
     assert all(is_element_wise(kind(model.parameters(), lr=0.01)) for kind in kinds)
 

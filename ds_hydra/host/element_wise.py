@@ -58,11 +58,13 @@ def _updated(
 
     parameters = [nn.Parameter(piece.clone()) for piece in cut(weight)]
     make: Any = kind  # each has arguments of its own
-    optimizer: Any = make([{"params": parameters, **options}], **defaults)
-    if hasattr(optimizer, "train"):  # as those without a schedule have
-        optimizer.train()
+    # Each piece has an optimizer of its own, as on the rank that owns it: one that clips by all it has differs, too.
+    optimizers: list[Any] = [make([{"params": [parameter], **options}], **defaults) for parameter in parameters]
+    for optimizer in optimizers:
+        if hasattr(optimizer, "train"):  # as those without a schedule have
+            optimizer.train()
     for gradient in gradients:
-        for parameter, piece in zip(parameters, cut(gradient), strict=True):
+        for optimizer, parameter, piece in zip(optimizers, parameters, cut(gradient), strict=True):
             parameter.grad = piece.clone()
-        optimizer.step()
+            optimizer.step()
     return torch.cat([parameter.detach().flatten() for parameter in parameters])
