@@ -174,8 +174,8 @@ class Crew:
     def _start_planner(self, producer: ProducerProcess | None) -> None:
         job, world = self.job, self.world
         config, strategies, room = job.config, tuple(self.prepared.strategies), self.prepared.room
-        exposed = self._exposed()
-        cluster = simulated_job(job, world, self.prepared.found) if exposed or config.trace.steps else None
+        exposed, found = self._exposed(), self.prepared.found  # links are read wherever there are some, so refused too
+        cluster = simulated_job(job, world, found) if found.links or config.trace.steps else None
         self.tracing = Tracing(config.trace, Path(config.steps_file or "").parent, world, self.stepper, cluster)
         options = replace(
             planner_options(job, world), no_slices=self.prepared.no_slices, layers=job.source.plan.num_layers

@@ -142,6 +142,15 @@ def test_sequence_that_no_strategy_holds(tmp_path: Path) -> None:
         assert text == "no error"
 
 
+def test_links_of_a_cost_table_that_cannot_be_read(tmp_path: Path) -> None:
+    """Also where nothing needs them, as under a single strategy."""
+    cost = SchemeCost(ParallelScheme(1), a=1e-6, b=1e-3, c=0.1, max_length=64, util_length=8)
+    path = tmp_path / "table.json"
+    TableFile(CostTable((cost,), source="measured"), links={"links": [{"operation": "all_reduce"}]}).save(path)
+    for text in errors(2, lambda: start("2*tp1", cost_table=str(path))):
+        assert text.startswith("ConfigError: links of the cost table: links[0]: missing "), text
+
+
 @pytest.mark.parametrize(
     ("item", "words"),
     [
