@@ -117,10 +117,9 @@ def test_one_queue_stands_still_where_a_device_decides_when_a_push_starts(strate
         train_with_polls(strategy, stall_s=4)
 
 
-@pytest.mark.parametrize("number", [1000, 1001])
-def test_drawn_jobs_end_with_the_references_numbers(number: int) -> None:
-    """Of those that `tools.check_devices` runs, two with several phases, sequence parallel ranks, a list and a V."""
-    still, wrong = run(*drawn(number))
+def test_a_drawn_job_ends_with_the_references_numbers() -> None:
+    """Of those that `tools.check_devices` runs, one with several phases, sequence parallel ranks, a list and a V."""
+    still, wrong = run(*drawn(1001))
     assert not still, wrong
     assert not wrong
 

@@ -46,8 +46,9 @@ def all_told(found: Sequence[End]) -> str:
 def mark_fault(place: Path) -> None:
     """Note that the fault happens now; once."""
     if not (place / "fault").exists():
-        (place / "fault.new").write_text(repr(time.time()))
-        (place / "fault.new").rename(place / "fault")
+        draft = place / f"fault.{os.getpid()}"  # several ranks may come here at once
+        draft.write_text(repr(time.time()))
+        draft.rename(place / "fault")
 
 
 def ends(program: Callable[[int, Path], None], num_ranks: int, *, limit_s: float = 60.0) -> list[End]:
