@@ -31,8 +31,8 @@ from tools import aims, machine
 FOLDER = Path(__file__).parent
 # Tools whose aims are ratios of times: anything that runs beside them would be measured too.
 TIMED = (
-    "bench_", "check_devices", "check_elastic", "check_emulation", "check_hybrids", "check_load", "check_simulator",
-    "check_swap",
+    "bench_", "check_devices", "check_edits", "check_elastic", "check_emulation", "check_hybrids", "check_load",
+    "check_simulator", "check_swap",
 )  # fmt: skip
 # Tools with more than one set of tables, and the options of each.
 _NETWORKS = ("order", "overlap", "emulated", "sockets", "two_hosts")
