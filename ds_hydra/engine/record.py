@@ -121,8 +121,7 @@ def stage_times(outcome: Outcome, plan: StepPlan, measured: Measured, predicted_
     placed = [pipeline for phase in outcome.phases for pipeline in phase.strategy.pipelines]
     times = zip(placed, plan.pipelines, predicted_ms, measured.stage_ms, strict=True)
     for pipeline, planned, predicted, computed in times:
-        for index, stage in enumerate(pipeline.stages):
-            pace = planned.paces[index] if planned.paces else 1.0
+        for index, (stage, pace) in enumerate(zip(pipeline.stages, planned.stage_paces, strict=True)):
             yield StageTime((planned.shape, index), stage.ranks, predicted[index] / pace, computed[index])
 
 

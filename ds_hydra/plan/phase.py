@@ -78,6 +78,11 @@ class PipelinePlan:
         return self.shape.schedule
 
     @property
+    def stage_paces(self) -> Paces:
+        """How many times as long as its costs say each stage takes."""
+        return self.paces or (1.0,) * self.shape.pp
+
+    @property
     def in_slices(self) -> bool:
         """Whether it runs a slice that follows another one of its sequence."""
         return any(start for batch in self.microbatches for _, start, _ in batch.spans)

@@ -146,7 +146,7 @@ class Calibration:
                 [pace * more * stage.load_ms(lengths, starts) for lengths, starts, more in batches]
                 for stage, pace in zip(
                     folded(self._stages[pipeline.shape.cost_key], pipeline.shape.parts),
-                    pipeline.paces or (1.0,) * pipeline.shape.pp,
+                    pipeline.stage_paces,
                     strict=True,
                 )
             ]

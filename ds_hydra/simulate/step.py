@@ -135,7 +135,7 @@ class Simulator:
                 pace * scale * cost.load_ms(batch.lengths, batch.starts)
                 for scale, batch in zip(more, batches, strict=True)
             ]
-            for cost, pace in zip(self._stage_loads(shape), planned.paces or (1.0,) * len(stages), strict=True)
+            for cost, pace in zip(self._stage_loads(shape), planned.stage_paces, strict=True)
         ]
         known = schedule_batches(planned, table)
         slots = [training_slots(planned.schedule, known, len(stages), index) for index in range(len(stages))]

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[2]
+
 
 def test_the_producer_dies_with_its_parent_while_it_imports(tmp_path: Path) -> None:
     """And it tells that it is alive meanwhile, on a machine that needs long for that."""
@@ -19,18 +21,18 @@ def test_the_producer_dies_with_its_parent_while_it_imports(tmp_path: Path) -> N
         "while p.heard < 3: time.sleep(0.05)\n"
         "print(p.process.pid, flush=True); time.sleep(600)"
     )
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(root), str(tmp_path)))}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(tmp_path)))}
+    assert_gone_with_its_parent(script, environment)
+
+
+def assert_gone_with_its_parent(script: str, environment: dict[str, str]) -> None:
+    """A script that tells the producer's process is killed: that is gone within some seconds; whoever inherits it may
+    not have waited for it yet."""
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment)
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
     parent.kill()
     parent.wait()
-    assert_gone(child)
-
-
-def assert_gone(child: int) -> None:
-    """Within some seconds; whoever inherits it may not have waited for it yet."""
     deadline = time.monotonic() + 20
     with contextlib.suppress(ProcessLookupError):
         while time.monotonic() < deadline:
@@ -45,10 +47,4 @@ def test_the_producer_dies_with_its_parent() -> None:
         "s = service(); s.submit(0, range(5), [5, 6, 7, 8, 9]); s.get(0); print(s.producer_pid, flush=True)\n"
         "time.sleep(600)"
     )
-    root = Path(__file__).parents[2]
-    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=root)
-    assert parent.stdout is not None
-    child = int(parent.stdout.readline())
-    parent.kill()
-    parent.wait()
-    assert_gone(child)
+    assert_gone_with_its_parent(script, {**os.environ, "PYTHONPATH": str(ROOT)})

@@ -132,7 +132,7 @@ def propose_mixed(
     batches = list(dict.fromkeys(tuple(sorted(batch.tolist())) for batch in drawn))  # those alike count once
     times = _planned(job, best, batches, exposed)
     fitting = _fitting(job, times, batches, context_length, count, exposed)
-    if slices:
+    if slices and job.knows_shares:
         fitting |= _sliced(job, fitting, batches, exposed)
     names = list(fitting)
     weights = np.full(len(batches), 1.0 / len(batches))
@@ -167,6 +167,17 @@ def _times(
     return np.array([planner.plan(0, range(len(batch)), batch).predicted_ms for batch in batches])
 
 
+def _times_by_memory(
+    job: _Job, strategy: StrategyShape, batches: Sequence[tuple[int, ...]]
+) -> tuple[int, np.ndarray | None]:
+    """The longest sequence that a strategy holds as the memory model counts, in tokens, and its `_times`; None where a
+    pipeline holds nothing."""
+    keys = dict.fromkeys(shape.cost_key for shape in strategy.pipelines)
+    costs = [price(key, job.table, job.memory) for key in keys if isinstance(key, PipelineShape)]
+    limits = [cost.max_length for cost in costs]
+    return max(limits), None if min(limits) <= 1 else _times(strategy, costs, batches)
+
+
 def _fitting(
     job: _Job, times: Mapping[StrategyShape, np.ndarray], batches: Sequence[tuple[int, ...]], context_length: int,
     count: int, exposed: Callable[[StrategyShape], float],
@@ -176,13 +187,11 @@ def _fitting(
     found: dict[StrategyShape, np.ndarray] = {}
     as_good, holding = 0, False
     for strategy in sorted(times, key=lambda one: (float(times[one].mean()), str(one))):
-        costs = [price(shape, job.table, job.memory) for shape in dict.fromkeys(strategy.pipelines)]
-        limits = [cost.max_length for cost in costs]
-        made = None if min(limits) <= 1 else _times(strategy, costs, batches)
-        if made is None or (as_good >= count and max(limits) < context_length):
+        longest, made = _times_by_memory(job, strategy, batches)
+        if made is None or (as_good >= count and longest < context_length):
             continue
         found[strategy] = made = made + exposed(strategy)
-        holding = holding or max(limits) >= context_length
+        holding = holding or longest >= context_length
         as_good += float(made.mean()) <= _AS_GOOD * float(times[strategy].mean())
         if as_good >= count and holding:
             return found
@@ -199,18 +208,12 @@ def _sliced(
     exposed: Callable[[StrategyShape], float],
 ) -> dict[StrategyShape, np.ndarray]:  # fmt: skip
     """The best strategies in forms that may run slices, and what they take for each batch."""
-    able = [
-        one
-        for one in sorted(fitting, key=lambda one: (float(fitting[one].mean()), str(one)))
-        if max(shape.pp for shape in one.pipelines) > 1 and job.knows_shares
-    ]
+    deep = [one for one in fitting if max(shape.pp for shape in one.pipelines) > 1]
     found: dict[StrategyShape, np.ndarray] = {}
-    for strategy in able[:_SLICED]:
+    for strategy in sorted(deep, key=lambda one: (float(fitting[one].mean()), str(one)))[:_SLICED]:
         for form in (by_list, by_v):
             other = StrategyShape(tuple(form(shape) if shape.pp > 1 else shape for shape in strategy.pipelines))
-            keys = dict.fromkeys(shape.cost_key for shape in other.pipelines)
-            costs = [price(key, job.table, job.memory) for key in keys if isinstance(key, PipelineShape)]
-            made = None if min(cost.max_length for cost in costs) <= 1 else _times(other, costs, batches)
+            _, made = _times_by_memory(job, other, batches)
             if made is not None:
                 found[other] = made + exposed(strategy)
     return found
