@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +22,7 @@ _VIEWS = frozenset({"view", "t", "transpose", "permute", "slice", "select", "exp
                     "alias", "as_strided", "_unsafe_view", "split", "split_with_sizes", "unbind", "narrow",
                     "_reshape_alias", "unfold"})  # fmt: skip
 _FLOOR = ("mm", "addmm", "addmm_", "bmm", "baddbmm")  # operators whose arithmetic packing can only make wider
-_LAYERS, _SHORT = 4, 64
+_LAYERS, _SHORT, _TURNS = 4, 64, 5
 # What is measured -> model type and what its config has beside the sizes.
 _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "interface": ("llama", {}),
@@ -78,38 +79,39 @@ def _row(kind: str, sequences: int, length: int, width: int) -> dict[str, Any]:
     extra = {"experts_implementation": "eager"} if model_type == "qwen3_next" else {}
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", **extra).double()
     data = uneven_data(96, [(length,) * sequences])
-    packs, floor, operators = _of_packs(CausalLM(model), data)
-    plain = Plain(model)
-    alone = _best(lambda: plain._train(data, range(sequences)))
+    pairs, floor, operators = _pairs(CausalLM(model), Plain(model), data)
+    packs, alone = (min(column) for column in zip(*pairs, strict=True))
     each = operators / (sequences * _LAYERS)
+    over = statistics.median(one / other for one, other in pairs)
     return {"layers": kind, "sequences": sequences, "tokens": length, "width": width, "packs, s": packs,
-            "plain, s": alone, "products and attention over plain": floor / alone, "over plain": packs / alone,
+            "plain, s": alone, "products and attention over plain": floor / alone, "over plain": over,
             "operators a sequence and layer": each}  # fmt: skip
 
 
-def _of_packs(source: CausalLM, data: Data) -> tuple[float, float, int]:
-    """CPU seconds of a training step as one stage, those of its products and attention alone, and its operators."""
+def _pairs(source: CausalLM, plain: Plain, data: Data) -> tuple[list[tuple[float, float]], float, int]:
+    """CPU seconds of training steps as one stage and plainly, those of a stage's products and attention, operators.
+
+    The two take turns, since what else the machine does moves either by a fifth from second to second.
+    """
     ranks = InProcessRanks(1)
-    found: list[tuple[float, float, int]] = []
+    found: list[tuple[list[tuple[float, float]], float, int]] = []
 
     def body(rank: int) -> None:
         worker = RankOfPipeline(source, uneven_pipeline(BASE, source.plan.num_layers), rank, ranks)
         worker.install(_flat_values(source), {})
-        best = _best(lambda: worker.train(data))
+        order = range(len(data.sequences))
+        turns = [(_seconds(lambda: worker.train(data)), _seconds(lambda: plain._train(data, order)))
+                 for _ in range(1 + _TURNS)]  # fmt: skip
         with _Count() as count:
             worker.train(data)
-        found.append((best, count.floor, count.number))
+        found.append((turns[1:], count.floor, count.number))  # the first is warm-up
 
     ranks.run(body)
     return found[0]
 
 
-def _best(run: Callable[[], object]) -> float:
-    """CPU seconds of this thread, the least of five runs after one: what else the machine does adds up to a tenth."""
+def _seconds(run: Callable[[], object]) -> float:
+    """CPU seconds of this thread."""
+    began = time.thread_time()
     run()
-    times = []
-    for _ in range(5):
-        began = time.thread_time()
-        run()
-        times.append(time.thread_time() - began)
-    return min(times)
+    return time.thread_time() - began
