@@ -32,6 +32,7 @@ from ds_hydra.pipe.models.whose_code import (
 from ds_hydra.step.update import ModelNow
 
 Parts = dict[str, Any]  # what a module consists of, by name
+Modules = Sequence[tuple[str, nn.Module]]  # all of a model, each with its path
 _TORCHS = frozenset(vars(nn.Module()))
 _DEPTH = 6  # lists and objects in each other that are compared
 _SMALL = 1 << 14  # bytes of tensors and arrays that are compared by their numbers
@@ -67,16 +68,18 @@ class KeptModel:
         """`names`: of each path of a parameter its name among the masters. `steps_differ`: whether the optimizer counts
         steps for each parameter, which one that was frozen for a while has made fewer of."""
         self._model, self._names, self._steps_differ = model, names, steps_differ
-        self._before, self._code = self._all(), _code_of(model)
-        self._trained = self._trained_now()
+        modules = list(model.named_modules())
+        self._before, self._code = self._all(modules), _code_of(model)
+        self._trained = self._trained_now(modules)
         self._frozen: frozenset[str] = frozenset()  # since when this was made
 
     def now(self) -> ModelNow:
         """What has changed since, and which trained parameters require no gradient any more."""
-        now = self._all()
+        modules = list(self._model.named_modules())
+        now = self._all(modules)
         self._forget_notes(now)
         problem = next(_differences(self._before, now), "") or self._replaced()
-        trained = self._trained_now()
+        trained = self._trained_now(modules)
         thawed = sorted(trained - self._trained)
         if thawed and not problem:
             problem = f"{thawed[0]} requires a gradient, but was frozen when the engine was made. {_REMEDY}"
@@ -124,18 +127,17 @@ class KeptModel:
             codes += [inner for inner in code.co_consts if isinstance(inner, types.CodeType)]
         return frozenset(found)
 
-    def _trained_now(self) -> set[str]:
+    def _trained_now(self, modules: Modules) -> set[str]:
         """The masters of parameters that require a gradient."""
         with torch._C.DisableTorchFunctionSubclass():
-            own = ((path, *one) for path, module in self._model.named_modules() for one in module._parameters.items())
+            own = ((path, *one) for path, module in modules for one in module._parameters.items())
             trained = (
                 f"{path}.{key}" if path else key for path, key, one in own if one is not None and one.requires_grad
             )
             return {self._names[name] for name in trained if name in self._names}
 
-    def _all(self) -> dict[str, Parts]:
+    def _all(self, modules: Modules) -> dict[str, Parts]:
         seen: dict[Any, Any] = {}
-        modules = list(self._model.named_modules())
         with torch._C.DisableTorchFunctionSubclass():  # released parameters would each call Python
             found = {path: _parts(module, seen) for path, module in modules}
         for path, module in modules:
@@ -144,7 +146,7 @@ class KeptModel:
         of_torch = vars(nn.modules.module)
         for key in GLOBAL_HOOKS:  # profilers have some of their own
             own = {handle: hook for handle, hook in of_torch[key].items() if own_functions(hook)}
-            found[""][f"its {_in_words(key)}"] = _of_hooks(own)
+            found[""][_in_words(key)] = _of_hooks(own)
         return found
 
 
@@ -158,8 +160,9 @@ def _parts(module: nn.Module, seen: dict[Any, Any]) -> Parts:
     found |= {f"the parameter {name}": _of_tensor(p) for name, p in module._parameters.items()}
     found |= {f"the buffer {name}": _of_tensor(buffer) for name, buffer in module._buffers.items()}
     found |= {f"the module {name}": _Same(child) for name, child in module._modules.items()}
-    for key in HOOKS:
-        found[f"its {_in_words(key)}"] = _of_hooks(getattr(module, key))
+    for key, words in _HOOKS.items():
+        if (hooks := getattr(module, key)) and (tokens := _of_hooks(hooks)):
+            found[words] = tokens
     for key, value in vars(module).items():
         if key in _TORCHS or key in _HARMLESS:
             continue
@@ -186,22 +189,26 @@ def _code_of(model: nn.Module) -> list[tuple[str, Bound]]:
     kinds: dict[Any, tuple[str, nn.Module]] = {}
     for path, module in model.named_modules():
         kinds.setdefault((type(module), _implementation(module)), (path, module))
-    found: list[tuple[str, Bound]] = []
+    found: dict[tuple[Any, ...], tuple[str, Bound]] = {}
     known: set[int] = set()
     for (kind, implementation), (path, module) in kinds.items():
         attention = [] if implementation is None else attention_functions(module, implementation)
         called = [function for one in attention if id(one) not in known for function in run_by(one)]
         known |= set(map(id, attention))
-        found += [(path, one) for one in (*bound_in(called_by(module), kind), *bound_in(called))]
-    return found
+        for one in (*bound_in(called_by(module), kind), *bound_in(called)):
+            found.setdefault((*map(id, one.spaces), one.key), (path, one))
+    return [*found.values()]
 
 
-def _of_hooks(hooks: Mapping[int, Any] | None) -> list[Any]:
-    return [_token(hook, 0, {}) for hook in (hooks or {}).values() if getattr(hook, "__name__", "") not in _HARMLESS]
+def _of_hooks(hooks: Mapping[int, Any]) -> list[Any]:
+    return [_token(hook, 0, {}) for hook in hooks.values() if getattr(hook, "__name__", "") not in _HARMLESS]
 
 
 def _in_words(key: str) -> str:
-    return key.strip("_").replace("_", " ")
+    return "its " + key.strip("_").replace("_", " ")
+
+
+_HOOKS = {key: _in_words(key) for key in HOOKS}
 
 
 class _Same:
