@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ds_hydra.engine.engine  # noqa: F401
+from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.step.strategy_runtime import StrategyRuntime
 from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero import scratch_plan
@@ -26,95 +28,110 @@ from tests.support.strict_world import one_push_at_a_time, strict_world
 from tools.devices.order import drawn, run
 
 # Each of these stood still in its first step before pushes waited for the last message, and before all pairs and
-# groups were connected at start. What a rank waited for:
+# groups were connected at start; those of one row train in turn. What a rank waited for:
 ONCE_HUNG = [
-    # "exchange 0 of 'edges' is the first of 'edges', which is made at its first use: the host waits for rank 0"
-    ("tp2 + pp2", 4, "lazy"),
-    # the same of rank 5: "the host waits for rank 0", which has no edges
-    ("tp4 + 2*pp2", 8, "lazy"),
-    # "exchange 1 of 'edges' waits for rank 1 to send to rank 0": rank 1 was in a push, for which it waited for rank 0
-    ("2*pp2", 4, "blocking"),
-    # "exchange 2 of 'edges' waits for rank 3 to send to rank 1"
-    ("tp2pp2", 4, "blocking"),
-    # "exchange 6 of 'links' connects a new pair: the host waits for rank 1", from rank 4, in its last backward
-    ("tp4pp2", 8, "connect"),
-    # not these, but their pushes begin among weight gradients
-    ("pp4/zb-h1", 4, "blocking"),
-    ("tp2pp2/zb-h1", 4, "lazy"),
-    # nor these, but in a V messages of both parts pass between two ranks
-    ("tp2pp2/v", 4, "blocking"),
-    ("pp2/v + pp2/list", 4, "lazy"),
-]
+    (4, "lazy", [
+        # "exchange 0 of 'edges' is the first of 'edges', which is made at its first use: the host waits for rank 0"
+        "tp2 + pp2",
+        # not these, but the pushes of one begin among weight gradients, and in a V messages of both parts pass between
+        # two ranks
+        "tp2pp2/zb-h1", "pp2/v + pp2/list",
+    ]),
+    (4, "blocking", [
+        # "exchange 1 of 'edges' waits for rank 1 to send to rank 0": rank 1 was in a push, in which it waited for
+        # rank 0
+        "2*pp2",
+        # "exchange 2 of 'edges' waits for rank 3 to send to rank 1"
+        "tp2pp2",
+        # nor these
+        "pp4/zb-h1", "tp2pp2/v",
+    ]),
+    (8, "lazy connect", [
+        # "exchange 0 of 'edges' is the first of 'edges'", from rank 5: "the host waits for rank 0", which has no edges
+        "tp4 + 2*pp2",
+        # "exchange 6 of 'links' connects a new pair: the host waits for rank 1", from rank 4, in its last backward
+        "tp4pp2",
+    ]),
+]  # fmt: skip
 
 
-def trained(rank: int, strategy: str, num_ranks: int, *, node_size: int | None = None) -> dict[str, Tensor]:
+def trained(
+    rank: int,
+    strategies: Sequence[str],
+    num_ranks: int,
+    *,
+    node_size: int | None = None,
+    after_step: Callable[[str], None] = lambda strategy: None,
+) -> dict[str, Tensor]:
+    """All that is trained after a step under each of the strategies in turn, and one more under the first."""
     config = small_config(num_ranks, node_size=node_size)
-    config["hydra"]["strategies"] = [strategy]
+    config["hydra"]["strategies"] = list(strategies)
     engine = small_engine(rank, config=config)
-    for _ in range(2):
+    for strategy in (*strategies, strategies[0]):
         engine.train_batch()
+        assert engine.last_step.strategy == str(StrategyShape.parse(strategy))
+        after_step(strategy)
     return whole_state(engine)
 
 
-@pytest.mark.parametrize(("strategy", "num_ranks", "rule"), ONCE_HUNG)
-def test_what_once_hung_trains_to_the_same_bits(strategy: str, num_ranks: int, rule: str) -> None:
+@pytest.mark.parametrize(("num_ranks", "rule", "strategies"), ONCE_HUNG)
+def test_what_once_hung_trains_to_the_same_bits(num_ranks: int, rule: str, strategies: list[str]) -> None:
     def both(rank: int) -> bool:
-        with strict_world(Rules(**{rule: True}, stall_s=100)):
-            strict = trained(rank, strategy, num_ranks)
-        return same(strict, trained(rank, strategy, num_ranks))
+        with strict_world(Rules(**dict.fromkeys(rule.split(), True), stall_s=100)):
+            strict = trained(rank, strategies, num_ranks)
+        return same(strict, trained(rank, strategies, num_ranks))
 
     assert run_ranks(both, num_ranks, timeout=240) == [True] * num_ranks
 
 
 @pytest.mark.parametrize(
-    ("strategy", "rule"),
+    ("rule", "strategies"),
     [
-        ("4*tp1", "connect"),
-        ("tp2 + pp2", "lazy"),
-        ("2*pp2", "blocking"),
+        ("connect lazy", ["4*tp1", "tp2 + pp2"]),
         # Where pushes start among the collectives of tensor or sequence parallel ranks: the same on all of them.
-        ("2*tp2", "blocking"),
-        ("tp2pp2", "blocking"),
-        ("tp2pp2/v", "blocking"),
-        ("2*sp2", "blocking"),
+        ("blocking", ["2*tp2", "tp2pp2", "tp2pp2/v", "2*sp2", "2*pp2"]),
     ],
 )
-def test_with_room_for_one_push_at_a_time_the_bits_are_the_same(strategy: str, rule: str) -> None:
+def test_with_room_for_one_push_at_a_time_the_bits_are_the_same(rule: str, strategies: list[str]) -> None:
     """Also where large slices travel by themselves, and twins trade in pieces, as those of large models do."""
 
     def both(rank: int) -> bool:
         large = mock.patch.multiple(scratch_plan, LARGE=200, AT_ONCE=128)
-        with strict_world(Rules(**{rule: True}, stall_s=100)), one_push_at_a_time(), large:
-            strict = trained(rank, strategy, 4)
-        return same(strict, trained(rank, strategy, 4))
+        with strict_world(Rules(**dict.fromkeys(rule.split(), True), stall_s=100)), one_push_at_a_time(), large:
+            strict = trained(rank, strategies, 4)
+        return same(strict, trained(rank, strategies, 4))
 
     assert run_ranks(both, 4, timeout=240) == [True] * 4
 
 
 @pytest.mark.parametrize(
-    ("strategy", "node_size"),
-    [("2*tp2", None), ("tp2pp2/v", None), ("2*sp2", None), ("sp4", 2), ("2*sp2", 2), ("tp2sp2", 2), ("4*tp1", 3)],
+    ("node_size", "strategies"),
+    [(None, ["2*tp2", "tp2pp2/v", "2*sp2"]), (2, ["sp4", "2*sp2", "tp2sp2"]), (3, ["4*tp1"])],
 )
-def test_all_that_a_rank_starts_may_run_in_one_queue(strategy: str, node_size: int | None) -> None:
+def test_all_that_a_rank_starts_may_run_in_one_queue(node_size: int | None, strategies: list[str]) -> None:
     """Twins gather and trade while the model's collectives run, also where a node's sequence parallel ranks are the
     teams; everybody is slowed at random."""
 
     def both(rank: int) -> bool:
         rules = Rules(one_queue=True, connect=True, sleeps=5, stall_s=100)
         trade = mock.patch.object(GroupCollectives, "trade", autospec=True, side_effect=GroupCollectives.trade)
+
+        def has_traded(strategy: str) -> None:
+            twins = strategy != "tp2pp2/v"  # one pipeline, whose ranks share nothing
+            assert traded.called is twins, f"{strategy}: by the collective of a team's group"
+            traded.reset_mock()
+
         with strict_world(rules), one_push_at_a_time(), trade as traded:
-            strict = trained(rank, strategy, 4, node_size=node_size)
-        twins = strategy != "tp2pp2/v"  # one pipeline, whose ranks share nothing
-        assert traded.called is twins, "by the collective of a team's group"
-        return same(strict, trained(rank, strategy, 4, node_size=node_size))
+            strict = trained(rank, strategies, 4, node_size=node_size, after_step=has_traded)
+        return same(strict, trained(rank, strategies, 4, node_size=node_size))
 
     assert run_ranks(both, 4, timeout=240) == [True] * 4
 
 
-@pytest.mark.parametrize("strategy", ["2*tp2", "2*sp2"])
-def test_one_queue_stands_still_where_a_device_decides_when_a_push_starts(strategy: str) -> None:
+def test_one_queue_stands_still_where_a_device_decides_when_a_push_starts() -> None:
+    """`tools.check_devices` shows the same of other strategies."""
     with pytest.raises(StrictError, match=r"waits for .* it would wait for ever"):
-        train_with_polls(strategy, stall_s=4)
+        train_with_polls("2*sp2", stall_s=4)
 
 
 def test_a_drawn_job_ends_with_the_references_numbers() -> None:
@@ -165,7 +182,7 @@ def test_a_lane_that_nobody_waits_for_is_found() -> None:
     def forgets(rank: int) -> None:
         forget = mock.patch.object(StrictLane, "wait", return_value=None)
         with strict_world(), one_push_at_a_time(), forget:
-            trained(rank, "2*tp2", 4)
+            trained(rank, ["2*tp2"], 4)
 
     with pytest.raises(StrictError, match="in the lane, and nobody has waited for its mark"):
         run_ranks(forgets, 4, timeout=240)

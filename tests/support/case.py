@@ -50,7 +50,7 @@ class Case:
     sp_overlap: bool = True  # heads travel in groups, however few the tokens
     logits_at_once: int | None = None  # of the head, so that a micro-batch has several blocks of them
     functions: str = "auto"  # in place of the model's own operators
-    quick: bool = False  # runs in every test run, and under --quick
+    quick: bool = False  # runs in every test run
 
     @property
     def options(self) -> StageOptions:

@@ -48,7 +48,6 @@ FIXED_STRATEGIES = (
     "sp4 + tp2pp2",
 )
 
-_QUICK_UNUSUAL = {"longrope", "hooks that hold other modules"}
 # Rows that train under the strict transport in place of the plain one, and with what it is strict about: a row drawn at
 # random, one where a layer reads a weight of a module that it does not call, and one each of several phases, slices,
 # states that slices carry, and heads in groups.
@@ -63,40 +62,41 @@ UNDER_STRICT = {
 # Of HARD_MODELS, those that draw random numbers in training.
 DRAWING = ("dropout (Phi)", "dropout", "dropout by a function", "noise on what is routed", "random routing")
 
-# Rows for every test run: each axis of parallelism, heterogeneous mixes, every number of ranks up to 8.
-_QUICK_FIXED = {"tp1", "tp2pp3", "tp4 + pp2 + tp1", "tp2pp2sp2"}
-_QUICK_FAMILIES_FP64 = {"llama_tied", "gemma2", "phi3", "mixtral", LAYER_LIST}
-_QUICK_FAMILIES_FP32 = {"qwen3", "gpt2"}
+# Rows for every test run, of each axis of parallelism, of heterogeneous mixes and of all that changes how a step is
+# computed: one that has several of these stands for rows of one each.
+_QUICK_FIXED = {"tp1", "tp4 + pp2 + tp1"}
+_QUICK_FAMILIES_FP64 = {"phi3", LAYER_LIST}
+_QUICK_FAMILIES_FP32 = {"gpt2"}
 
 
 def _fixed() -> Iterator[Case]:
     for strategy in FIXED_STRATEGIES:
         yield Case(f"fixed {strategy}", "qwen3", (strategy,), quick=strategy in _QUICK_FIXED)
     for strategy in FIXED_STRATEGIES:
-        yield Case(f"fixed {strategy} fp32", "llama", (strategy,), FLOAT32, quick=strategy == "sp4 + tp2pp2")
+        yield Case(f"fixed {strategy} fp32", "llama", (strategy,), FLOAT32)
 
 
 def _families() -> Iterator[Case]:
     for family in (*(name for name in FAMILIES if name not in OTHER_SIZES), LAYER_LIST):
         yield Case(f"{family}", family, CHANGING, quick=family in _QUICK_FAMILIES_FP64)
         yield Case(f"{family} fp32", family, CHANGING, FLOAT32, quick=family in _QUICK_FAMILIES_FP32)
-    yield Case("llama on 8 ranks", "llama", CHANGING_8, quick=True)
+    yield Case("llama on 8 ranks", "llama", CHANGING_8)
     yield Case("gemma3 on 8 ranks", "gemma3_text", CHANGING_8)
 
 
 def _unusual() -> Iterator[Case]:
     for family in UNUSUAL:
-        quick, amplifies = family in _QUICK_UNUSUAL, family in AMPLIFYING
-        yield Case(family, family, CHANGING, frozen=NO_GRADIENT, amplifies=amplifies, quick=quick)
+        yield Case(family, family, CHANGING, frozen=NO_GRADIENT, amplifies=family in AMPLIFYING)
     for family in CHANGED:
-        yield Case(family, family, CHANGING, quick=family in _QUICK_UNUSUAL)
+        yield Case(family, family, CHANGING)
     for family in CHANGED_LINEARS:
         yield Case(family, family, CHANGING_WITHOUT_TP, quick=family == "lora of the ends")
 
 
 def _drawing() -> Iterator[Case]:
     for family in DRAWING:
-        yield Case(family, family, CHANGING, draws=True, frozen=NO_GRADIENT, quick=True)
+        quick = family == "random routing"
+        yield Case(family, family, CHANGING, draws=True, frozen=NO_GRADIENT, quick=quick)
     yield Case(
         "dropout checkpointed",
         "dropout (Phi)",
@@ -139,7 +139,7 @@ def _adapted() -> Iterator[Case]:
 
 def _options() -> Iterator[Case]:
     base = Case("", "llama", CHANGING)
-    yield replace(base, name="sgd fp32", dtype=FLOAT32, optimizer="SGD", quick=True)
+    yield replace(base, name="sgd fp32", dtype=FLOAT32, optimizer="SGD")
     yield replace(base, name="sgd fp32 gemma2", family="gemma2", dtype=FLOAT32, optimizer="SGD")
     yield replace(base, name="sgd fp32 8 ranks", strategies=CHANGING_8, dtype=FLOAT32, optimizer="SGD")
     yield replace(base, name="bf16", dtype=BFLOAT16, quick=True)
@@ -150,19 +150,19 @@ def _options() -> Iterator[Case]:
     yield replace(base, name="fp32, bf16 on the wire", dtype=FLOAT32, wire="bf16")
     yield replace(base, name="fp32, fp16 on the wire", dtype=FLOAT32, wire="fp16")
     yield replace(base, name="no clipping", clip=0.0)
-    yield replace(base, name="checkpointed", activation_checkpointing=True, quick=True)
+    yield replace(base, name="checkpointed", activation_checkpointing=True)
     yield replace(base, name="checkpointed gemma3", family="gemma3_text", activation_checkpointing=True)
     yield replace(
         base, name="checkpointed fp32 mixtral", family="mixtral", dtype=FLOAT32, activation_checkpointing=True
     )
-    yield replace(base, name="masked labels", masked_labels=True, quick=True)
+    yield replace(base, name="masked labels", masked_labels=True)
     yield replace(base, name="mean of sequences", loss_norm="sequence", masked_labels=True, quick=True)
-    yield replace(base, name="mean of micro-batches", loss_norm="micro_batch", masked_labels=True, quick=True)
+    yield replace(base, name="mean of micro-batches", loss_norm="micro_batch", masked_labels=True)
     yield replace(
         base, name="layer list, mean of sequences", family=LAYER_LIST, loss_norm="sequence", masked_labels=True
     )
     yield replace(base, name="frozen embeddings", frozen=("embed_tokens",))
-    yield replace(base, name="frozen lower layers", frozen=("embed_tokens", "layers.0.", "layers.1."), quick=True)
+    yield replace(base, name="frozen lower layers", frozen=("embed_tokens", "layers.0.", "layers.1."))
     yield replace(base, name="frozen tied", family="llama_tied", frozen=("embed_tokens",))
     yield replace(base, name="frozen layer list", family=LAYER_LIST, frozen=("tied_modules", "1.qkv"))
     yield replace(base, name="idle pipelines", strategies=("4*tp1", "2*pp2"), lengths=(30,) * 20, tokens_per_step=30)
@@ -175,14 +175,12 @@ def _options() -> Iterator[Case]:
         tokens_per_step=3, quick=True,
     )  # fmt: skip
     yield replace(base, name="uneven layers", family="llama_3_layers", strategies=("pp2 + tp1pp2", "pp3 + tp1"))
-    yield replace(
-        base, name="stages of different tp and sp", strategies=("(sp2[0:1] > tp2[1:4])",), quick=True,
-    )  # fmt: skip
+    yield replace(base, name="stages of different tp and sp", strategies=("(sp2[0:1] > tp2[1:4])",))
     yield replace(
         base, name="stages of different size", family="gemma2",
         strategies=("(tp1[0:1] > tp4[1:3] > tp1[3:4]) + sp2",),
     )  # fmt: skip
-    yield replace(base, name="nodes of 2 ranks", node_size=2, quick=True)
+    yield replace(base, name="nodes of 2 ranks", node_size=2)
     yield replace(base, name="nodes of 2 ranks bf16", node_size=2, dtype=BFLOAT16)
     yield replace(base, name="nodes of 3 and 1 ranks, tied", family="gemma2", node_size=3)
     yield replace(base, name="8 ranks on 2 nodes", strategies=CHANGING_8, node_size=4, quick=True)
@@ -193,7 +191,7 @@ def _options() -> Iterator[Case]:
 def _heads() -> Iterator[Case]:
     """Heads and losses in blocks, as those of large vocabularies are."""
     base = Case("", "llama", ("2*tp1", "tp2", "pp2/v"), logits_at_once=1500, masked_labels=True)
-    yield replace(base, name="head in blocks", quick=True)
+    yield replace(base, name="head in blocks")
     yield replace(
         base, name="head in blocks, tied", family="llama_tied", strategies=("tp2pp2", "tp2 + 2*tp1"), quick=True
     )
@@ -248,8 +246,7 @@ _WITH_FUNCTIONS = ("llama", "llama_tied", "qwen2", "qwen3", "mistral", "gemma2",
 def _functions() -> Iterator[Case]:
     """Functions of few operators in place of the model's own chains."""
     for family in _WITH_FUNCTIONS:
-        quick = family in ("llama_tied", "mistral")
-        yield Case(f"functions, {family}", family, CHANGING, functions="recompute", quick=quick)
+        yield Case(f"functions, {family}", family, CHANGING, functions="recompute", quick=family == "llama_tied")
     base = Case("", "llama", CHANGING, functions="recompute")
     yield replace(base, name="functions on 8 ranks", strategies=CHANGING_8)
     yield replace(base, name="functions, checkpointed", activation_checkpointing=True)
@@ -270,7 +267,7 @@ HOT_SWITCHING = "4*tp1 then 2*tp2 then tp4"
 def _phased() -> Iterator[Case]:
     """Steps of several phases: of homogeneous strategies one after the other, and of mixed ones."""
     base = Case("", "llama", (HOT_SWITCHING,))
-    yield replace(base, name="phases 4*tp1, 2*tp2, tp4", family="llama_tied", quick=True)
+    yield replace(base, name="phases 4*tp1, 2*tp2, tp4", family="llama_tied")
     yield replace(base, name="phases of mixed strategies", strategies=("tp2 + 2*tp1 then pp2 + sp2",))
     yield replace(
         base, name="phases that change", family="qwen3", quick=True,

@@ -16,7 +16,7 @@ EIGHT = ((4, "slow"), (2, "fast"), (2, "fast"))
 def mixed() -> Iterator[Case]:
     """24 rows; ranks of a class follow each other in some clusters and not in others."""
     base = Case("", "llama", ("(tp2[0:1]@slow > tp2[1:4]@fast)",), steps=3, cluster=HALVES)
-    yield replace(base, name="mixed", quick=True)
+    yield replace(base, name="mixed")
     yield replace(base, name="mixed, two pipelines", strategies=("(tp1[0:1]@slow > tp1[1:4]@fast) + "
                   "(tp1[0:2]@slow > tp1[2:4]@fast)", "2*(tp1[0:1]@slow > tp1[1:4]@fast)"), quick=True)  # fmt: skip
     yield replace(base, name="mixed, a class alone", strategies=("tp2@slow + tp2@fast", "sp2@slow + 2*tp1@fast"))

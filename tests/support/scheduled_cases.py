@@ -71,15 +71,13 @@ def _split() -> Iterator[Case]:
 
 
 _SLICED = Case("", "llama", IN_SLICES, steps=3, slices=True)
-_QUICK_SLICED = {"gemma2", "mixtral"}
 
 
 def _sliced() -> Iterator[Case]:
     """Long sequences in slices, which run in turns, with short ones beside and between them."""
     base = _SLICED
     for strategy in ("tp1", "tp2", "pp2", "sp2", "pp4", "tp2pp2sp2", "sp4 + tp2pp2", "2*pp4"):
-        quick = strategy in ("pp4", "tp2pp2sp2")
-        yield replace(base, name=f"slices {strategy}", family="qwen3", strategies=(strategy,), quick=quick)
+        yield replace(base, name=f"slices {strategy}", family="qwen3", strategies=(strategy,), quick=strategy == "pp4")
     for family in (
         "llama_tied", "mistral", "gemma2", "gemma3_text", "phi3", "mixtral", "qwen3_moe", "cohere", "gpt_neox", "gpt2",
         "gpt_oss", "longrope", "positions from the padding id", "embeddings of each layer",
@@ -87,7 +85,7 @@ def _sliced() -> Iterator[Case]:
         frozen = NO_GRADIENT if family in UNUSUAL else ()
         yield replace(
             base, name=f"slices, {family}", family=family, frozen=frozen,
-            amplifies=family in AMPLIFYING, quick=family in _QUICK_SLICED,
+            amplifies=family in AMPLIFYING, quick=family == "mixtral",
         )  # fmt: skip
     yield replace(base, name="slices fp32", family="qwen3", dtype=FLOAT32, quick=True)
     yield replace(base, name="slices fp32 sgd", dtype=FLOAT32, optimizer="SGD")
@@ -99,7 +97,7 @@ def _sliced() -> Iterator[Case]:
                   activation_checkpointing=True, quick=True)  # fmt: skip
     yield replace(base, name="slices, frozen queries and keys", frozen=("embed_tokens", "q_proj", "k_proj", "v_proj"),
                   activation_checkpointing=True)  # fmt: skip
-    yield replace(base, name="slices, dropout", family="dropout (Phi)", draws=True, frozen=NO_GRADIENT, quick=True)
+    yield replace(base, name="slices, dropout", family="dropout (Phi)", draws=True, frozen=NO_GRADIENT)
     yield replace(base, name="slices, random routing", family="random routing", draws=True, frozen=NO_GRADIENT)
     yield replace(base, name="slices, masked labels", masked_labels=True)
     yield replace(
@@ -147,8 +145,7 @@ def _v() -> Iterator[Case]:
     base = Case("", "llama", V)
     deep = "llama_8_layers"  # tied
     yield replace(base, name="V", family="llama_tied", steps=3, quick=True)
-    yield replace(base, name="V of four stages", family=deep, strategies=("pp4/v", "pp3/v + tp1"), steps=2,
-                  quick=True)  # fmt: skip
+    yield replace(base, name="V of four stages", family=deep, strategies=("pp4/v", "pp3/v + tp1"), steps=2)
     yield replace(base, name="V of four stages, more", family=deep,
                   strategies=("pp4/v", "2*pp2/v", "pp3/v + tp1", "pp4"))  # fmt: skip
     for family in ("qwen3", "gemma2", "gemma3_text", "mixtral", "phi3", "gpt2", "gpt_oss", "layer_list", "longrope",
@@ -192,7 +189,7 @@ def in_groups() -> Iterator[Case]:
     """Sequence parallel ranks exchange heads in groups; every other row with such ranks does so too, where it can."""
     base = Case("", "llama", ("sp2pp2", "tp2sp2", "sp4", "sp2 + 2*tp1"), steps=4)
     yield replace(base, name="groups of heads")
-    yield replace(base, name="groups of heads, few steps", strategies=("sp2pp2", "sp4"), steps=2, quick=True)
+    yield replace(base, name="groups of heads, few steps", strategies=("sp2pp2", "sp4"), steps=2)
     yield replace(base, name="all heads at once", sp_overlap=False)
     yield replace(base, name="groups of heads, one key head", family="llama_1_key_head", strategies=("sp4", "sp2pp2"),
                   steps=2, quick=True)  # fmt: skip

@@ -184,6 +184,8 @@ def span(tensor: Tensor) -> tuple[int, int]:
     """Addresses of the first byte of a tensor and of the one behind its last; equal for one without memory."""
     if tensor.numel() == 0 or tensor.device.type == "meta":
         return 0, 0
+    if tensor.is_contiguous():
+        return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 

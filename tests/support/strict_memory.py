@@ -7,6 +7,7 @@ waited for, whoever else reads what the lane writes, or writes what it uses, doe
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -94,10 +95,9 @@ class StrictMemory(TorchDispatchMode):
     ) -> Any:
         unwaited = [operation for owner in self.owners for operation in owner.unwaited]
         if (unwaited or self.lanes) and not _only_looks(func):
-            for position, argument in enumerate(func._schema.arguments):
-                value = args[position] if position < len(args) else (kwargs or {}).get(argument.name)
-                writes = argument.alias_info is not None and argument.alias_info.is_write
-                for tensor in tree_leaves(value):
+            for position, (name, writes) in enumerate(_arguments(func)):
+                value = args[position] if position < len(args) else (kwargs or {}).get(name)
+                for tensor in (value,) if isinstance(value, Tensor) else tree_leaves(value):
                     if isinstance(tensor, Tensor):
                         _refuse_use(func, tensor, writes, unwaited)
                         for lane in self.lanes:
@@ -116,6 +116,14 @@ def _refuse_use(func: Any, tensor: Tensor, writes: bool, unwaited: Sequence[Oper
                 raise StrictError(f"{func} writes what {operation} {part.does}, before that is waited for")
 
 
+@functools.cache
+def _arguments(func: Any) -> tuple[tuple[str, bool], ...]:
+    """Of each argument of an operation the name, and whether it is written to."""
+    infos = [(argument.name, argument.alias_info) for argument in func._schema.arguments]
+    return tuple((name, info is not None and info.is_write) for name, info in infos)
+
+
+@functools.cache
 def _only_looks(func: Any) -> bool:
     """Whether an operation makes a view or takes a shape, and reads nothing."""
     views = any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
