@@ -63,21 +63,26 @@ class Source:
     def lines(self) -> int:
         return len(self.text.splitlines())
 
-    def imports(self) -> Iterator[str]:
+    @cached_property
+    def imports(self) -> tuple[str, ...]:
         """Names that are imported; of `from a import b` both `a` and `a.b`, since `b` may be a module."""
+        found = list[str]()
         for node in _walk_without_type_checking(self.tree):
             if isinstance(node, ast.Import):
-                yield from (alias.name for alias in node.names)
+                found += [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                yield node.module
-                yield from (f"{node.module}.{alias.name}" for alias in node.names)
+                found += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        return tuple(found)
 
-    def functions(self) -> Iterator[Block]:
+    @cached_property
+    def functions(self) -> tuple[Block, ...]:
         """Functions and methods, nested ones too."""
+        found = list[Block]()
         for node in ast.walk(self.tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
-                yield self._block(node, len(names) - (names[:1] in (["self"], ["cls"])))
+                found.append(self._block(node, len(names) - (names[:1] in (["self"], ["cls"]))))
+        return tuple(found)
 
     def classes(self) -> Iterator[Block]:
         """Classes, nested ones too."""
@@ -94,11 +99,13 @@ class Source:
 
 
 def _walk_without_type_checking(tree: ast.AST) -> Iterator[ast.AST]:
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            continue
-        yield node
-        yield from _walk_without_type_checking(node)
+    left = [tree]
+    while left:
+        for node in ast.iter_child_nodes(left.pop()):
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+                continue
+            yield node
+            left.append(node)
 
 
 def read_sources(root: Path, tops: Sequence[str] = TOPS) -> list[Source]:
@@ -120,7 +127,7 @@ def folder_imports(sources: Sequence[Source]) -> dict[tuple[str, str], set[str]]
     folders = {source.name: source.folder for source in sources}
     edges: dict[tuple[str, str], set[str]] = {}
     for source in sources:
-        for name in source.imports():
+        for name in source.imports:
             if name in folders and folders[name] != source.folder:
                 edges.setdefault((source.folder, folders[name]), set()).add(source.name)
     return edges
@@ -174,7 +181,7 @@ def measure(sources: Sequence[Source], beside: Sequence[Source] = ()) -> Structu
     edges = folder_imports(sources)
     everywhere = [*sources, *beside]
     files = [Block(source.path, source.lines) for source in everywhere]
-    functions = [block for source in sources for block in source.functions()]
+    functions = [block for source in sources for block in source.functions]
     filled = sum(bool(line.strip()) for source in sources for line in source.text.splitlines())
     return Structure(
         files=len(sources),
@@ -185,7 +192,7 @@ def measure(sources: Sequence[Source], beside: Sequence[Source] = ()) -> Structu
         mutual=sorted(f"{a} <-> {b}" for a, b in edges if a < b and (b, a) in edges),
         longest_file=_longest(files),
         longest_engine_file=_longest([file for file in files[: len(sources)] if "engine" in file.place]),
-        longest_function=_longest([block for source in everywhere for block in source.functions()]),
+        longest_function=_longest([block for source in everywhere for block in source.functions]),
         longest_class=_longest([block for source in sources for block in source.classes()]),
         comments=sum(source.comments() for source in sources) / filled,
         wide=sorted(block.place for block in functions if block.positional > aims.MAX_POSITIONAL),

@@ -17,12 +17,10 @@ from ds_hydra.zero_hetero.layout import even_layout
 from ds_hydra.zero_hetero.transfer_plan import plan_transfer
 from ds_hydra.zero_hetero.transport import Transport
 from tests.gloo import test_link
-from tests.support.small_job import same, small_engine, whole_state
 from tests.support.strict import Rules, StrictError, StrictMemory, StrictTransport
 from tests.support.strict_collectives import StrictCollectives, strict_collectives
 from tests.support.strict_line import Line
 from tests.support.strict_memory import StrictLane
-from tests.support.strict_world import strict_world
 
 SOON = 1.5  # seconds after which a wait counts as one for ever, where there is one
 
@@ -48,24 +46,6 @@ def test_links_give_the_same_bits(rules: Rules) -> None:
         transport.close()
 
     run_ranks(body, 5)
-
-
-def test_a_whole_engine_gives_the_same_bits() -> None:
-    """Four strategies, one after the other, with tensor, sequence and pipeline parallel parts."""
-
-    def train(rank: int) -> dict[str, Tensor]:
-        engine = small_engine(rank)
-        for _ in range(4):
-            engine.train_batch()
-        return whole_state(engine)
-
-    def both(rank: int) -> bool:
-        with strict_world() as transports:
-            strict = train(rank)
-            assert transports[0].started > 0
-        return same(strict, train(rank))
-
-    assert run_ranks(both, 4, timeout=180) == [True] * 4
 
 
 def swap(transport: Transport, rank: int, first: int = 0, numel: int = 3) -> Tensor:
