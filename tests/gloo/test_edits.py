@@ -43,7 +43,6 @@ def test_an_edit_is_trained_as_it_is_or_refused(edit: str, late: bool, strategie
 @pytest.mark.parametrize(
     ("edit", "state"),
     [
-        ("look back 2 tokens", "refused"),
         ("look back 50 tokens", "refused"),
         ("a convolution of another model", "refused"),
         ("wrapped forward", "equal"),

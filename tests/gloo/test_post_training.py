@@ -22,11 +22,10 @@ from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.families import build_model
 from tests.support.small_job import same, small_engine, small_model, whole_state
 from tools import aims
-from tools.post_training import equality, refusals, trl_trainers
+from tools.post_training import equality, refusals
 from tools.post_training.equality import Layout
 from tools.post_training.memory import Live
 from tools.post_training.rollouts import rollouts, share
-from tools.swap import scripts
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 3
@@ -40,16 +39,13 @@ STEPS = 3
     ],
 )
 def test_losses_are_those_of_one_process(family: str, layouts: list[Layout], losses: list[str]) -> None:
-    rows, slices = equality.compare(family, list(product(layouts, losses)))
-    assert len(rows) == len(layouts) * len(losses)
+    """Each under one of the layouts; those of TRL's trainers, and of a public loop of GRPO, are compared by the quick
+    forms of `tools.check_post_training` and `tools.check_swap`."""
+    cases = list(product(layouts, losses))[:: len(layouts)]
+    rows, slices = equality.compare(family, cases)
+    assert {row.loss for row in rows} == set(losses)
     assert slices > 0 or family == "lora"
     assert max(max(row.of_loss, row.of_gradients) for row in rows) <= aims.POST_TRAINING, rows
-
-
-def test_trainers_of_trl_train_as_in_one_process() -> None:
-    rows = trl_trainers.compare(trl_trainers.QUICK)
-    assert max(max(row.of_loss, row.of_parameters) for row in rows) <= aims.TRL_TRAINERS, rows
-    assert min(row.moved for row in rows) > 1e-3
 
 
 def test_a_step_may_be_split_into_any_calls_with_evaluations_between_them() -> None:
@@ -115,12 +111,6 @@ def test_the_example_learns() -> None:
     first, *_, last = run_ranks(example, 2, timeout=200)[0]
     assert first < 0.7
     assert last > 0.85
-
-
-def test_a_public_loop_of_grpo_trains_after_its_diff_as_on_plain_deepspeed() -> None:
-    found, expected = scripts.grpo(4)
-    assert len(found) == len(expected) == 8
-    assert found == pytest.approx(expected, rel=aims.SWAP_LOSS)
 
 
 def test_optimizer_step_needs_gradients() -> None:

@@ -35,15 +35,18 @@ from tools import aims
 from tools.devices.sockets import RANKS, sockets_of_start
 
 
-@pytest.mark.parametrize("size", [0, 5, 4088, 4089, 1 << 15, (1 << 15) + 1, 200_000])
-def test_texts_of_any_length_reach_all_ranks(size: int) -> None:
-    def talk(rank: int) -> tuple[str, list[str]]:
-        channel = Channel(dist.group.WORLD, rank, 3)
-        return channel.tell("ä" * size if rank == 0 else None), channel.texts(f"{rank}" * (size if rank == 1 else 2))
+def test_texts_of_any_length_reach_all_ranks() -> None:
+    sizes = (0, 5, 4088, 4089, 1 << 15, (1 << 15) + 1, 200_000)
 
-    for told, texts in run_ranks(talk, 3):
-        assert told == "ä" * size
-        assert texts == ["00", "1" * size, "22"]
+    def talk(rank: int) -> list[tuple[str, list[str]]]:
+        channel = Channel(dist.group.WORLD, rank, 3)
+        return [
+            (channel.tell("ä" * size if rank == 0 else None), channel.texts(f"{rank}" * (size if rank == 1 else 2)))
+            for size in sizes
+        ]
+
+    for found in run_ranks(talk, 3):
+        assert found == [("ä" * size, ["00", "1" * size, "22"]) for size in sizes]
 
 
 def test_rows_and_errors_reach_all_ranks() -> None:
@@ -248,26 +251,26 @@ def test_a_listed_strategy_that_lays_a_tensor_parallel_group_over_two_nodes_is_t
     assert others == [[], [], []]
 
 
-@pytest.mark.parametrize(
-    ("cluster", "words"),
-    [
-        ([{"ranks": 2, "nodes": 2, "device": "cpu"}], ""),
-        ([{"ranks": 2}], "nodes of 2 = 2 ranks but the job has 4"),
-        ([{"ranks": 2, "device": "h800"}, {"ranks": 2, "device": "h20"}],
-         r"devices of 2 classes: 2 of h800 .ranks 0\.\.1., 2 of h20 .ranks 2\.\.3.*start ranks of one class only"),
-    ],
-)  # fmt: skip
-def test_a_cluster_that_is_not_so_or_mixed_is_refused_on_all_ranks(cluster: list[Any], words: str) -> None:
-    def start(rank: int) -> str:
+CLUSTERS: list[tuple[list[Any], str]] = [
+    ([{"ranks": 2, "nodes": 2, "device": "cpu"}], ""),
+    ([{"ranks": 2}], "nodes of 2 = 2 ranks but the job has 4"),
+    ([{"ranks": 2, "device": "h800"}, {"ranks": 2, "device": "h20"}],
+     r"devices of 2 classes: 2 of h800 .ranks 0\.\.1., 2 of h20 .ranks 2\.\.3.*start ranks of one class only"),
+]  # fmt: skip
+
+
+def test_a_cluster_that_is_not_so_or_mixed_is_refused_on_all_ranks() -> None:
+    def start(rank: int, cluster: list[Any]) -> str:
         try:
             small_engine(rank, cluster=cluster).destroy()
         except ConfigError as error:
             return str(error)
         return ""
 
-    for refusal in run_ranks(start, 4):
-        assert bool(refusal) == bool(words)
-        assert re.search(words, refusal)
+    for refusals in run_ranks(lambda rank: [start(rank, cluster) for cluster, _ in CLUSTERS], 4):
+        for (_, words), refusal in zip(CLUSTERS, refusals, strict=True):
+            assert bool(refusal) == bool(words)
+            assert re.search(words, refusal)
 
 
 class Nccl:
