@@ -200,10 +200,12 @@ def _holding(
         )
     holding = [space for space in spaces if max(space.limits) >= context_length]
     if not holding:
+        less = min(table.shares(scheme).recomputed for scheme in schemes) < 1.0
+        again = 'have all layers computed again ("activation_checkpointing": true), ' if less else ""
         raise PlanError(
             f"no usable scheme holds a sequence of context_length={context_length} tokens: the largest MaxLen is "
             f"{max(max(space.limits) for space in spaces)}; measure schemes with more tp or sp, allow tp across nodes, "
-            "or lower context_length"
+            f"{again}or lower context_length"
         )
     return holding
 
