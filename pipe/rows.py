@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ds_hydra.pipe.scores import Scored
 
 Positions = NDArray[np.int64]
+_GROWTH = 2.5  # from a group of heads that is waited for to those behind it, at most
 
 
 def split_tokens(num_tokens: int, num_ranks: int) -> tuple[int, ...]:
@@ -74,11 +75,24 @@ class Overlap(NamedTuple):
 AT_ONCE = Overlap(groups=1)
 
 
-def num_groups(at_most: int, heads: int, kv_heads: int) -> int:
-    """Groups into which a rank's heads are cut: each has equally many, and whole key/value heads or a part of one's
-    query heads."""
+def cut_heads(at_most: int, heads: int, kv_heads: int) -> tuple[int, ...]:
+    """A rank's query heads in groups, at most so many: how many heads each of them has [Note: exchange in groups].
+
+    Each has whole key/value heads with their queries, of which the first and the last have one if the others need no
+    more than two and a half then: a group's messages must have come while the one before it is computed. Of fewer
+    key/value heads than groups, several groups share one, and each has equally many of its queries.
+    """
+    of_each = heads // kv_heads  # query heads of a key/value head
     fits = (n for n in range(1, at_most + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0))
-    return max(fits, default=1)
+    whole, shared = min(at_most, kv_heads), max(fits, default=1)
+    if shared > whole:
+        return (heads // shared,) * shared
+    between = whole - 2
+    if between > 0 and kv_heads - 2 <= _GROWTH * between:
+        groups = [1, *sorted(split_tokens(kv_heads - 2, between)), 1]
+    else:
+        groups = sorted(split_tokens(kv_heads, whole))
+    return tuple(of_each * n for n in groups)
 
 
 @dataclass(frozen=True)

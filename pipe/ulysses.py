@@ -19,8 +19,9 @@ out while the next one is computed. With four groups, messages in (i) and out (o
   messages    i0 i1 i2 i3  o0     o1     o2     o3
   computed       |---0---||---1---||---2---||---3---|
 
-Only i0 and o3 are waited for with nothing to compute, a quarter of all bytes. The backward does the same from group 3
-down to group 0. Of 8 query heads and 2 key/value heads on a rank:
+Only i0 and o3 are waited for with nothing to compute. So where it can be these groups are small: of 16 heads in eight
+groups the first and the last have one head each, and a sixteenth of all bytes is waited for, not an eighth. The
+backward does the same from group 3 down to group 0. Of 8 query heads and 2 key/value heads on a rank:
 
   group           0      1      2      3
   query heads     0 1    2 3    4 5    6 7
@@ -31,14 +32,15 @@ Jacobs et al. 2023, "DeepSpeed Ulysses".
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ds_hydra.pipe.overlapped import AllToAll, start, wait
-from ds_hydra.pipe.rows import Pack, num_groups
+from ds_hydra.pipe.rows import Pack, cut_heads
 
 
 class HeadGroup(NamedTuple):
@@ -62,10 +64,11 @@ def over_heads(q: Tensor, k: Tensor, v: Tensor, pack: Pack, attend: Callable[[He
     if k.shape[1] < pack.sp:
         k, v = (x.repeat_interleave(pack.sp // k.shape[1], dim=1) for x in (k, v))
     heads, kv_heads = q.shape[1] // pack.sp, k.shape[1] // pack.sp
-    groups = num_groups(pack.head_groups, heads, kv_heads)
+    of_groups = cut_heads(pack.head_groups, heads, kv_heads)
+    groups, firsts = len(of_groups), [0, *accumulate(of_groups)]
     sharing = groups // min(groups, kv_heads)  # groups with the same keys
-    queries = _cut(q, pack.sp, groups)
-    keys, values = (_cut(x, pack.sp, groups // sharing) for x in (k, v))
+    queries = _cut(q, pack.sp, of_groups)
+    keys, values = (_cut(x, pack.sp, [n * sharing * kv_heads // heads for n in of_groups[::sharing]]) for x in (k, v))
     parts = [
         (queries[i],) if i % sharing else (queries[i], keys[i // sharing], values[i // sharing]) for i in range(groups)
     ]
@@ -82,19 +85,20 @@ def over_heads(q: Tensor, k: Tensor, v: Tensor, pack: Pack, attend: Callable[[He
         own_q, *fresh = _rows(flat, pack.num_tokens, [x.shape[2:] for x in part])
         shared = fresh or shared
         own_k, own_v = shared
-        first = pack.sp_rank * heads + i * heads // groups
+        first = pack.sp_rank * heads + firsts[i]
         out = attend(HeadGroup(own_q, own_k, own_v, first_head=first, keys=i // sharing))
         going.append(_to_tokens(pack, out.shape[1:].numel()))
         (started,), token = start(going[-1:], [out.reshape(-1)])
         returned.append(started)
     mine = pack.tokens[pack.sp_rank]
-    outs = [x.view(pack.sp, mine, *out.shape[1:]).transpose(0, 1) for x in wait(going, returned, token)]
+    came = zip(of_groups, wait(going, returned, token), strict=True)
+    outs = [x.view(pack.sp, mine, n, out.shape[-1]).transpose(0, 1) for n, x in came]
     return torch.cat(outs, dim=2).flatten(1, 2)
 
 
-def _cut(x: Tensor, sp: int, groups: int) -> tuple[Tensor, ...]:
-    """(T_local, heads, d) -> for each group of every rank's heads (T_local, sp, heads / sp / groups, d)."""
-    return x.unflatten(1, (sp, groups, x.shape[1] // (sp * groups))).unbind(2)
+def _cut(x: Tensor, sp: int, of_groups: Sequence[int]) -> tuple[Tensor, ...]:
+    """(T_local, heads, d) -> for each group of every rank's heads (T_local, sp, its heads, d)."""
+    return x.unflatten(1, (sp, -1)).split(list(of_groups), dim=2)
 
 
 def _rows(flat: Tensor, tokens: int, shapes: list[torch.Size]) -> list[Tensor]:

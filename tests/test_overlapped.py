@@ -14,6 +14,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -26,7 +28,7 @@ from ds_hydra.pipe.contexts import Contexts
 from ds_hydra.pipe.dropout import AttentionDropout, token_keys
 from ds_hydra.pipe.in_process import InProcessRanks
 from ds_hydra.pipe.models.causal_lm import CausalLM
-from ds_hydra.pipe.rows import AT_ONCE, Chunk, Overlap, Pack, num_groups
+from ds_hydra.pipe.rows import AT_ONCE, Chunk, Overlap, Pack, cut_heads
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.self_check.check import check_strategies
@@ -81,8 +83,8 @@ def attended(
         rows = q[own], k[own], v[own]
         outs.append(checkpoint(run, *rows, use_reentrant=False) if recompute else run(*rows))
         grads.append(grad[own])
-    for out, given in zip(reversed(outs), reversed(grads), strict=True):
-        out.backward(given)
+    for out, gradient in zip(reversed(outs), reversed(grads), strict=True):
+        out.backward(gradient)
     return *(out.detach() for out in outs), *(torch.zeros(0) if x.grad is None else x.grad for x in leaves)
 
 
@@ -92,7 +94,7 @@ def on_ranks(sp: int, program: Callable[[int, Any], Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("sp", [2, 4])
-@pytest.mark.parametrize("heads", [(16, 8), (8, 2), (16, 1)])
+@pytest.mark.parametrize("heads", [(24, 12), (8, 2), (16, 1)])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -110,7 +112,7 @@ def test_groups_of_heads_compute_what_all_at_once_do(sp: int, heads: tuple[int, 
     def result(groups: int) -> list[Result]:
         return on_ranks(sp, lambda rank, group: attended(rank, sp, group, groups=groups, heads=heads, **settings))
 
-    at_once, *others = map(result, (1, 2, 4))
+    at_once, *others = map(result, (1, 2, 5))  # of twelve keys five groups are unequal
     assert all(float(x.abs().sum()) > 0 for x in at_once[0][-4:-1])
     for other in others:
         for mine, expected in zip(other, at_once, strict=True):
@@ -119,10 +121,41 @@ def test_groups_of_heads_compute_what_all_at_once_do(sp: int, heads: tuple[int, 
 
 
 def test_groups_fit_the_heads_and_their_keys() -> None:
-    assert [num_groups(4, *heads) for heads in ((8, 8), (8, 2), (8, 1), (6, 3), (6, 2), (5, 5), (1, 1))] == [
-        4, 4, 4, 3, 2, 1, 1,
+    # Of fewer keys than groups several groups share one, and are alike; else each has whole ones with their queries.
+    assert [cut_heads(4, *heads) for heads in ((8, 2), (8, 1), (6, 2), (1, 1), (2, 2))] == [
+        (2, 2, 2, 2), (2, 2, 2, 2), (3, 3), (1,), (1, 1),
     ]  # fmt: skip
-    assert [num_groups(n, 8, 8) for n in (1, 2, 3, 8)] == [1, 2, 2, 8]
+    assert [cut_heads(n, 8, 8) for n in (1, 2, 3, 4, 8)] == [(8,), (4, 4), (2, 3, 3), (2, 2, 2, 2), (1,) * 8]
+    assert cut_heads(8, 16, 16) == (1, 2, 2, 2, 2, 3, 3, 1), "a sixteenth of all comes first, and goes last"
+    assert [cut_heads(4, *heads) for heads in ((24, 12), (12, 6), (5, 5))] == [(6,) * 4, (2, 4, 4, 2), (1, 1, 2, 1)]
+
+
+def _exposed(groups: Sequence[int], attention: float) -> float:
+    """How much longer a row takes than its attention, in units of its messages: group by group, one after the other."""
+    heads, sent, done = sum(groups), 0.0, 0.0
+    come = []
+    for n in groups:
+        sent += 0.75 * n / heads
+        come.append(sent)
+    for n, arrived in zip(groups, come, strict=True):
+        done = max(done, arrived) + attention * n / heads
+        sent = max(sent, done) + 0.25 * n / heads
+    return sent - attention
+
+
+@given(st.integers(1, 8), st.integers(1, 24), st.integers(1, 6))
+def test_all_heads_are_in_some_group_and_no_row_waits_longer_than_in_equal_ones(
+    at_most: int, kv_heads: int, of_each: int
+) -> None:
+    heads = of_each * kv_heads
+    groups = cut_heads(at_most, heads, kv_heads)
+    assert sum(groups) == heads
+    assert 1 <= len(groups) <= at_most
+    assert all(n % of_each == 0 or of_each % n == 0 for n in groups), "whole keys, or a part of one's queries"
+    number = max(n for n in range(1, at_most + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0))
+    equal = (heads // number,) * number
+    for attention in (0.2, 0.5, 0.7, 0.85, 1.0, 1.25, 1.5, 2.0, 3.0, 5.0):
+        assert _exposed(groups, attention) <= _exposed(equal, attention) + 1e-9
 
 
 def test_short_rows_are_exchanged_at_once_and_slices_of_a_sequence_alike() -> None:

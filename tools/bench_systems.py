@@ -8,7 +8,9 @@ LLaMA 7B on 16 and 32 GPUs and 32B on 32 and 64 (A800 tables), contexts of 16K a
 three mixes of lengths; then 32B on 64 with contexts of 128K, and cells that change one thing (`WIDE_CELLS`): shared
 keys, small steps, slow links, H100s, contexts of 512K. Each rival's configuration is the best for the very batches that
 are reported; ours is chosen on others. "gap": slowest minus fastest pipeline over slowest; "bound": share of the
-GPU-seconds bound in the step.
+GPU-seconds bound in the step. "waits": share of a step that messages of shared sequences leave exposed, where each
+sequence pays for its own, or that groups' remainders add: "dealt out" are the plans of the two idealised systems with
+short sequences computed whole by one rank of their group, as a job would have to.
 `--ablation` adds one idea after the other in one cell, `--curves` changes GPUs, context and tokens one by one, and
 `--emulate` runs six cells on the emulated cluster. FILE is written after every cell; `--resume` keeps what it has of as
 many steps, and measures what is missing; `--again` does so too, but for the systems that it names.

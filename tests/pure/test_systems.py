@@ -24,7 +24,7 @@ from tools.systems.chunking import chunks, mesh_of
 from tools.systems.costs import WaitingCost, Way, measured, table_of
 from tools.systems.groups import mixes_of_groups
 from tools.systems.hindsight import Configuration, hindsight
-from tools.systems.measure import NAMES, OURS, RIVALS, SAME_LAYOUT, Measured, Simulators, measure
+from tools.systems.measure import DEALT, NAMES, OURS, RIVALS, SAME_LAYOUT, Measured, Simulators, measure
 from tools.systems.ours import all_schemes
 from tools.systems.static import OPTIONS, by_load
 from tools.systems.switching import layouts
@@ -248,7 +248,7 @@ def test_published_figures_stand_beside_ours() -> None:
 def test_cells_are_those_that_were_asked_for() -> None:
     assert len(set(all_cells())) == 48 + len(LONG_CELLS) + len(WIDE_CELLS)
     assert FLAGSHIP in set(all_cells())
-    assert set(NAMES) == {OURS, SAME_LAYOUT, *RIVALS, *AS_MADE}
+    assert set(NAMES) == {OURS, SAME_LAYOUT, *RIVALS, *DEALT.values(), *AS_MADE}
 
 
 def test_times_are_those_of_the_simulator_with_pulls_and_pushes() -> None:

@@ -16,9 +16,9 @@ left out is left out in the rival's favour:
   Ulysses           degree s: a/s and b/s, and the all-to-alls of four tensors forward and four backward, at the
                     measured bandwidth of as many GPUs as TP * s. Ours exchanges the heads of a rank in up to eight
                     groups, one for each 512 tokens that a rank has of the micro-batch, and attention of one group goes
-                    on during messages of the others: of four, a quarter of all messages is exposed, and of the rest
-                    what the sequence's attention does not hide. Ours plans as if all micro-batches were equally long,
-                    and is judged by what each of them really has
+                    on during messages of the others: of four equal ones a quarter of all messages is exposed, and of
+                    the rest what the sequence's attention does not hide. Ours plans as if all micro-batches were
+                    equally long, and is judged by what each of them really has
   ZeRO-3            c is FlexSP's, 0.63 s (GPT 7B) and 2.79 s (30B) for each micro-batch, parameters' gathers included;
                     with `hidden_gathers` it is that of <TP, PP>, as if they took no time at all
   checkpointing     all layers are computed again: the forward's share of T(l) more; of the activations a token keeps
@@ -32,6 +32,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate, combinations
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +40,7 @@ from numpy.typing import NDArray
 from benchmarks.rivals.memory import MemoryModel
 from ds_hydra.commands.shipped import FOLDER
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.pipe.rows import Overlap, num_groups
+from ds_hydra.pipe.rows import Overlap, cut_heads
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.simulate.job import SimulatedJob
 from ds_hydra.simulate.links import BETWEEN, INSIDE, LinkModel
@@ -58,6 +59,8 @@ _RING = 6  # keys and values forward, again backward, and their gradients
 _TENSORS = 8  # queries, keys, values and outputs, forward and backward
 _BYTES = 2  # BF16
 _OVERLAP = Overlap()
+Waits = tuple[tuple[float, float], ...]
+"""Shares of the messages and of the attention beside them; exposed is the most that such messages take longer."""
 
 
 @dataclass(frozen=True)
@@ -77,32 +80,34 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class WaitingCost(SchemeCost):
-    """Costs of sequences that ranks share: those above `alone` tokens wait for messages of `message` ms a token. The
-    share `hideable` of them goes on during the sequence's attention."""
+    """Costs of sequences that ranks share: those above `alone` tokens wait for messages of `message` ms a token, but
+    for what goes on during the sequence's attention, as `waits` has it."""
 
     message: float = 0.0
-    hideable: float = 1.0
+    waits: Waits = ((1.0, 1.0),)
     alone: int = 0
     heads: int = 0  # of a rank in attention, where messages overlap by groups of them
-    by_row: bool = False  # loads have the share that is hideable in their own micro-batch
+    by_row: bool = False  # loads wait as rows of their own micro-batch's tokens do
 
     def sequence_ms(self, lengths: NDArray[np.int64] | Sequence[int]) -> NDArray[np.float64]:
         """What each sequence adds to its micro-batch, in ms."""
         tokens = np.asarray(lengths, dtype=np.float64)
         attention, messages = self.a * tokens * tokens, np.where(tokens > self.alone, self.message * tokens, 0.0)
-        exposed = (1.0 - self.hideable) * messages
-        return self.b * tokens + np.maximum(attention, self.hideable * messages) + exposed
+        exposed = np.zeros(len(tokens))
+        for moved, computed in self.waits:
+            exposed = np.maximum(exposed, moved * messages - computed * attention)
+        return self.b * tokens + attention + exposed
 
     def load_ms(self, lengths: NDArray[np.int64] | Sequence[int]) -> float:
         """One micro-batch, in ms; see `SchemeCost`."""
         if self.by_row:
-            hideable = _hideable(int(np.sum(lengths)) // self.uniform.sp, self.heads)
-            return replace(self, by_row=False, hideable=hideable).load_ms(lengths)
+            waits = waits_of(int(np.sum(lengths)) // self.uniform.sp, self.heads)
+            return replace(self, by_row=False, waits=waits).load_ms(lengths)
         return SchemeCost.load_ms(self, lengths)  # a class with slots has no `super()`
 
     @property
     def in_rows(self) -> WaitingCost:
-        """The same as micro-batches really take it: what is hideable depends on their tokens where heads overlap."""
+        """The same as micro-batches really take it: how many groups of heads overlap depends on their tokens."""
         return replace(self, by_row=self.heads > 0)
 
     @property
@@ -192,8 +197,8 @@ def _shared(cell: Cell, base: SchemeCost, way: Way) -> Iterator[SchemeCost]:
         messages = _all_to_all_ms(cell, base, degree)
         if way.overlapped and degree > 1:
             tokens = cell.tokens * base.uniform.tp / cell.gpus  # of a rank in the step
-            hideable = _hideable(int(tokens / math.ceil(tokens / max(1, alone))), heads // degree)
-            yield WaitingCost(scheme, a, b, c, *known, message=messages, hideable=hideable, heads=heads // degree)
+            waits = waits_of(int(tokens / math.ceil(tokens / max(1, alone))), heads // degree)
+            yield WaitingCost(scheme, a, b, c, *known, message=messages, waits=waits, heads=heads // degree)
         else:
             yield SchemeCost(scheme, a, b + messages, c, *known)
 
@@ -207,9 +212,22 @@ def averaged(cost: SchemeCost, lengths: Sequence[int]) -> SchemeCost:
     return replace(alone, b=alone.b + waits, derived=f"{cost.derived}, waits for messages in b")
 
 
-def _hideable(tokens: int, heads: int) -> float:
-    """Share of Ulysses' messages that can go on during attention, of a rank with so many tokens and heads."""
-    return 1.0 - 1.0 / num_groups(_OVERLAP.groups_of(tokens), heads, heads)
+@lru_cache(maxsize=4096)
+def waits_of(tokens: int, heads: int) -> Waits:
+    """How Ulysses' messages wait, of a rank with so many tokens and heads [Note: exchange in groups].
+
+    What comes in, three quarters of all, goes first, group by group, then what goes out; a group is computed when its
+    own has come, and the one before it is done. So attention ends no sooner than some groups have come, some are
+    computed after that, and what they and those behind them make has gone. Each choice of these is one of the waits.
+    """
+    groups = cut_heads(_OVERLAP.groups_of(tokens), heads, heads)
+    ends = [0.0, *(heads_before / heads for heads_before in accumulate(groups))]
+    found = {1.0: 1.0}  # all messages, with all of the attention meanwhile: by what goes on, the most that is moved
+    for first, last in combinations(range(len(ends)), 2):
+        computed = round(1.0 - (ends[last] - ends[first]), 9)
+        moved = 0.75 * ends[first + 1] + 0.25 * (1.0 - ends[last - 1])
+        found[computed] = max(moved, found.get(computed, 0.0))
+    return tuple((moved, computed) for computed, moved in found.items())
 
 
 def _kept(cost: SchemeCost, way: Way) -> float:

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +25,7 @@ from ds_hydra.zero_hetero.errors import PlanError
 from tools.systems.as_made import AS_MADE, as_made
 from tools.systems.cells import LONG_CELLS, Cell
 from tools.systems.costs import WaitingCost, cluster_of
+from tools.systems.dealt import dealt, dealt_out_ms
 from tools.systems.groups import dynamic_context_parallel, flexsp, hybrid_data_parallel
 from tools.systems.hindsight import Chosen, Configuration, Lengths, hindsight
 from tools.systems.long_contexts import chunked_bound_ms
@@ -48,7 +49,9 @@ RIVALS: dict[str, System] = {
     "Hydraulis": lambda cell, _: hydraulis(cell),
     "InfiniPipe": lambda cell, _: infinipipe(cell),
 }
-NAMES = (OURS, STATIC, SAME_LAYOUT, *list(RIVALS)[1:], *AS_MADE)
+# The same plans with short sequences dealt out whole, beside those that share them for nothing [Note: dealt out].
+DEALT = {name: f"{name}, dealt out" for name in ("dynamic CP", "hybrid DP")}
+NAMES = (OURS, STATIC, SAME_LAYOUT, *list(RIVALS)[1:], *DEALT.values(), *AS_MADE)
 _TASKS_OF_A_WORKER = 48  # then another process takes its place, without what it has kept
 
 
@@ -65,6 +68,7 @@ class Measured:
     strategies: dict[str, int]
     seconds: float  # that planning took here
     tflops: float = 0.0  # of each GPU, as `rates.tflops`; 0 in files written before it was told
+    waits_ms: float = 0.0  # mean of what messages of shared sequences, and groups' remainders, add; 0 in older files
 
     @property
     def mean_ms(self) -> float:
@@ -80,6 +84,7 @@ class Simulated(NamedTuple):
 
     ms: float  # with waits for shared sequences, which the simulator does not know
     bubble_share: float
+    waits_ms: float = 0.0  # of `ms`
 
 
 class Simulators:
@@ -108,18 +113,18 @@ class Simulators:
         if any(isinstance(cost, WaitingCost) for cost in table.costs):
             with_waits, without = (CostTable(tuple(map(of, table.costs))) for of in (_in_rows, _without_waits))
             waits = plan.total_ms(simulate_plan(plan, with_waits)) - plan.total_ms(simulate_plan(plan, without))
-        return Simulated(1e3 * step.step_s + waits, step.bubble_share)
+        return Simulated(1e3 * step.step_s + waits, step.bubble_share, waits)
 
 
 def measure(cell: Cell, steps: int, name: str) -> dict[str, Measured]:
     """What a system takes for the batches of a cell; nothing where it cannot be set up. The static layout comes with
-    the same under our assignment."""
+    the same under our assignment, and groups that share everything with the same dealt out."""
     batches, simulators = cell.batches(steps), Simulators(cell)
     found: dict[str, Measured] = {}
     began = time.thread_time()
     if name == OURS:
         chosen = _all_planned(ds_hydra(cell, simulators.ms), batches)
-    elif name == SAME_LAYOUT:
+    elif name == SAME_LAYOUT or name in DEALT.values():
         return {}
     else:
         try:
@@ -134,6 +139,8 @@ def measure(cell: Cell, steps: int, name: str) -> dict[str, Measured]:
         (shape,) = {plan.phases[0].shape for plan in chosen.plans}
         same = with_our_assignment(shape, chosen.configuration.table)
         found[SAME_LAYOUT] = _measured(SAME_LAYOUT, _all_planned(same, batches), simulators, cell, 0.0)
+    if name in DEALT:
+        found[DEALT[name]] = _dealt_out(found[name], chosen, cell)
     return found
 
 
@@ -167,7 +174,12 @@ def _without_waits(cost: SchemeCost) -> SchemeCost:
 
 def pipeline_gap(plan: StepPlan, table: CostTable) -> float:
     """Slowest minus fastest pipeline over the slowest, each summed over the phases."""
-    times = iter(simulate_plan(plan, table))
+    return gap_of(plan, simulate_plan(plan, table))
+
+
+def gap_of(plan: StepPlan, pipeline_ms: Sequence[float]) -> float:
+    """The same where the plan's pipelines take these times."""
+    times = iter(pipeline_ms)
     phases = [list(itertools.islice(times, len(phase.pipelines))) for phase in plan.phases]
     return 1.0 - sum(map(min, phases)) / sum(map(max, phases))
 
@@ -191,6 +203,24 @@ def _measured(name: str, chosen: Chosen, simulators: Simulators, cell: Cell, sec
         dict(Counter(plan.strategy for plan in chosen.plans).most_common()),
         seconds,
         tflops(cell, [plan.lengths for plan in chosen.plans], statistics.fmean(step.ms for step in steps)),
+        statistics.fmean(step.waits_ms for step in steps),
+    )  # fmt: skip
+
+
+def _dealt_out(shared: Measured, chosen: Chosen, cell: Cell) -> Measured:
+    """A system's steps with short sequences of its groups dealt out: only what its pipelines take differs."""
+    table = chosen.configuration.table
+    of_dealt, in_rows = dealt(table), CostTable(tuple(map(_in_rows, table.costs)))
+    times = [dealt_out_ms(plan, of_dealt) for plan in chosen.plans]
+    run = [plan.total_ms(ms) for plan, ms in zip(chosen.plans, times, strict=True)]
+    before = [plan.total_ms(simulate_plan(plan, in_rows)) for plan in chosen.plans]
+    more = [now - then for now, then in zip(run, before, strict=True)]
+    step_ms = tuple(ms + added for ms, added in zip(shared.step_ms, more, strict=True))
+    return replace(
+        shared, system=DEALT[shared.system], step_ms=step_ms, run_ms=statistics.fmean(run), seconds=0.0,
+        waits_ms=shared.waits_ms + statistics.fmean(more),
+        gap=statistics.median(gap_of(plan, ms) for plan, ms in zip(chosen.plans, times, strict=True)),
+        tflops=tflops(cell, [plan.lengths for plan in chosen.plans], statistics.fmean(step_ms)),
     )  # fmt: skip
 
 

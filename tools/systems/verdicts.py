@@ -82,7 +82,8 @@ def system_rows(result: Result) -> list[dict[str, object]]:
             rows.append({
                 "system": name, "ms": f"{one.mean_ms:,.0f}", "±": f"{one.deviation_ms:,.0f}",
                 "over ours": f"{result.gain(name):.2f}", "TFLOP/s": rate_text(one), "gap": f"{one.gap:.2f}",
-                "bubbles": f"{max(0.0, one.bubbles):.0%}", "bound": f"{result.bound_ms / one.mean_ms:.0%}",
+                "bubbles": f"{max(0.0, one.bubbles):.0%}",
+                "waits": f"{one.waits_ms / one.mean_ms:.1%}", "bound": f"{result.bound_ms / one.mean_ms:.0%}",
                 "strategies": len(one.strategies),
                 "set up as": one.configuration if len(one.configuration) <= 60 else one.configuration[:57] + "...",
             })  # fmt: skip
