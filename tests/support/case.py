@@ -48,6 +48,7 @@ class Case:
     grad_accum: str | None = None  # data_types.grad_accum_dtype
     token_sharding: bool = True  # tensor parallel ranks share tokens, if the model allows it
     sp_overlap: bool = True  # heads travel in groups, however few the tokens
+    sp_groups: int = 8  # of these, at most
     logits_at_once: int | None = None  # of the head, so that a micro-batch has several blocks of them
     functions: str = "auto"  # in place of the model's own operators
     quick: bool = False  # runs in every test run

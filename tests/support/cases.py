@@ -58,6 +58,7 @@ UNDER_STRICT = {
     "V, slices": "blocking connect",
     "states": "blocking connect",
     "groups of heads, one key head": "lazy one_queue",
+    "groups of unequally many heads": "lazy one_queue",
 }
 # Of HARD_MODELS, those that draw random numbers in training.
 DRAWING = ("dropout (Phi)", "dropout", "dropout by a function", "noise on what is routed", "random routing")

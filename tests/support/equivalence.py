@@ -195,7 +195,7 @@ def traced_once(case: Case) -> Iterator[None]:
         yield
         return
     options = case.options
-    source = _source(case.family, model_dtype(case), case.frozen, options, case.own_loss)
+    source = _source(case.family, model_dtype(case), case.frozen, options, case.own_loss, case.sp_groups)
     nameless = mock.patch.object(models, "fingerprint", return_value=None)  # none tells another of it
     with mock.patch.object(HydraEngine, "source_of", return_value=source), nameless:
         yield
@@ -203,13 +203,13 @@ def traced_once(case: Case) -> Iterator[None]:
 
 @functools.cache
 def _source(
-    family: str, dtype: torch.dtype, frozen: tuple[str, ...], options: StageOptions, own_loss: str
+    family: str, dtype: torch.dtype, frozen: tuple[str, ...], options: StageOptions, own_loss: str, groups: int
 ) -> ModelSource:
     """The source of all cases with this model and these settings: ranks change copies of their own."""
     model = build_model(family, dtype)
     freeze(model, frozen)
     source = model_source(model, options, loss_fn=OWN.get(own_loss))
-    source.overlap = source.overlap._replace(least_tokens=0)
+    source.overlap = source.overlap._replace(groups=min(groups, source.overlap.groups), least_tokens=0)
     return source
 
 

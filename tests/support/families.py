@@ -32,7 +32,7 @@ from tests.support.hard_models import HARD_MODELS
 VOCAB = 97
 HEADS, KV_HEADS, LAYERS = 8, 4, 4
 LAYER_LIST = "layer_list"
-OTHER_SIZES = frozenset({"llama_3_layers", "llama_8_layers", "llama_1_key_head"})
+OTHER_SIZES = frozenset({"llama_3_layers", "llama_8_layers", "llama_1_key_head", "llama_8_key_heads"})
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -57,6 +57,7 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama_3_layers": ("llama", _COMMON | {"num_hidden_layers": 3}),
     "llama_8_layers": ("llama", _COMMON | {"num_hidden_layers": 8, "tie_word_embeddings": True}),
     "llama_1_key_head": ("llama", _COMMON | {"num_key_value_heads": 1}),
+    "llama_8_key_heads": ("llama", _COMMON | {"num_key_value_heads": HEADS}),
     "qwen2": ("qwen2", _COMMON),
     "qwen3": ("qwen3", _COMMON | {"head_dim": 16}),
     "mistral": ("mistral", _COMMON | {"sliding_window": 6}),

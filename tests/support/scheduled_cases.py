@@ -207,6 +207,14 @@ def in_groups() -> Iterator[Case]:
                   frozen=NO_GRADIENT, node_size=2, strategies=("sp4/list", "sp4", "sp2pp2/v"))  # fmt: skip
     yield replace(sliced, name="groups of heads, slices, over two nodes of 8 ranks", node_size=2,
                   strategies=("sp4pp2/v", "tp2sp2pp2/v", "tp2sp4"))  # fmt: skip
+    # Four heads of a rank in three groups: 1, 2 and 1 of them.
+    uneven = replace(base, family="llama_8_key_heads", strategies=("sp2pp2", "2*sp2", "sp2 + 2*tp1"), sp_groups=3)
+    yield replace(uneven, name="groups of unequally many heads", steps=2, quick=True)
+    yield replace(uneven, name="groups of unequally many heads, again", activation_checkpointing=True)
+    yield replace(sliced, name="groups of unequally many heads, slices", family="llama_8_key_heads", sp_groups=3,
+                  strategies=("sp2pp2/v", "2*sp2/list"))  # fmt: skip
+    yield replace(sliced, name="groups of unequally many heads, slices, dropout", family="dropout (Phi)", draws=True,
+                  frozen=NO_GRADIENT, sp_groups=3, strategies=("sp2pp2/v", "2*sp2/list"))  # fmt: skip
     yield replace(base, name="groups of heads fp32", dtype=FLOAT32, optimizer="SGD")
     yield replace(base, name="groups of heads bf16", dtype=BFLOAT16)
     yield replace(base, name="groups of heads on 8 ranks", strategies=("sp8", "tp2sp4", "sp4pp2/v"))
