@@ -12,6 +12,7 @@ import pytest
 
 from ds_hydra.commands.shipped import shipped
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.pipe.rows import Overlap, cut_heads
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner import PhasedPlanner, validate_plan
@@ -21,7 +22,7 @@ from tools.bench_systems import kept_cells, run_cells
 from tools.systems.as_made import AS_MADE
 from tools.systems.cells import LONG_CELLS, WIDE_CELLS, Cell, all_cells
 from tools.systems.chunking import chunks, mesh_of
-from tools.systems.costs import WaitingCost, Way, measured, table_of
+from tools.systems.costs import WaitingCost, Way, measured, table_of, waits_of
 from tools.systems.groups import mixes_of_groups
 from tools.systems.hindsight import Configuration, hindsight
 from tools.systems.measure import DEALT, NAMES, OURS, RIVALS, SAME_LAYOUT, Measured, Simulators, measure
@@ -79,6 +80,20 @@ def test_derived_costs_favour_the_rival_by_no_more_than_what_is_said() -> None:
     again = table_of(FLAGSHIP, Way((1,), checkpointing=True))[ParallelScheme(8)]
     assert again.a == pytest.approx(base.a * 4 / 3)
     assert 5 < again.max_length / base.max_length < 6
+
+
+@pytest.mark.parametrize(("tokens", "heads", "kv_heads"), [(400, 8, 8), (2048, 8, 8), (2600, 8, 8), (9000, 16, 16),
+                                                           (9000, 16, 4), (9000, 4, 1), (9000, 1, 1)])  # fmt: skip
+def test_messages_wait_as_groups_of_heads_one_after_the_other(tokens: int, heads: int, kv_heads: int) -> None:
+    groups = cut_heads(Overlap().groups_of(tokens), heads, kv_heads)
+    for attention in (0.0, 0.3, 0.8, 1.0, 1.4, 2.0, 10.0):  # in units of all messages
+        come = list(itertools.accumulate(0.75 * n / heads for n in groups))
+        done, sent = 0.0, come[-1]
+        for n, arrived in zip(groups, come, strict=True):
+            done = max(done, arrived) + attention * n / heads
+            sent = max(sent, done) + 0.25 * n / heads
+        waits = waits_of(tokens, heads, kv_heads)
+        assert max(moved - computed * attention for moved, computed in waits) == pytest.approx(sent - attention)
 
 
 def test_ours_has_ulysses_on_stages_of_up_to_two_nodes_with_its_waits_in_b() -> None:

@@ -87,6 +87,7 @@ class WaitingCost(SchemeCost):
     waits: Waits = ((1.0, 1.0),)
     alone: int = 0
     heads: int = 0  # of a rank in attention, where messages overlap by groups of them
+    kv_heads: int = 0
     by_row: bool = False  # loads wait as rows of their own micro-batch's tokens do
 
     def sequence_ms(self, lengths: NDArray[np.int64] | Sequence[int]) -> NDArray[np.float64]:
@@ -101,7 +102,7 @@ class WaitingCost(SchemeCost):
     def load_ms(self, lengths: NDArray[np.int64] | Sequence[int]) -> float:
         """One micro-batch, in ms; see `SchemeCost`."""
         if self.by_row:
-            waits = waits_of(int(np.sum(lengths)) // self.uniform.sp, self.heads)
+            waits = waits_of(int(np.sum(lengths)) // self.uniform.sp, self.heads, self.kv_heads)
             return replace(self, by_row=False, waits=waits).load_ms(lengths)
         return SchemeCost.load_ms(self, lengths)  # a class with slots has no `super()`
 
@@ -197,8 +198,9 @@ def _shared(cell: Cell, base: SchemeCost, way: Way) -> Iterator[SchemeCost]:
         messages = _all_to_all_ms(cell, base, degree)
         if way.overlapped and degree > 1:
             tokens = cell.tokens * base.uniform.tp / cell.gpus  # of a rank in the step
-            waits = waits_of(int(tokens / math.ceil(tokens / max(1, alone))), heads // degree)
-            yield WaitingCost(scheme, a, b, c, *known, message=messages, waits=waits, heads=heads // degree)
+            own, kv = heads // degree, max(1, round(cell.keys * heads) // degree)
+            waits = waits_of(int(tokens / math.ceil(tokens / max(1, alone))), own, kv)
+            yield WaitingCost(scheme, a, b, c, *known, message=messages, waits=waits, heads=own, kv_heads=kv)
         else:
             yield SchemeCost(scheme, a, b + messages, c, *known)
 
@@ -213,14 +215,14 @@ def averaged(cost: SchemeCost, lengths: Sequence[int]) -> SchemeCost:
 
 
 @lru_cache(maxsize=4096)
-def waits_of(tokens: int, heads: int) -> Waits:
+def waits_of(tokens: int, heads: int, kv_heads: int) -> Waits:
     """How Ulysses' messages wait, of a rank with so many tokens and heads [Note: exchange in groups].
 
     What comes in, three quarters of all, goes first, group by group, then what goes out; a group is computed when its
     own has come, and the one before it is done. So attention ends no sooner than some groups have come, some are
     computed after that, and what they and those behind them make has gone. Each choice of these is one of the waits.
     """
-    groups = cut_heads(_OVERLAP.groups_of(tokens), heads, heads)
+    groups = cut_heads(_OVERLAP.groups_of(tokens), heads, kv_heads)
     ends = [0.0, *(heads_before / heads for heads_before in accumulate(groups))]
     found = {1.0: 1.0}  # all messages, with all of the attention meanwhile: by what goes on, the most that is moved
     for first, last in combinations(range(len(ends)), 2):
