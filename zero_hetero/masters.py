@@ -14,6 +14,8 @@ parameters of bucket 0, of 2 and 3 elements; with one group for both it gets one
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +38,11 @@ class OwnedPiece(NamedTuple):
     stop: int
     shard: Tensor
     first: int  # element of the bucket's local shard
+
+
+def as_tensors() -> AbstractContextManager[None]:
+    """Within it parameters of an optimizer are those that torch made, whatever a script sees in their place."""
+    return torch._C.DisableTorchFunctionSubclass()  # type: ignore[no-any-return]
 
 
 class OptimizerSpan(NamedTuple):
@@ -72,6 +79,7 @@ class MasterShards:
         self.grads: list[Tensor] = []
         self._own_grads: list[Tensor] = []
         self.spans: list[OptimizerSpan] = []
+        self._in_groups: list[list[int]] = []  # the identities of the parameters of each of the optimizer's groups
         self._owned = {piece.name: piece for piece in self._cut_pieces()}
         self._numels = {name: numel for bucket in self.buckets for name, numel in bucket.params}
         if len(self._numels) < sum(len(bucket.params) for bucket in self.buckets):
@@ -104,13 +112,15 @@ class MasterShards:
                 self._own_grads = list(torch.zeros_like(self.flat).split([shard.numel() for shard in self.shards]))
             grads = self._own_grads
         self.grads = list(grads)
-        for param, bucket, start, stop in self.spans:
-            param.grad = self.grads[bucket][start:stop]  # a view, so that a push fills it
+        with as_tensors():
+            for param, bucket, start, stop in self.spans:
+                param.grad = self.grads[bucket][start:stop]  # a view, so that a push fills it
 
     @property
     def dropped_grads(self) -> bool:
         """Whether who has the optimizer has dropped the gradients, as its `zero_grad` does."""
-        return bool(self.grads) and any(span.param.grad is None for span in self.spans)
+        with as_tensors():
+            return bool(self.grads) and any(span.param.grad is None for span in self.spans)
 
     def keep_grads(self) -> None:
         """Move the gradients to memory of their own, if they lie elsewhere."""
@@ -123,8 +133,9 @@ class MasterShards:
     def forget_grads(self) -> None:
         """Let go of the gradients and of their memory, until the next `put_grads`."""
         self.grads, self._own_grads = [], []
-        for span in self.spans:
-            span.param.grad = None
+        with as_tensors():
+            for span in self.spans:
+                span.param.grad = None
 
     def grad_of(self, piece: OwnedPiece) -> Tensor:
         """The gradient of a piece, a view of its shape."""
@@ -148,10 +159,18 @@ class MasterShards:
             param = nn.Parameter(self.shards[bucket][start:stop])
             params[group].append(param)
             self.spans.append(OptimizerSpan(param, bucket, start, stop))
+        self._in_groups = [[*map(id, owned)] for owned in params]
         return [
             {**{key: value for key, value in group.items() if key != "names"}, "params": owned}
             for group, owned in zip(groups, params, strict=True)
         ]
+
+    def moved_parameters(self, groups: Sequence[Mapping[str, Any]]) -> str:
+        """Which of an optimizer's groups hold other parameters than `param_groups` gave them, in words; "": none."""
+        for number, (own, group) in enumerate(zip_longest(self._in_groups, groups)):
+            if own is None or group is None or own != [*map(id, group["params"])]:
+                return f"the parameters of group {number} of {len(groups)} of engine.optimizer.param_groups"
+        return ""
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer, key: str) -> list[Tensor]:
         """An element-wise state such as "exp_avg", per bucket like `shards`; zeros where there is none yet."""

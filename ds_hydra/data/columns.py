@@ -102,7 +102,14 @@ def read_item(item: Any, index: int) -> Item:
     packed = _packed_lengths(
         {name: values if name == "seq_lengths" else values[kept] for name, values in columns.items()}, index
     )
-    _check_holes(np.flatnonzero(kept), packed, index)
+    places = np.flatnonzero(kept)
+    _check_holes(places, packed, index)
+    if "labels" in columns and len(places) and places[0] and labels[places[0]] != IGNORE_INDEX:
+        raise ConfigError(
+            f"item {index} of the data begins with {places[0]} tokens of padding, and the first token behind them has "
+            "a label, which a plain model would learn to predict from padding: pad at the end, or set that label to "
+            f"{IGNORE_INDEX}"
+        )
     return Item(input_ids[kept], labels[kept], packed, _weight(item.get(_WEIGHT), index))
 
 

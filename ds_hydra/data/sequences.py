@@ -17,6 +17,7 @@ from ds_hydra.data.columns import Int64Array, Item, is_packed, read_item
 from ds_hydra.data.item_check import TOKENS_ONLY, ItemCheck, ModelInput
 from ds_hydra.data.item_lengths import ItemLengths, given_lengths, kept, read_part
 from ds_hydra.data.tokens import LeftOut, Limits, TokenSequence
+from ds_hydra.data.unchanged import Unchanged
 from ds_hydra.zero_hetero.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ class SequenceData:
         scanned: ItemLengths | None = None,
     ) -> None:
         self._dataset = dataset
+        self.unchanged = Unchanged(dataset)
         self._check = ItemCheck(inputs)
         self._limits = Limits(context_length, too_long, vocab_size, max_positions, inputs)
         _check_dataset(dataset)
@@ -99,6 +101,15 @@ class SequenceData:
         Labels are shifted within the sequence: labels[t] is the token to predict at position t, which is
         input_ids[t + 1] unless the dataset says otherwise; the last one is IGNORE_INDEX.
         """
+        sequence = self._load(sequence_id)
+        self.unchanged.saw(sequence_id, sequence)
+        return sequence
+
+    def check_unchanged(self, step: int) -> None:
+        """ConfigError where what was read ahead for `step`, counted from 0, reads otherwise now."""
+        self.unchanged.check(step, self._load)
+
+    def _load(self, sequence_id: int) -> TokenSequence:
         index, part = self._locate(sequence_id)
         item = self._read(index)
         expected = int(self._full_lengths[sequence_id])

@@ -8,12 +8,12 @@ keeps on the host is small; parameters and gradients of a step are not kept at a
   optimizer  its states, to the host
   grad       gradients that wait for an update, to the host; memory of such that do not, dropped
 
-Thousands of tensors are views of this memory: shards, pieces, parameters of stages and of the optimizer. They stay what
-they are. The memory below them shrinks to nothing and comes back, in another place, with the same numbers.
+Thousands of tensors are views of this memory: shards, pieces, parameters of stages and of the optimizer. The
+memory below them shrinks to nothing and comes back, in another place, with the same numbers.
 
-Such a view must not be read meanwhile. So what a script can see of it, the optimizer's parameters, shows zeros, and in
-the place of each part of the crew that reads it stands one that brings the states back when it is asked for anything. A
-call that needs less brings back less: `log_probs` no states of the optimizer, which only an update needs.
+Such a view must not be read meanwhile. So the optimizer's parameters show zeros, and in the place of each part of the
+crew that reads it stands one that brings the states back when it is asked for anything. `log_probs`
+brings no states of the optimizer back, which only an update needs.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from ds_hydra.zero_hetero.errors import ConfigError
+from ds_hydra.zero_hetero.masters import MasterShards, as_tensors
 
 if TYPE_CHECKING:
     from ds_hydra.engine.crew import Crew
-    from ds_hydra.zero_hetero.masters import MasterShards
 
 MODEL, OPTIMIZER, GRAD = KINDS = ("model", "optimizer", "grad")
 
@@ -139,8 +139,9 @@ class Away:
                 setattr(owner, name, _Absent(real, partial(self.bring_back, kinds), free))
 
     def _model(self) -> Iterator[Callable[[], None]]:
-        for span in self._masters.trained.spans:
-            span.param.data = _nothing(span.param)
+        with as_tensors():
+            for span in self._masters.trained.spans:
+                span.param.data = _nothing(span.param)
         for flat in (self._masters.trained.flat, self._masters.frozen.flat):
             yield from _moved(flat, kept=True)
         yield partial(_show, self._masters.trained)
@@ -163,8 +164,9 @@ class Away:
             masters.forget_grads()
             return
         masters.keep_grads()
-        for span in masters.spans:
-            span.param.grad = _nothing(span.param)
+        with as_tensors():
+            for span in masters.spans:
+                span.param.grad = _nothing(span.param)
         yield from _moved(masters.grads[0], kept=True)
         yield partial(_show_grads, masters)
 
@@ -231,15 +233,17 @@ def _nothing(param: Tensor) -> Tensor:
 
 def _show(masters: MasterShards) -> None:
     """Make the optimizer's parameters views of the shards again."""
-    for param, bucket, start, stop in masters.spans:
-        param.data = masters.shards[bucket][start:stop]
+    with as_tensors():
+        for param, bucket, start, stop in masters.spans:
+            param.data = masters.shards[bucket][start:stop]
 
 
 def _show_grads(masters: MasterShards) -> None:
     """Make gradients those of the optimizer's parameters again, but for such that it has dropped meanwhile."""
-    for param, bucket, start, stop in masters.spans:
-        if param.grad is not None:
-            param.grad = masters.grads[bucket][start:stop]
+    with as_tensors():
+        for param, bucket, start, stop in masters.spans:
+            if param.grad is not None:
+                param.grad = masters.grads[bucket][start:stop]
 
 
 def _synchronize(device: torch.device) -> None:

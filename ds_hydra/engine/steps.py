@@ -98,6 +98,8 @@ class Steps:
                 keep = ready is not None and ready.batches is not None
                 outcome = stepper.run(built, weight, step, crew.coming.row, keep_losses=keep)
             crew.coming.heard(outcome.coming)
+            if host.data is not None and outcome.coming is not None:
+                host.data.unchanged.keep()
             if ready is not None:
                 outcome = ready.completed(outcome)
             self.record(planned, outcome, time.perf_counter() - began)
@@ -168,6 +170,8 @@ class Steps:
         host, crew = self.host, self.crew
         made = crew.coming.take(host.global_steps) if handed is None else None
         if made is not None and made.built is not None:
+            if host.data is not None:
+                host.data.check_unchanged(host.global_steps)
             return made.planned, made.built
         planned, data = handed[:2] if handed else self._drawn(made.planned if made else None)
         crew.real_sequences.before_step(planned.plan, data, crew.stepper.runtimes.strategy_of)
@@ -181,6 +185,7 @@ class Steps:
         host, total = self.host, self.host.hydra_config.total_steps
         step = host.global_steps + 1
         if self.crew.plans.makes_ready and host.data is not None and (total is None or step < total):
+            host.data.unchanged.begin()
             self.crew.coming.begin(step, host.data)
 
     def _drawn(self, planned: PlannedStep | None) -> tuple[PlannedStep, Sequences]:

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ds_hydra.checkpoint.loading import PartsToLoad
 from ds_hydra.engine.crew import Crew
 from ds_hydra.engine.job import Job
 from ds_hydra.engine.saving import Saving
+from ds_hydra.host.former import ask_the_present
 from ds_hydra.host.kept_model import KeptModel
 from ds_hydra.host.lent_values import Values
 from ds_hydra.host.optimizers import hooks_of_steps
@@ -132,9 +134,12 @@ class EngineWithWeights(ThreeCallEngine):
             revision=lambda: (id(self.crew), self.crew.masters.revision, self.global_steps),
             device=self.device,
             dtype=self.types.compute,
-            gradients_wait=self.gradients_wait,
+            gradients_wait=lambda: self.gradients_wait() or self.shows_gradients,
         )
-        release(base_of(self.module), self.lent, self.job.source.aliases)
+        base = base_of(self.module)
+        before = dict(base.named_parameters())
+        release(base, self.lent, self.job.source.aliases)
+        ask_the_present(before, base)
 
     def to(self, device: Any, model: bool = True, optimizer: bool = True, grad: bool = True) -> Any:  # type: ignore[override]  # moves no module
         """Move states to the host ("cpu") or back to the engine's device; returns the engine. Ranks need not agree.
@@ -191,7 +196,22 @@ class EngineWithWeights(ThreeCallEngine):
 
         def now() -> ModelNow:
             written, found = self.lent.problem(), kept.now()
-            return found._replace(problem=written or found.problem or hooks_of_steps(optimizer) or "")
+            problem = written or found.problem or hooks_of_steps(optimizer) or self._set_by_hand(optimizer)
+            return found._replace(problem=problem)
 
         self.crew.update.model = now
         guard_updates(optimizer, updating=lambda: self.crew.update.is_updating, before_dropping=self.before_dropping)
+
+    def _set_by_hand(self, optimizer: Optimizer) -> str:
+        """What a script has put in the place of the engine's own that updates are made by, in words."""
+        if self.optimizer is not optimizer:
+            return (
+                f"engine.optimizer was set to a {type(self.optimizer).__name__}, which makes no updates: the engine "
+                f"goes on with the {type(optimizer).__name__} of the ranks' masters. Pass the optimizer to "
+                "ds_hydra.initialize(optimizer=...), made of the model's parameters before it"
+            )
+        moved = self.crew.masters.trained.moved_parameters(optimizer.param_groups)
+        return moved and (
+            f"{moved} were changed after the engine was made: they are parts of the ranks' masters. Give the "
+            "optimizer its groups before ds_hydra.initialize(); freeze by requires_grad_(False) of engine.module's"
+        )

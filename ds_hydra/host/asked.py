@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-_METADATA = frozenset((
+HOOKS_OF_TENSORS = frozenset(("register_hook", "register_post_accumulate_grad_hook", "retain_grad"))
+_METADATA = HOOKS_OF_TENSORS | frozenset((
     "__get__", "__len__", "dim", "ndimension", "size", "numel", "nelement", "stride", "storage_offset", "element_size",
-    "get_device", "is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_tensor", "register_hook",
-    "register_post_accumulate_grad_hook", "retain_grad", "has_names",
+    "get_device", "is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_tensor", "has_names",
 ))  # fmt: skip
 """What may be asked of a tensor whose value is not there."""
 

@@ -9,27 +9,35 @@ of old gradients, the others would do nothing.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+import torch
+from torch import nn
 from torch.optim import Optimizer
 
+from ds_hydra.host.asked import HOOKS_OF_TENSORS, attribute_of, needs_no_value
 from ds_hydra.zero_hetero.errors import ConfigError
 
 _GUARDED = "_ds_hydra_guarded"  # attribute of an optimizer
+_HELD = frozenset(("data", "grad", "_grad", "grad_fn"))  # attributes of a tensor that are or have values
 
 
 def guard_updates(
     optimizer: Optimizer, *, updating: Callable[[], bool], before_dropping: Callable[[str], None]
 ) -> None:
     """From now on a `step` of the optimizer is the engine's or ConfigError; `updating` says whether the engine makes
-    an update, and `before_dropping`, given a call's name, is called before the optimizer's `zero_grad`."""
+    an update, and `before_dropping`, given a call's name, is called before the optimizer's `zero_grad`. Its parameters
+    are refused to scripts; a step's own code has them as torch made them."""
     own = vars(optimizer)
+    _show_as(MasterPart, optimizer)
     if _GUARDED in own:  # it is the script's own, and has gone from one crew to the next
         return
 
     def refuse_step(called: Optimizer, *_: Any) -> None:
-        if not updating():
+        if updating():
+            _show_as(nn.Parameter, called)
+        else:
             raise ConfigError(
                 f"the script called {type(called).__name__}.step() of the engine's optimizer: engine.step(), "
                 "train_batch() and optimizer_step() make the updates, and this would make one more by gradients that "
@@ -39,10 +47,44 @@ def guard_updates(
     @functools.wraps(optimizer.zero_grad)
     def zero_grad(*args: Any, **kwargs: Any) -> None:
         before_dropping(f"{type(optimizer).__name__}.zero_grad()")
-        type(optimizer).zero_grad(optimizer, *args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            type(optimizer).zero_grad(optimizer, *args, **kwargs)
 
     optimizer.register_step_pre_hook(refuse_step)
+    optimizer.register_step_post_hook(lambda called, *_: _show_as(MasterPart, called))
     own[_GUARDED], own["zero_grad"] = True, zero_grad
+
+
+class MasterPart(nn.Parameter):
+    """A parameter of the engine's optimizer as scripts see it: of a flat part of the masters they learn what is known
+    without its value."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name, attribute = getattr(function, "__name__", ""), attribute_of(function)
+        if name not in HOOKS_OF_TENSORS and attribute not in _HELD and needs_no_value(function):
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
+        raise ConfigError(
+            f"the script asked for {f'.{attribute}' if attribute else f'{name}()'} of a parameter in "
+            "engine.optimizer.param_groups, which is a flat part of this rank's masters, cut across the model's "
+            "parameters, and gets its gradient within engine.step() or train_batch(). Clip by the config's "
+            "gradient_clipping, change gradients by parameter.register_hook() before ds_hydra.initialize(), read their "
+            "norm by engine.get_global_grad_norm(), and weights by engine.module on all ranks; set rates and the like "
+            "in the groups themselves"
+        )
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"MasterPart({self.numel()} elements, {self.dtype})"
+
+
+def _show_as(kind: type[nn.Parameter], optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if type(parameter) in (nn.Parameter, MasterPart):  # others are a script's own
+                parameter.__class__ = kind
 
 
 def refuse_dropping(call: str) -> NoReturn:

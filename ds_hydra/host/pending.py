@@ -39,6 +39,7 @@ class Collected:
     is_freed: bool = False  # a plain loss has no graph any more after a backward() that does not retain it
     value: float | None = None  # its mean loss, once its step has run
     waiting: list[PendingLoss] = field(default_factory=list, repr=False)  # for the value
+    num_items: Any = None  # by which a plain model would divide its loss, as Trainer hands it on
 
     def settle(self, value: float) -> None:
         """The step has run: every loss that was made of this one gets its number."""

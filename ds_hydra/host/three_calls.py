@@ -52,6 +52,7 @@ class ThreeCallEngine(HostEngine):
     _collected: list[Collected]
     _calls: int  # of step()
     _boundary: bool | None  # as set by hand
+    shows_gradients: bool  # whether a plain loop would have gradients though the update is made, as within Trainer's
     _evaluating: bool  # since eval(); a model that from_pretrained made is in eval mode from the start, and trains
 
     @abstractmethod
@@ -71,10 +72,11 @@ class ThreeCallEngine(HostEngine):
         the targets of this rank's batch. Then every rank must call it, with an empty list where it has no batch.
         """
         batch = _batch_of(inputs, kwargs)
+        self.shows_gradients = False
         number = torch.zeros((), device=self.device)
         if self._evaluating:
             return PendingLoss((), self.evaluate_collected(batch)[0], number)
-        entry = Collected(_as_it_is(batch), self.backward)
+        entry = Collected(_as_it_is(batch), self.backward, num_items=kwargs.get("num_items_in_batch"))
         self._collected.append(entry)
         return PendingLoss([Term(entry, 1.0)], like=number)
 
@@ -163,6 +165,7 @@ class ThreeCallEngine(HostEngine):
         """Nothing to do: a step begins with gradients of its own. ConfigError between `backward` and the boundary's
         `step`, where plain DeepSpeed would drop gradients."""
         self.before_dropping("engine.zero_grad()")
+        self.shows_gradients = False
 
     def before_dropping(self, call: str) -> None:
         """ConfigError where a call would drop gradients of collected batches."""
@@ -188,6 +191,7 @@ class ThreeCallEngine(HostEngine):
     def _set_deepspeed_defaults(self) -> None:
         super()._set_deepspeed_defaults()
         self._collected, self._calls, self._boundary, self._evaluating = [], 0, None, False
+        self.shows_gradients = False
 
 
 def accumulation_steps(config: Mapping[str, Any], num_ranks: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from torch import Tensor
 from ds_hydra.engine.engine import HydraEngine
 from ds_hydra.entry import initialize
 from ds_hydra.pipe.loss import TokenLoss
+from ds_hydra.zero_hetero.errors import ConfigError
 
 
 @contextmanager
@@ -80,6 +82,28 @@ class HydraAccelerator(Accelerator):
     def _prepare_deepspeed(self, *args: Any) -> Any:
         with in_place_of_deepspeed(self._loss_fn):
             return super()._prepare_deepspeed(*args)
+
+    def backward(self, loss: Any, **kwargs: Any) -> None:
+        """Where gradients are synchronised, run the step; the script sees that gradients are not its own."""
+        super().backward(loss, **kwargs)
+        engine = self._engine()
+        if engine is not None and self.sync_gradients:
+            engine.shows_gradients = True
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: Any, norm_type: Any = 2) -> Any:
+        """The norm of the update's gradient. ConfigError unless the update was clipped so, by gradient_clipping."""
+        engine = self._engine()
+        if engine is not None and (float(max_norm), float(norm_type)) != (engine.gradient_clipping() or math.inf, 2.0):
+            raise ConfigError(
+                f"accelerator.clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}) comes when the update is "
+                f"made, by the config's gradient_clipping, {engine.gradient_clipping()}: give that number there"
+            )
+        return super().clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def _engine(self) -> HydraEngine | None:
+        wrapped = getattr(self, "deepspeed_engine_wrapped", None)
+        engine = getattr(wrapped, "engine", None)
+        return engine if isinstance(engine, HydraEngine) else None
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Tensor]:
         """The model's parameters on CPU in the type that it is computed in. Every rank must call it."""

@@ -26,6 +26,7 @@ from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
 from ds_hydra.hugging_face.accelerator import in_place_of_deepspeed
+from ds_hydra.hugging_face.counted import Counted
 from ds_hydra.pipe.loss import TokenLoss
 from ds_hydra.pipe.predictions import TokenFunction
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -51,7 +52,9 @@ class HydraTrainer(Trainer):
     def __init__(self, *args: Any, loss_fn: TokenLoss | None = None, **kwargs: Any):
         self._loss_fn = loss_fn
         self._token_function: TokenFunction | None = None
+        self._counted = Counted()
         super().__init__(*args, **kwargs)
+        self._given = self.optimizer, self.lr_scheduler
         if self.plans_steps:
             # Trainer would call it once more, on what it has returned.
             self._token_function, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
@@ -83,6 +86,12 @@ class HydraTrainer(Trainer):
                 f"HydraTrainer has a loss_fn and label_smoothing_factor {self.args.label_smoothing_factor}: smooth in "
                 "the loss_fn, and set the factor to 0"
             )
+        for name, given in zip(("optimizer", "scheduler"), self._given, strict=True):
+            if given is not None and name in self._deepspeed_config:
+                raise ConfigError(
+                    f"HydraTrainer was given the {name} {type(given).__name__}, and the DeepSpeed config has a block "
+                    f'"{name}" too: leave one of them out'
+                )
         if not self.args.average_tokens_across_devices:
             raise ConfigError(
                 "TrainingArguments(average_tokens_across_devices=False): the loss of a planned step is the mean over "
@@ -98,23 +107,59 @@ class HydraTrainer(Trainer):
                 "HydraTrainer; TrainingArguments(eval_on_start=True) evaluates before the first step"
             )
         self._deepspeed_config.setdefault("gradient_clipping", self.args.max_grad_norm)
+        self._taken = {name: getattr(self.args, name) for name in ("max_grad_norm", "label_smoothing_factor")}
         own, smoothing = self._loss_fn, self.args.label_smoothing_factor
         if smoothing:
             own = functools.partial(_smoothed, smoothing)
         with in_place_of_deepspeed(own):
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's, or the one that was given, which transformers would drop beside DeepSpeed."""
+        if not self.plans_steps or self._given[0] is None:
+            return super().create_optimizer(*args, **kwargs)
+        self.optimizer = self._given[0]
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Trainer's, or the one that was given."""
+        if not self.plans_steps or self._given[1] is None:
+            return super().create_scheduler(num_training_steps, optimizer)
+        self.lr_scheduler = self._given[1]
+        return self.lr_scheduler
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        found = super()._get_num_items_in_batch(batch_samples, device)
+        self._counted.count(batch_samples, found)
+        return found
+
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Collect a batch; the last one of an update runs it. Returns the update's loss there and 0 before, ()."""
         if not self.plans_steps:
             return super().training_step(model, inputs, num_items_in_batch)
         model.train()
+        for name, value in self._taken.items():
+            if getattr(self.args, name) != value:
+                raise ConfigError(
+                    f"TrainingArguments.{name} was changed from {value} to {getattr(self.args, name)} while training, "
+                    "but the engine goes on with the first: set it before train()"
+                )
         loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         updates = self.accelerator.sync_gradients
+        self._counted.check(
+            loss, num_items_in_batch, owner=type(self).__name__, norm=model.hydra_config.loss_norm,
+            batches=self.args.world_size * self.current_gradient_accumulation_steps, last=updates,
+        )  # fmt: skip
         model.set_gradient_accumulation_boundary(updates)
         model.backward(loss)
         model.step()
         return torch.tensor(model.last_step.loss if updates else 0.0, device=self.args.device)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        found = super()._get_grad_norm(model, grad_norm=grad_norm)
+        if self.plans_steps:
+            model.shows_gradients = True  # to callbacks, until Trainer drops them
+        return found
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -122,7 +167,7 @@ class HydraTrainer(Trainer):
         """The loss of a batch, pending until the update has run; there are no outputs beside it."""
         if not self.plans_steps:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        pending = model(**inputs)
+        pending = model(**inputs, num_items_in_batch=num_items_in_batch)
         return (pending, pending) if return_outputs else pending
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:

@@ -20,6 +20,7 @@ from ds_hydra.engine import away
 from ds_hydra.losses import dapo
 from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
+from ds_hydra.zero_hetero.masters import as_tensors
 from tests.support.families import build_model
 from tests.support.small_job import same, small_engine, small_model, whole_state
 from tools import aims
@@ -62,7 +63,8 @@ def what_stays(rank: int) -> tuple[float, int, bool]:
         engine.to("cpu")
     kept = {one.untyped_storage().data_ptr() for one in copies}
     left = sum(size for at, size in storages().items() if at not in before and at not in kept)
-    shown = all(not param.any() for group in engine.optimizer.param_groups for param in group["params"])
+    with as_tensors():
+        shown = all(not param.any() for group in engine.optimizer.param_groups for param in group["params"])
     assert shown, "a script that looks at them sees zeros, and no memory that is gone"
     alive = sum(one() is not None for one in states)
     return left / full, alive, engine.optimizer_step() > 0

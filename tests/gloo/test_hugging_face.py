@@ -268,3 +268,46 @@ def test_an_evaluation_counts_targets_as_the_trainer_that_is_swapped_does(monkey
         trainer.deepspeed, trainer.args = Evaluates(), SimpleNamespace(device="cpu")
         found.append(trainer.prediction_step(None, {}, prediction_loss_only=True)[0].item())
     assert found == [2.0, 1.0]
+
+
+def with_given(rank: int, folder: Path, kind: Any, num_ranks: int) -> Any:
+    """What a run logs whose optimizer and schedule the script has made."""
+    rank_environment(rank)
+    if num_ranks == 1:
+        del os.environ["LOCAL_RANK"]
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    given = optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    arguments = settings(folder / str(num_ranks), num_ranks, config() if num_ranks > 1 else None, save_strategy="no")
+    trainer = trainer_of(kind, arguments, model, optimizers=given)
+    trainer.train()
+    return logged(trainer)
+
+
+def test_an_optimizer_and_a_schedule_that_are_given_are_used(tmp_path: Path) -> None:
+    found, right = (run_ranks(with_given, n, tmp_path, kind, n)[0] for kind, n in ((HydraTrainer, 2), (Trainer, 1)))
+    assert [entry[2] for entry in right if len(entry) == 3] == [0.1, 0.1, 0.05, 0.05]
+    for mine, its in zip(found, right, strict=True):
+        assert mine == pytest.approx(its, rel=1e-4)
+
+
+class OfGradients(TrainerCallback):
+    """Scales gradients before the optimizer's step, as a script may."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        for parameter in given["model"].parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+
+def with_gradients(rank: int, folder: Path) -> str:
+    rank_environment(rank)
+    trainer = trainer_of(HydraTrainer, settings(folder, 2, config()), callbacks=[OfGradients()])
+    with pytest.raises(ConfigError) as error:
+        trainer.train()
+    return str(error.value)
+
+
+def test_a_callback_that_changes_gradients_is_refused(tmp_path: Path) -> None:
+    for text in run_ranks(with_gradients, 2, tmp_path):
+        assert "was read before the update" in text

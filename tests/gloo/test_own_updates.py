@@ -22,7 +22,24 @@ def params(engine: Any) -> list[Any]:
     return list(engine.module.parameters())
 
 
+def parts(engine: Any) -> list[Any]:
+    return [part for group in engine.optimizer.param_groups for part in group["params"]]
+
+
 AFTER: dict[str, Callable[[Any], Any]] = {
+    **{
+        f"{name} of the optimizer's": change
+        for name, change in {
+            "a norm that is clipped": lambda engine: torch.nn.utils.clip_grad_norm_(parts(engine), 1.0),
+            "a gradient that is scaled": lambda engine: [p.grad.mul_(0.5) for p in parts(engine)],
+            "a gradient that is dropped": lambda engine: setattr(parts(engine)[0], "grad", None),
+            "values that are clamped": lambda engine: [p.data.clamp_(-0.1, 0.1) for p in parts(engine)],
+            "a value that is multiplied": lambda engine: parts(engine)[0].detach().mul_(2),
+            "a flag": lambda engine: parts(engine)[0].requires_grad_(False),
+            "a hook": lambda engine: parts(engine)[0].register_hook(lambda grad: 2 * grad),
+            "a sum of squares": lambda engine: sum(p.square().sum() for p in parts(engine)),
+        }.items()
+    },
     "a second step": lambda engine: engine.optimizer.step(),
     "a step with a closure": lambda engine: engine.optimizer.step(lambda: 0.0),
 }
@@ -34,6 +51,9 @@ BETWEEN: dict[str, Callable[[Any], Any]] = {
     "a norm that is clipped": lambda engine: torch.nn.utils.clip_grad_norm_(params(engine), 0.1),
     "values that are clipped": lambda engine: torch.nn.utils.clip_grad_value_(params(engine), 0.1),
     "a gradient that is scaled": lambda engine: [p.grad.mul_(0.5) for p in params(engine) if p.grad is not None],
+    "a norm that is clipped of what was kept": lambda engine: torch.nn.utils.clip_grad_norm_(engine.kept, 0.1),
+    "a flag of what was kept": lambda engine: engine.kept[0].requires_grad_(False),
+    "a hook of what was kept": lambda engine: engine.kept[0].register_hook(lambda grad: 2 * grad),
 }
 HARMLESS: tuple[Callable[[Any], Any], ...] = (
     lambda engine: engine.zero_grad(),
@@ -54,9 +74,18 @@ def three_calls(engine: Any, rank: int, between: Callable[[Any], Any] | None = N
     engine.step()
 
 
+def with_kept(rank: int, strategies: list[str]) -> Any:
+    """An engine, and the parameters that its model had before."""
+    model = small_model()
+    kept = list(model.parameters())
+    engine: Any = small_engine(rank, model, data=None, context_length=120, strategies=strategies)
+    engine.__dict__["kept"] = kept
+    return engine
+
+
 def trained(rank: int, edited: bool) -> tuple[list[str], dict[str, Any]]:
     """Texts of what is refused, and the parameters afterwards."""
-    engine, texts = small_engine(rank, data=None, context_length=120, strategies=["tp2", "2*tp1"]), []
+    engine, texts = with_kept(rank, ["tp2", "2*tp1"]), []
     for name in CALLS:
         with pytest.raises(ConfigError, match=rf"engine.{name}\(\) would have no effect on planned steps: "):
             getattr(engine, name)(None)
@@ -83,12 +112,21 @@ def test_updates_are_the_engines() -> None:
     for (texts, state), (_, right) in zip(edited, plain, strict=True):
         assert same(state, right)
         for text, name in zip(texts, 3 * [*AFTER, *BETWEEN], strict=True):
-            words = "AdamW.step()" if name in AFTER else "zero_grad()" if "zero_grad" in name else "gradient_clipping"
-            assert (words if name != "the module's zero_grad" else "was read before the update") in text, (name, text)
+            assert words_of(name) in text, (name, text)
+
+
+def words_of(name: str) -> str:
+    """What the text says that refuses one of `BETWEEN`."""
+    if name == "the module's zero_grad":
+        return "was read before the update"
+    endings = {"of the optimizer's": "engine.optimizer.param_groups, which is a flat part", "zero_grad": "zero_grad()",
+               "step": "AdamW.step()", "closure": "AdamW.step()", "a flag of what was kept": "take it from",
+               "a hook of what was kept": "take it from"}  # fmt: skip
+    return next((words for ending, words in endings.items() if name.endswith(ending)), "gradient_clipping")
 
 
 def in_parts(rank: int) -> list[str]:
-    engine, texts = small_engine(rank, data=None, context_length=120, strategies=["2*tp1"]), []
+    engine, texts = with_kept(rank, ["2*tp1"]), []
     items = [{"input_ids": one} for one in BATCHES[rank]]
     for name, call in BETWEEN.items():
         engine.forward_backward(items)

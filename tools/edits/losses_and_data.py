@@ -87,7 +87,33 @@ def loss_of_the_hardest_of_many(job: Job) -> None:
     job.loss_fn = hardest
 
 
+@kind("before")
+def loss_of_another_task(job: Job) -> None:
+    job.model.loss_type = "ForTokenClassification"  # of transformers, which does not shift labels
+
+
 # ---- data ----
+
+
+@kind("before")
+def items_of_a_stage(job: Job) -> None:
+    class Staged(list[dict[str, Tensor]]):
+        stage = 0
+
+        def __getitem__(self, index: Any) -> Any:
+            item = super().__getitem__(index)
+            return item | {"input_ids": (item["input_ids"] + self.stage) % 97}
+
+    job.data = staged = Staged(job.data)
+    job.each_step.append(lambda step: setattr(staged, "stage", step))
+
+
+@kind("before", family="gpt2")
+def padding_before_a_label(job: Job) -> None:
+    for item in job.data:
+        item["attention_mask"] = F.pad(torch.ones_like(item["input_ids"]), (3, 0))
+        item["input_ids"] = F.pad(item["input_ids"], (3, 0), value=0)
+        item["labels"] = F.pad(item["labels"], (3, 0), value=IGNORED)
 
 
 @kind("before")
