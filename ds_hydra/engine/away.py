@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from ds_hydra.engine.crew import Crew
 
 MODEL, OPTIMIZER, GRAD = KINDS = ("model", "optimizer", "grad")
-
 _ALL, _OF_STEPS, _NOTHING = frozenset(KINDS), frozenset({MODEL, GRAD}), frozenset[str]()
 _READERS = (
     ("crew", "masters", _OF_STEPS, _NOTHING),
