@@ -1,4 +1,4 @@
-"""A model in; which of its parts nobody has proven to keep packed sequences apart, or its loss to be theirs, out.
+"""A model in; which of its parts nobody has proven to keep packed sequences apart, out.
 
 Of torch's, transformers' and PEFT's own code it is known how tokens meet in it: by the attention interface, or the
 model's class says that it is otherwise, and its layers are tried when the model is examined. Of a script's own code it
@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ds_hydra.pipe.models.refusals import find_layers
 from ds_hydra.pipe.models.whose_code import file_of, own_code
@@ -32,14 +31,7 @@ _EVERYWHERE = ("activations.py", "pytorch_utils.py", "modeling_layers.py", "mode
 def unproven(model: Any) -> tuple[str, ...]:
     """Paths of modules, and names of hooks, that may let the tokens of a pack meet; none where nothing does."""
     of_layers = hasattr(model, "_layer_specs") or not hasattr(model, "config")  # such as an emulated model, of none
-    return (*own_code(model), *(() if of_layers else _out_of_place(model)), *_other_loss(model))
-
-
-def _other_loss(model: Any) -> Iterator[str]:
-    """The model's loss, where it is another one of transformers' than that of language models."""
-    loss = getattr(model, "loss_function", None)
-    if loss is not None and getattr(loss, "__module__", "").startswith("transformers.") and loss is not ForCausalLMLoss:
-        yield f"loss_function {getattr(loss, '__name__', loss)}"
+    return (*own_code(model), *(() if of_layers else _out_of_place(model)))
 
 
 def _out_of_place(model: Any) -> Iterator[str]:

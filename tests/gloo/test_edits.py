@@ -47,7 +47,6 @@ def test_an_edit_is_trained_as_it_is_or_refused(edit: str, late: bool, strategie
     [
         ("look back 50 tokens", "refused"),
         ("a convolution of another model", "refused"),
-        ("loss of another task", "refused"),
         ("wrapped forward", "equal"),
     ],
 )
@@ -55,7 +54,6 @@ def test_packs_are_tried_with_the_self_check_off(edit: str, state: str) -> None:
     found = try_edit(Trial(edit, late=False, strategies=("tp2", "2*tp1"), slices=False), check="off")
     assert found.state == state, found
     assert state == "equal" or "trains otherwise than one process" in found.words
-    assert edit != "loss of another task" or "makes a loss of its own" in found.words
 
 
 def test_what_trains_otherwise_is_told_from_what_is_equal(monkeypatch: pytest.MonkeyPatch) -> None:

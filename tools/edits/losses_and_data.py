@@ -87,11 +87,6 @@ def loss_of_the_hardest_of_many(job: Job) -> None:
     job.loss_fn = hardest
 
 
-@kind("before")
-def loss_of_another_task(job: Job) -> None:
-    job.model.loss_type = "ForTokenClassification"  # of transformers, which does not shift labels
-
-
 # ---- data ----
 
 
