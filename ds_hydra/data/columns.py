@@ -107,8 +107,8 @@ def read_item(item: Any, index: int) -> Item:
     if "labels" in columns and len(places) and places[0] and labels[places[0]] != IGNORE_INDEX:
         raise ConfigError(
             f"item {index} of the data begins with {places[0]} tokens of padding, and the first token behind them has "
-            "a label, which a plain model would learn to predict from padding: pad at the end, or set that label to "
-            f"{IGNORE_INDEX}"
+            "a label, which a plain model would learn to predict from padding: pad at the end (padding_side "
+            f'"right" of a tokenizer), or set that label to {IGNORE_INDEX}'
         )
     return Item(input_ids[kept], labels[kept], packed, _weight(item.get(_WEIGHT), index))
 

@@ -70,7 +70,7 @@ class ItemCheck:
         if "labels" in names and "attention_mask" in names and not self._padding_told:
             lines += self._padding(item, index)
         if "labels" in names and not self._first_told:
-            lines += self._first(item, read, index)
+            lines += self._first(read, index)
         if reads_fields:
             for name in names:
                 if name not in READ:
@@ -127,18 +127,15 @@ class ItemCheck:
         self._padding_told = True
         return [f"item {index} of the data has labels at padding (attention_mask 0): they are not learnt"]
 
-    def _first(self, item: Any, read: Item, index: int) -> list[str]:
-        """What is said of labels that have no token of their sequence before them, but something else in the item."""
-        mask = item.get("attention_mask")
-        behind_padding = mask is not None and len(read.labels) > 0 and not as_array(mask).flat[0]
-        begins = np.cumsum((0, *read.lengths))[0 if behind_padding else 1 : -1]
+    def _first(self, read: Item, index: int) -> list[str]:
+        """What is said of labels that have no token of their sequence before them, but another sequence."""
+        begins = np.cumsum(read.lengths)[:-1]
         if not (read.labels[begins] != IGNORE_INDEX).any():
             return []
         self._first_told = True
-        before = "padding" if behind_padding else "another sequence"
         return [
-            f"item {index} of the data has a label at the first token of a sequence, behind {before}: it is not "
-            "learnt, where Hugging Face's loss would learn it from what stands before it"
+            f"item {index} of the data has a label at the first token of a sequence, behind another sequence: it is "
+            "not learnt, where Hugging Face's loss would learn it from what stands before it"
         ]
 
     def _shifted(self, read: Item, index: int) -> list[str]:

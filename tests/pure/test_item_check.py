@@ -133,14 +133,19 @@ def test_labels_that_are_not_shifted_are_right() -> None:
     assert "labels at padding" in line
 
 
-def test_labels_of_first_tokens_behind_something_else_are_told_once() -> None:
-    before = {"input_ids": TOKENS, "labels": [IGNORE_INDEX] * 2 + TOKENS[2:], "attention_mask": [0] * 2 + [1] * 8}
+def test_labels_of_first_tokens_behind_another_sequence_are_told_once() -> None:
     packed = {"input_ids": TOKENS, "labels": TOKENS, "seq_lengths": [4, 6]}
-    for item, what in ((before, "padding"), (packed, "another sequence")):
-        check = ItemCheck()
-        (line,) = check.check(item, read_item(item, 0), 0)
-        assert f"first token of a sequence, behind {what}: it is not learnt" in line
-        assert check.check(item, read_item(item, 1), 1) == []
-        first = 2 if what == "padding" else 4
-        right = item | {"labels": [IGNORE_INDEX if at == first else one for at, one in enumerate(item["labels"])]}
-        assert ItemCheck().check(right, read_item(right, 0), 0) == []
+    check = ItemCheck()
+    (line,) = check.check(packed, read_item(packed, 0), 0)
+    assert "first token of a sequence, behind another sequence: it is not learnt" in line
+    assert check.check(packed, read_item(packed, 1), 1) == []
+    right = packed | {"labels": [IGNORE_INDEX if at == 4 else one for at, one in enumerate(TOKENS)]}
+    assert ItemCheck().check(right, read_item(right, 0), 0) == []
+
+
+def test_a_label_of_the_first_token_behind_padding_is_refused() -> None:
+    item = {"input_ids": TOKENS, "labels": [IGNORE_INDEX] * 2 + TOKENS[2:], "attention_mask": [0] * 2 + [1] * 8}
+    with pytest.raises(ConfigError, match=r"item 3 of the data begins with 2 tokens of padding, .*pad at the end"):
+        read_item(item, 3)
+    item["labels"][2] = IGNORE_INDEX
+    assert ItemCheck().check(item, read_item(item, 0), 0) == []
