@@ -13,7 +13,6 @@ from ds_hydra.checkpoint.loading import PartsToLoad
 from ds_hydra.engine.crew import Crew
 from ds_hydra.engine.job import Job
 from ds_hydra.engine.saving import Saving
-from ds_hydra.host.former import ask_the_present
 from ds_hydra.host.kept_model import KeptModel
 from ds_hydra.host.lent_values import Values
 from ds_hydra.host.optimizers import hooks_of_steps
@@ -136,10 +135,7 @@ class EngineWithWeights(ThreeCallEngine):
             dtype=self.types.compute,
             gradients_wait=lambda: self.gradients_wait() or self.shows_gradients,
         )
-        base = base_of(self.module)
-        before = dict(base.named_parameters())
-        release(base, self.lent, self.job.source.aliases)
-        ask_the_present(before, base)
+        release(base_of(self.module), self.lent, self.job.source.aliases)
 
     def to(self, device: Any, model: bool = True, optimizer: bool = True, grad: bool = True) -> Any:  # type: ignore[override]  # moves no module
         """Move states to the host ("cpu") or back to the engine's device; returns the engine. Ranks need not agree.

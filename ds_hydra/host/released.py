@@ -29,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import has_torch_function
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ds_hydra.host.asked import attribute_of, makes_another, needs_no_value
+from ds_hydra.host.asked import HOOKS_OF_TENSORS, attribute_of, makes_another, needs_no_value
 from ds_hydra.host.lent_values import REMEDY, Values
 from ds_hydra.host.own_updates import refuse_reading
 from ds_hydra.pipe.models.meta_copy import replace_parameters
@@ -192,6 +192,27 @@ def _watch_optimizers() -> None:
     register_optimizer_step_pre_hook(_refuse_optimizer)
 
 
+class FormerParameter(ReleasedParameter):
+    """What a model's parameter was before `initialize`, where a script has kept it: it answers as the present one.
+
+    A list of `model.parameters()` made early would go on holding the first values, and gradients of None: to clip by
+    it, to compute a norm, or to read a weight would do something else than with plain torch, without a word.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name, attribute = getattr(function, "__name__", ""), attribute_of(function)
+        if name in HOOKS_OF_TENSORS or name == "requires_grad_" or (name == "__set__" and attribute == "requires_grad"):
+            raise ConfigError(
+                f"{attribute or name} of the parameter {args[0]._hydra_name} was asked of what the script has kept of "
+                "the model from before ds_hydra.initialize(), which has another parameter in its place now: take it "
+                "from engine.module.named_parameters()"
+            )
+        return super().__torch_function__(function, types, args, kwargs)
+
+
 class _Generate(functools.partial[Any]):
     """`model.generate` with the values of all parameters; a copy of the model has its own."""
 
@@ -203,10 +224,17 @@ def release(model: Any, values: Values, names: Mapping[str, str]) -> None:
     """Put released parameters in place of a model's own, which frees these; tied parameters stay tied. `names`: of each
     path of a parameter its name among the masters.
 
-    What `model.generate` needs is gathered once, and not at each use.
+    What a script has kept of the model's own answers as these. What `model.generate` needs is gathered once, and not at
+    each use.
     """
+    before = dict(model.named_parameters())
     by_id = {id(p): names.get(path, path) for path, p in model.named_parameters(remove_duplicate=False)}
     replace_parameters(model, lambda _, own: ReleasedParameter.in_place_of(own, by_id[id(own)], values))
+    for path, parameter in before.items():
+        now = model.get_parameter(path)
+        if type(parameter) is nn.Parameter and isinstance(now, ReleasedParameter):
+            parameter.__class__ = FormerParameter
+            vars(parameter).update(vars(now))
     for module in model.modules():
         module.register_load_state_dict_pre_hook(_refuse_loading)
     tied: dict[str, list[str]] = {}
