@@ -51,7 +51,7 @@ class Unchanged:
 
     def __init__(self, dataset: Any):
         self._dataset = dataset
-        self._read: dict[int, TokenSequence] = {}
+        self._read: dict[int, TokenSequence] | None = None  # of the coming step; None: nothing is read ahead
         self._settings: dict[str, Any] | None = None
 
     def begin(self) -> None:
@@ -59,8 +59,9 @@ class Unchanged:
         self._read, self._settings = {}, None
 
     def saw(self, sequence_id: int, sequence: TokenSequence) -> None:
-        """This one was read."""
-        self._read[sequence_id] = sequence
+        """This one was read: it is kept until the coming step begins, if there is one."""
+        if self._read is not None:
+            self._read[sequence_id] = sequence
 
     def keep(self) -> None:
         """All is read, and the script runs from here on."""
@@ -69,7 +70,7 @@ class Unchanged:
     def check(self, step: int, read: Callable[[int], TokenSequence]) -> None:
         """ConfigError if `read` gives another sequence than was seen; `step`, counted from 0, is about to begin."""
         seen, before, now = self._read, self._settings, self._plain()
-        self.begin()
+        self._read = self._settings = None
         if before is None or not seen:
             return
         changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
@@ -83,7 +84,6 @@ class Unchanged:
                     '"planner": {"ahead": 0} in the block "hydra", with which each step reads its sequences when it '
                     "begins; or hand them in, by train_batch(sequences)"
                 )
-        self.begin()
 
     def _plain(self) -> dict[str, Any]:
         return {key: value for key, value in getattr(self._dataset, "__dict__", {}).items() if type(value) in _PLAIN}

@@ -8,12 +8,12 @@ keeps on the host is small; parameters and gradients of a step are not kept at a
   optimizer  its states, to the host
   grad       gradients that wait for an update, to the host; memory of such that do not, dropped
 
-Thousands of tensors are views of this memory: shards, pieces, parameters of stages and of the optimizer. The
-memory below them shrinks to nothing and comes back, in another place, with the same numbers.
+Thousands of tensors are views of this memory: shards, pieces, parameters of stages and of the optimizer. The memory
+below them shrinks to nothing and comes back, in another place, with the same numbers.
 
 Such a view must not be read meanwhile. So the optimizer's parameters show zeros, and in the place of each part of the
-crew that reads it stands one that brings the states back when it is asked for anything. `log_probs`
-brings no states of the optimizer back, which only an update needs.
+crew that reads it stands one that brings the states back when it is asked for anything. `log_probs` brings no states of
+the optimizer back, which only an update needs.
 """
 
 from __future__ import annotations

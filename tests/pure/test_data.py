@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -174,6 +175,20 @@ def test_token_outside_the_vocabulary_names_sequence_token_and_vocabulary(tokens
     data = SequenceData([[1, 2], tokens], vocab_size=50)
     with pytest.raises(ConfigError, match=rf"sequence 1 .* id {tokens[1]}, .*vocabulary of 50"):
         data.load_sequence(1)
+
+
+def test_a_sequence_is_kept_only_while_a_coming_step_is_read() -> None:
+    data = SequenceData([[5, 6, 7], [8, 9]])
+    before = weakref.ref(data.load_sequence(0).input_ids)
+    data.unchanged.begin()
+    coming = weakref.ref(data.load_sequence(0).input_ids)
+    assert before() is None
+    assert coming() is not None
+    data.unchanged.keep()
+    data.check_unchanged(1)
+    after = weakref.ref(data.load_sequence(1).input_ids)
+    assert coming() is None
+    assert after() is None
 
 
 def test_known_lengths_spare_the_scan_and_are_checked() -> None:
