@@ -62,6 +62,12 @@ _MODULES = (
 # Functions that a plan's check calls as well, so that it comes to the same times.
 _SHARED = (list_walk, virtual, stage_work)
 _ALL = (*_SHARED, *_MODULES)
+# What a dispatch spends its time in. None of it makes an array.
+_INNERMOST = (
+    packing.scheme_at, packing.stage_ms, packing.ideal_ms, placing.put, placing.fullest_below, placing.place_greedily,
+    improve.other_work, improve.retime, improve.find_longest, improve.find_exchange, improve.exchange,
+    bound.priced_ratio, bound.longest_ms, bound.sharing_ms,
+)  # fmt: skip
 
 
 def _global_names(modules: Sequence[ModuleType], instead: Sequence[ModuleType] = ()) -> dict[str, Any]:
@@ -122,13 +128,15 @@ def _compiler() -> Callable[[Any], Any]:
     import numba
 
     shared = {module.__name__ for module in _SHARED}
+    uncounted = {function.__name__ for function in _INNERMOST}
 
     def compiled_clone(clone: types.FunctionType) -> Any:
-        # Each access to an array in a tuple counts references, which takes ten times what a walk does with the number
-        # that it reads. Functions that make no arrays need no counting, and those of a walk are called in its loops.
-        options: dict[str, Any] = {"_nrt": False} if clone.__module__ in shared else {}
-        if options and clone.__name__ != list_walk.list_walk.__name__:
-            options["inline"] = "always"
+        # Each access to an array in a tuple counts references, which takes a walk ten times what it does with the
+        # number that it reads, and a dispatch a sixth of its time. Functions that make no arrays need no counting.
+        walks = clone.__module__ in shared
+        options: dict[str, Any] = {"_nrt": False} if walks or clone.__name__ in uncounted else {}
+        if walks and clone.__name__ != list_walk.list_walk.__name__:
+            options["inline"] = "always"  # called in the loops of a walk
         return numba.njit(cache=True, nogil=True, **options)(clone)
 
     return compiled_clone
