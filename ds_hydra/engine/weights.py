@@ -186,20 +186,26 @@ class EngineWithWeights(ThreeCallEngine):
 
     def watch_model(self) -> None:
         """From now on every update asks what a script has changed in its model since."""
-        optimizer = self.crew.update.optimizer
+        optimizer, module = self.crew.update.optimizer, self.module
         kept = KeptModel(base_of(self.module), self.job.source.aliases,
                          steps_differ=lambda: any("step" in state for state in optimizer.state.values()))  # fmt: skip
 
         def now() -> ModelNow:
             written, found = self.lent.problem(), kept.now()
-            problem = written or found.problem or hooks_of_steps(optimizer) or self._set_by_hand(optimizer)
+            problem = written or found.problem or hooks_of_steps(optimizer) or self._set_by_hand(optimizer, module)
             return found._replace(problem=problem)
 
         self.crew.update.model = now
         guard_updates(optimizer, updating=lambda: self.crew.update.is_updating, before_dropping=self.before_dropping)
 
-    def _set_by_hand(self, optimizer: Optimizer) -> str:
-        """What a script has put in the place of the engine's own that updates are made by, in words."""
+    def _set_by_hand(self, optimizer: Optimizer, module: Any) -> str:
+        """What a script has put in the place of what the engine trains, and by what, in words."""
+        if self.module is not module:
+            return (
+                f"engine.module was set to a {type(self.module).__name__}, which would not be trained: the engine goes "
+                f"on with the {type(module).__name__} that it was made of. Give the other model to "
+                "ds_hydra.initialize(model=...)"
+            )
         if self.optimizer is not optimizer:
             return (
                 f"engine.optimizer was set to a {type(self.optimizer).__name__}, which makes no updates: the engine "

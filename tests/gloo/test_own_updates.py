@@ -125,6 +125,42 @@ def words_of(name: str) -> str:
     return next((words for ending, words in endings.items() if name.endswith(ending)), "gradient_clipping")
 
 
+def other_optimizer(engine: Any) -> None:
+    engine.optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=1.0)
+
+
+def one_group_less(engine: Any) -> None:
+    first, second = engine.optimizer.param_groups
+    second["params"] = [*first.pop("params"), *second["params"]]
+    engine.optimizer.param_groups = [second]
+
+
+IN_PLACE: dict[str, Callable[[Any], Any]] = {
+    "engine.optimizer was set to a SGD, which makes no updates": other_optimizer,
+    "of engine.optimizer.param_groups were changed after": one_group_less,
+    "engine.module was set to a Sequential, which would not be trained":
+        lambda engine: setattr(engine, "module", torch.nn.Sequential(engine.module)),
+}  # fmt: skip
+
+
+def in_place_of_its_own(rank: int) -> list[str]:
+    texts = []
+    for call in IN_PLACE.values():
+        engine = with_kept(rank, ["tp2", "2*tp1"])
+        call(engine)
+        with pytest.raises(ConfigError) as error:
+            three_calls(engine, rank)
+        texts.append(str(error.value))
+        engine.destroy()
+    return texts
+
+
+def test_what_trains_and_is_trained_is_not_set_by_hand() -> None:
+    for texts in run_ranks(in_place_of_its_own, 2):
+        for text, words in zip(texts, IN_PLACE, strict=True):
+            assert words in text
+
+
 def in_parts(rank: int) -> list[str]:
     engine, texts = with_kept(rank, ["2*tp1"]), []
     items = [{"input_ids": one} for one in BATCHES[rank]]
