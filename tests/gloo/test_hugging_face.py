@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 from transformers.trainer_utils import EvalPrediction
 
 import ds_hydra.engine.engine  # noqa: F401
-from ds_hydra.hugging_face import HydraTrainer
+from ds_hydra.hugging_face import HydraAccelerator, HydraTrainer
 from ds_hydra.testing import rank_environment, run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.losses import focal
@@ -300,14 +300,44 @@ class OfGradients(TrainerCallback):
                 parameter.grad.mul_(0.5)
 
 
-def with_gradients(rank: int, folder: Path) -> str:
+class OfArguments(TrainerCallback):
+    """Changes an argument of the training after the first step."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        setattr(args, self.name, 0.25)
+
+
+CHANGES = {
+    "was read before the update": OfGradients(),
+    "max_grad_norm was changed from 1.0 to 0.25 while training": OfArguments("max_grad_norm"),
+    "label_smoothing_factor was changed from 0.0 to 0.25 while training": OfArguments("label_smoothing_factor"),
+}
+
+
+def with_changes(rank: int, folder: Path) -> list[str]:
     rank_environment(rank)
-    trainer = trainer_of(HydraTrainer, settings(folder, 2, config()), callbacks=[OfGradients()])
-    with pytest.raises(ConfigError) as error:
-        trainer.train()
-    return str(error.value)
+    texts = []
+    for callback in CHANGES.values():
+        trainer = trainer_of(HydraTrainer, settings(folder, 2, config()), callbacks=[callback])
+        with pytest.raises(ConfigError) as error:
+            trainer.train()
+        texts.append(str(error.value))
+        trainer.model_wrapped.destroy()
+    return texts
 
 
-def test_a_callback_that_changes_gradients_is_refused(tmp_path: Path) -> None:
-    for text in run_ranks(with_gradients, 2, tmp_path):
-        assert "was read before the update" in text
+def test_a_callback_that_changes_gradients_or_what_updates_are_made_by_is_refused(tmp_path: Path) -> None:
+    for texts in run_ranks(with_changes, 2, tmp_path):
+        for text, words in zip(texts, CHANGES, strict=True):
+            assert words in text
+
+
+def test_gradients_are_clipped_by_the_configs_norm_alone() -> None:
+    accelerator: Any = object.__new__(HydraAccelerator)
+    accelerator._engine = lambda: SimpleNamespace(gradient_clipping=lambda: 1.0)
+    for asked in ((0.5,), (1.0, 1)):
+        with pytest.raises(ConfigError, match=r"comes when the update is made, by the config's gradient_clipping, 1.0"):
+            accelerator.clip_grad_norm_([], *asked)
