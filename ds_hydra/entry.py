@@ -81,19 +81,25 @@ def initialize(
     _refuse_arguments(model, pre_step_callback, mpu=mpu, mesh_param=mesh_param)
     notes = (*parsed.notes, *_check(parsed))
     if rank == 0:
-        for note in notes:
-            logger.warning("%s", note)
-        if collate_fn is not None:
-            logger.info("collate_fn is not called: sequences are packed, not collated")
+        _tell(notes, collate_fn)
 
     from ds_hydra.host.launch import init_distributed
 
     init_distributed(parsed.hydra, port=distributed_port, required=dist_init_required)
 
     from ds_hydra.engine.engine import HydraEngine
+    from ds_hydra.host.released import give_back
 
+    give_back(model)
     engine = HydraEngine(parsed, model, **own, **shared)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _tell(notes: tuple[str, ...], collate_fn: Any) -> None:
+    for note in notes:
+        logger.warning("%s", note)
+    if collate_fn is not None:
+        logger.info("collate_fn is not called: sequences are packed, not collated")
 
 
 def _plain_deepspeed(own: Mapping[str, Any], rank: int, **arguments: Any) -> tuple[Any, Any, Any, Any]:

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ds_hydra.host.asked import HOOKS_OF_TENSORS, attribute_of, makes_another, needs_no_value
 from ds_hydra.host.lent_values import REMEDY, Values
 from ds_hydra.host.own_updates import refuse_reading
-from ds_hydra.pipe.models.meta_copy import replace_parameters
+from ds_hydra.pipe.models.meta_copy import in_place_of, replace_parameters
 from ds_hydra.zero_hetero.errors import ConfigError
 
 _WRITERS = frozenset(("__setitem__", "copy_", "set_"))
@@ -244,6 +244,24 @@ def release(model: Any, values: Values, names: Mapping[str, str]) -> None:
     if hasattr(model, "generate"):
         model.generate = _Generate(_generate, model, values, model.generate)
     _watch_optimizers()
+
+
+def give_back(model: nn.Module) -> None:
+    """Make released parameters plain ones again, which hold their values on CPU: for another engine of the same model.
+
+    They stay the same objects, as lists and groups of a script hold them. All ranks must call it; RuntimeError on those
+    that waited too long for others. A model without such parameters stays as it is.
+    """
+    modules = list(model.modules())
+    held = (own for module in modules for own in module._parameters.values() if isinstance(own, ReleasedParameter))
+    for parameter in {id(own): own for own in held}.values():
+        value = parameter._hydra_values.of(parameter._hydra_name).cpu()
+        plain = in_place_of(parameter, value)
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.utils.swap_tensors(parameter, plain)
+    for module in modules:
+        if isinstance(vars(module).get("generate"), _Generate):
+            del module.generate
 
 
 def _tie(tied: Sequence[Sequence[str]], module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:

@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
+from ds_hydra.host.released import give_back
 from ds_hydra.hugging_face.accelerator import in_place_of_deepspeed
 from ds_hydra.hugging_face.counted import Counted
 from ds_hydra.pipe.loss import TokenLoss
@@ -102,10 +103,7 @@ class HydraTrainer(Trainer):
         if not self.plans_steps:
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if self.deepspeed is not None:
-            raise ConfigError(
-                "this trainer has trained or evaluated already, and its engine counts on from there: make another "
-                "HydraTrainer; TrainingArguments(eval_on_start=True) evaluates before the first step"
-            )
+            self._end_engine()
         self._deepspeed_config.setdefault("gradient_clipping", self.args.max_grad_norm)
         self._taken = {name: getattr(self.args, name) for name in ("max_grad_norm", "label_smoothing_factor")}
         own, smoothing = self._loss_fn, self.args.label_smoothing_factor
@@ -113,6 +111,20 @@ class HydraTrainer(Trainer):
             own = functools.partial(_smoothed, smoothing)
         with in_place_of_deepspeed(own):
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+
+    def _end_engine(self) -> None:
+        """Before another training, which begins anew with the values that the model has now, as a plain Trainer's."""
+        model: Any = self.model
+        engine: Any = self.deepspeed
+        if self._given[0] is not None or engine.hydra_config.checkpoint is not None:
+            kept = "the optimizer that it was given" if self._given[0] is not None else "hydra.checkpoint"
+            raise ConfigError(
+                f"this trainer has trained or evaluated already, and {kept} goes on from there: make another "
+                "HydraTrainer; TrainingArguments(eval_on_start=True) evaluates before the first step"
+            )
+        give_back(model)
+        engine.destroy()
+        self.deepspeed, self.model_wrapped = None, model
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's, or the one that was given, which transformers would drop beside DeepSpeed."""

@@ -13,70 +13,19 @@ import deepspeed  # noqa: F401  (before forking: the ranks share it)
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 from transformers.trainer_utils import EvalPrediction
 
 import ds_hydra.engine.engine  # noqa: F401
-from ds_hydra.hugging_face import HydraAccelerator, HydraTrainer
+from ds_hydra.hugging_face import HydraTrainer
 from ds_hydra.testing import rank_environment, run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.losses import focal
 from tests.support.small_job import same, sequences, small_model
 from tests.support.sources import shared_source
-
-STEPS = 4
-
-
-def collate(items: list[Tensor]) -> dict[str, Tensor]:
-    ids = pad_sequence(items, batch_first=True)
-    mask = torch.arange(ids.shape[1]) < torch.tensor([len(item) for item in items])[:, None]
-    return {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.masked_fill(~mask, -100)}
-
-
-def config(**hydra: Any) -> dict[str, Any]:
-    block = {"tokens_per_step": 250, "strategies": ["tp2", "pp2"], "choose": "cycle", "self_check": "off"}
-    quiet = {"steps_file": None, "planner": {"ahead": 0}, "faults": {"frozen_seconds": 0}}
-    return {
-        "train_micro_batch_size_per_gpu": "auto",
-        "zero_optimization": {"stage": 1},
-        "hydra": block | quiet | hydra,
-    }
-
-
-def settings(folder: Path, num_ranks: int, engine: Any, **more: Any) -> TrainingArguments:
-    """Of an update of 8 sequences, on however many ranks."""
-    batches = {"per_device_train_batch_size": 4 // num_ranks, "per_device_eval_batch_size": 4 // num_ranks}
-    often = {"logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
-    fixed = {"max_steps": STEPS, "gradient_accumulation_steps": 2, "learning_rate": 1e-2, "weight_decay": 0.1}
-    still = {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "deepspeed": engine}
-    settings: dict[str, Any] = batches | often | fixed | still | more
-    return TrainingArguments(str(folder), **settings)
-
-
-def adapted() -> Any:
-    model = small_model(tied=False)
-    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "o_proj", "down_proj"]))
-
-
-def trainer_of(kind: Any, arguments: TrainingArguments, model: Any = None, **more: Any) -> Any:
-    return kind(
-        model or small_model(),
-        arguments,
-        data_collator=collate,
-        train_dataset=sequences()[:28],  # the last update of an epoch is of one batch, and not of two
-        eval_dataset=sequences()[:8],
-        **more,
-    )
-
-
-def logged(trainer: Any) -> list[list[float]]:
-    """Loss, gradient norm and rate of each update; loss of each evaluation."""
-    names = ("loss", "grad_norm", "learning_rate", "eval_loss")
-    found = [[entry[name] for name in names if name in entry] for entry in trainer.state.log_history]
-    return [entry for entry in found if entry]
+from tests.support.trainers import STEPS, adapted, collate, config, logged, settings, trainer_of
 
 
 class StopAfter(TrainerCallback):
@@ -202,7 +151,6 @@ def refusals(rank: int, folder: Path) -> list[str]:
     before = trainer.evaluate()["eval_loss"]
     note(lambda: trainer.predict(sequences()[:4]))
     note(made(**over_tokens).evaluate)
-    note(trainer.train)
     note(lambda: trainer.compute_loss(trainer.deepspeed.train(), collate(sequences()[:2]), True)[1].logits)
     return [*found, f"{before:.4f}"]
 
@@ -216,7 +164,6 @@ def test_what_needs_logits_is_refused_and_a_loss_of_ones_own_is_not(tmp_path: Pa
             "loss_fn(logits, labels)",
             "predict() needs the logits of whole batches",
             "(1, T) or (1, T, k), but for 3 tokens it returned (1, 97)",
-            "make another",
             "loss_fn",
         ),
         strict=False,
@@ -268,76 +215,3 @@ def test_an_evaluation_counts_targets_as_the_trainer_that_is_swapped_does(monkey
         trainer.deepspeed, trainer.args = Evaluates(), SimpleNamespace(device="cpu")
         found.append(trainer.prediction_step(None, {}, prediction_loss_only=True)[0].item())
     assert found == [2.0, 1.0]
-
-
-def with_given(rank: int, folder: Path, kind: Any, num_ranks: int) -> Any:
-    """What a run logs whose optimizer and schedule the script has made."""
-    rank_environment(rank)
-    if num_ranks == 1:
-        del os.environ["LOCAL_RANK"]
-    model = small_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    given = optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    arguments = settings(folder / str(num_ranks), num_ranks, config() if num_ranks > 1 else None, save_strategy="no")
-    trainer = trainer_of(kind, arguments, model, optimizers=given)
-    trainer.train()
-    return logged(trainer)
-
-
-def test_an_optimizer_and_a_schedule_that_are_given_are_used(tmp_path: Path) -> None:
-    found, right = (run_ranks(with_given, n, tmp_path, kind, n)[0] for kind, n in ((HydraTrainer, 2), (Trainer, 1)))
-    assert [entry[2] for entry in right if len(entry) == 3] == [0.1, 0.1, 0.05, 0.05]
-    for mine, its in zip(found, right, strict=True):
-        assert mine == pytest.approx(its, rel=1e-4)
-
-
-class OfGradients(TrainerCallback):
-    """Scales gradients before the optimizer's step, as a script may."""
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        for parameter in given["model"].parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(0.5)
-
-
-class OfArguments(TrainerCallback):
-    """Changes an argument of the training after the first step."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        setattr(args, self.name, 0.25)
-
-
-CHANGES = {
-    "was read before the update": OfGradients(),
-    "max_grad_norm was changed from 1.0 to 0.25 while training": OfArguments("max_grad_norm"),
-    "label_smoothing_factor was changed from 0.0 to 0.25 while training": OfArguments("label_smoothing_factor"),
-}
-
-
-def with_changes(rank: int, folder: Path) -> list[str]:
-    rank_environment(rank)
-    texts = []
-    for callback in CHANGES.values():
-        trainer = trainer_of(HydraTrainer, settings(folder, 2, config()), callbacks=[callback])
-        with pytest.raises(ConfigError) as error:
-            trainer.train()
-        texts.append(str(error.value))
-        trainer.model_wrapped.destroy()
-    return texts
-
-
-def test_a_callback_that_changes_gradients_or_what_updates_are_made_by_is_refused(tmp_path: Path) -> None:
-    for texts in run_ranks(with_changes, 2, tmp_path):
-        for text, words in zip(texts, CHANGES, strict=True):
-            assert words in text
-
-
-def test_gradients_are_clipped_by_the_configs_norm_alone() -> None:
-    accelerator: Any = object.__new__(HydraAccelerator)
-    accelerator._engine = lambda: SimpleNamespace(gradient_clipping=lambda: 1.0)
-    for asked in ((0.5,), (1.0, 1)):
-        with pytest.raises(ConfigError, match=r"comes when the update is made, by the config's gradient_clipping, 1.0"):
-            accelerator.clip_grad_norm_([], *asked)

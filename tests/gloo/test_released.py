@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import ds_hydra.host.lent_values
 from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
-from tests.support.small_job import small_engine, small_model
+from tests.support.small_job import same, small_engine, small_model, whole_state
 
 
 def weight(engine: Any) -> Any:
@@ -179,3 +179,32 @@ def test_empty_ones_of_a_kind_lie_where_they_are_asked_for() -> None:
         return [str(made.device) for made in (torch.ones_like(own), torch.empty_like(own, device="meta"))]
 
     assert run_ranks(kinds, 1) == [["cpu", "meta"]]
+
+
+def trained_by_two(rank: int) -> tuple[bool, str]:
+    """Whether an engine of a model that another one has trained trains as one of a copy of that model, with groups of
+    the parameters from before; and what the first engine then says."""
+    batch = [torch.arange(3 + rank, 20 + 9 * n) for n in range(3)]
+
+    def trained(model: Any) -> Any:
+        engine = small_engine(rank, model, data=None, context_length=120, strategies=["tp2", "2*tp1"])
+        for _ in range(4):  # the first two at a rate of 0
+            engine.backward(engine(batch).loss)
+            engine.step()
+        return engine
+
+    model, copied = small_model(), small_model()
+    first = trained(model)
+    copied.load_state_dict(model.state_dict())
+    model.generate(torch.arange(3, 9)[None], max_new_tokens=2)
+    right, found = trained(copied), trained(model)
+    first.backward(first(batch).loss)
+    with pytest.raises(ConfigError) as error:
+        first.step()
+    return same(whole_state(found), whole_state(right)), str(error.value)
+
+
+def test_a_model_that_was_trained_can_be_given_to_another_engine() -> None:
+    for equal, text in run_ranks(trained_by_two, 2):
+        assert equal
+        assert "of the model was changed after the engine was made" in text

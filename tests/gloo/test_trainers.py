@@ -1,0 +1,120 @@
+"""What scripts give a Trainer on the engine, change while it trains, and do with it afterwards."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import deepspeed  # noqa: F401  (before forking: the ranks share it)
+import pytest
+import torch
+from transformers import Trainer, TrainerCallback
+
+import ds_hydra.engine.engine  # noqa: F401
+from ds_hydra.hugging_face import HydraAccelerator, HydraTrainer
+from ds_hydra.testing import rank_environment, run_ranks
+from ds_hydra.zero_hetero.errors import ConfigError
+from tests.support.small_job import small_model
+from tests.support.trainers import config, logged, settings, trainer_of
+
+
+def with_given(rank: int, folder: Path, kind: Any, num_ranks: int) -> Any:
+    """What a run logs whose optimizer and schedule the script has made."""
+    rank_environment(rank)
+    if num_ranks == 1:
+        del os.environ["LOCAL_RANK"]
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    given = optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    arguments = settings(folder / str(num_ranks), num_ranks, config() if num_ranks > 1 else None, save_strategy="no")
+    trainer = trainer_of(kind, arguments, model, optimizers=given)
+    trainer.train()
+    found = logged(trainer)
+    if num_ranks > 1:
+        with pytest.raises(ConfigError, match="the optimizer that it was given goes on from there: make another"):
+            trainer.train()
+    return found
+
+
+def test_an_optimizer_and_a_schedule_that_are_given_are_used(tmp_path: Path) -> None:
+    found, right = (run_ranks(with_given, n, tmp_path, kind, n)[0] for kind, n in ((HydraTrainer, 2), (Trainer, 1)))
+    assert [entry[2] for entry in right if len(entry) == 3] == [0.1, 0.1, 0.05, 0.05]
+    for mine, its in zip(found, right, strict=True):
+        assert mine == pytest.approx(its, rel=1e-4)
+
+
+def trained_twice(rank: int, folder: Path, kind: Any, num_ranks: int) -> Any:
+    """What a trainer logs that evaluates, trains, and trains again for longer."""
+    rank_environment(rank)
+    if num_ranks == 1:
+        del os.environ["LOCAL_RANK"]
+    arguments = settings(folder / str(num_ranks), num_ranks, config() if num_ranks > 1 else None, save_strategy="no")
+    trainer = trainer_of(kind, arguments)
+    found = [[trainer.evaluate()["eval_loss"]]]
+    for steps in (2, 3):
+        trainer.args.max_steps = steps
+        trainer.train()
+        found += logged(trainer)
+        if num_ranks == 1:
+            trainer.optimizer = None  # as transformers does where DeepSpeed trains
+    return found
+
+
+def test_a_second_training_begins_with_the_models_present_values(tmp_path: Path) -> None:
+    found, right = (run_ranks(trained_twice, n, tmp_path, kind, n)[0] for kind, n in ((HydraTrainer, 2), (Trainer, 1)))
+    for mine, its in zip(found, right, strict=True):
+        assert mine == pytest.approx(its, rel=2e-4)
+
+
+class OfGradients(TrainerCallback):
+    """Scales gradients before the optimizer's step, as a script may."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        for parameter in given["model"].parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+
+class OfArguments(TrainerCallback):
+    """Changes an argument of the training after the first step."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        setattr(args, self.name, 0.25)
+
+
+CHANGES = {
+    "was read before the update": OfGradients(),
+    "max_grad_norm was changed from 1.0 to 0.25 while training": OfArguments("max_grad_norm"),
+    "label_smoothing_factor was changed from 0.0 to 0.25 while training": OfArguments("label_smoothing_factor"),
+}
+
+
+def with_changes(rank: int, folder: Path) -> list[str]:
+    rank_environment(rank)
+    texts = []
+    for callback in CHANGES.values():
+        trainer = trainer_of(HydraTrainer, settings(folder, 2, config()), callbacks=[callback])
+        with pytest.raises(ConfigError) as error:
+            trainer.train()
+        texts.append(str(error.value))
+        trainer.model_wrapped.destroy()
+    return texts
+
+
+def test_a_callback_that_changes_gradients_or_what_updates_are_made_by_is_refused(tmp_path: Path) -> None:
+    for texts in run_ranks(with_changes, 2, tmp_path):
+        for text, words in zip(texts, CHANGES, strict=True):
+            assert words in text
+
+
+def test_gradients_are_clipped_by_the_configs_norm_alone() -> None:
+    accelerator: Any = object.__new__(HydraAccelerator)
+    accelerator._engine = lambda: SimpleNamespace(gradient_clipping=lambda: 1.0)
+    for asked in ((0.5,), (1.0, 1)):
+        with pytest.raises(ConfigError, match=r"comes when the update is made, by the config's gradient_clipping, 1.0"):
+            accelerator.clip_grad_norm_([], *asked)
