@@ -21,16 +21,35 @@ from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError, PlanError
 BLOCK = {"tokens_per_step": 20, "strategies": ["tp1"], "steps_file": None}
 ADAMW = {"type": "AdamW", "params": {"lr": 0.1}}
 
-# The ranks meet, then rank 0 and 1 raise what their arguments say.
+# Pairs of ranks, forked once torch is there: each pair meets, then both raise what their texts say. The parent tells
+# how each has ended, and what it wrote.
 MET = """
-import os, sys, torch.distributed as dist
+import gc, json, os, sys, tempfile, torch.distributed as dist
 from ds_hydra.host.uncaught import show_refusals_plainly
 from ds_hydra.zero_hetero.errors import ConfigError
 show_refusals_plainly()
-dist.init_process_group("gloo")
-text = sys.argv[1 + dist.get_rank()]
-if text:
-    raise ConfigError(text)
+gc.freeze()  # children that end need not visit what imports have made
+files, children = {}, {}
+for pair, (port, texts) in enumerate(json.loads(sys.argv[1])):
+    for rank, text in enumerate(texts):
+        files[pair, rank] = tempfile.TemporaryFile()
+        child = os.fork()
+        if child == 0:
+            os.dup2(files[pair, rank].fileno(), 2)
+            os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": "2"}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
+            dist.init_process_group("gloo")
+            if text:
+                raise ConfigError(text)
+            sys.exit()
+        children[child] = pair, rank
+ended = {}
+while len(ended) < len(children):
+    child, status = os.wait()
+    file = files[children[child]]
+    file.seek(0)
+    ended[children[child]] = os.waitstatus_to_exitcode(status), file.read().decode()
+print(json.dumps([ended[key] for key in sorted(ended)]))
 """
 
 
@@ -70,29 +89,19 @@ def test_other_errors_and_sessions_are_left_alone() -> None:
     assert "seen mine" in run(seen + "show_refusals_plainly(); raise ValueError('mine')").stderr
 
 
-@pytest.mark.parametrize(
-    ("texts", "told"),
-    [(("same", "same"), ["same"]), (("one", "two"), ["one", "two"]), (("", "only rank 1"), ["only rank 1"])],
-)
-def test_ranks_that_have_met_tell_each_refusal_once(texts: tuple[str, str], told: list[str]) -> None:
-    port = str(free_port())
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", MET, *texts],
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment(
-                RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port
-            ),
-        )
-        for rank in range(2)
-    ]
-    errors = "".join(process.communicate(timeout=120)[1] for process in ranks)
-    assert sorted(line for line in errors.splitlines() if "ConfigError" in line) == [
-        f"ds_hydra.ConfigError: {text}" for text in told
-    ]
-    assert "Traceback" not in errors
-    assert [process.returncode for process in ranks] == [78 if text else 0 for text in texts]
+def test_ranks_that_have_met_tell_each_refusal_once() -> None:
+    pairs = [("same", "same"), ("one", "two"), ("", "only rank 1")]
+    done = run(MET, json.dumps([(free_port(), texts) for texts in pairs]))
+    assert done.returncode == 0, done.stderr
+    ended = json.loads(done.stdout)
+    for number, texts in enumerate(pairs):
+        codes, errors = zip(*ended[2 * number : 2 * number + 2], strict=True)
+        written = "".join(errors)
+        assert sorted(line for line in written.splitlines() if "ConfigError" in line) == [
+            f"ds_hydra.ConfigError: {text}" for text in sorted({*texts} - {""})
+        ]
+        assert "Traceback" not in written
+        assert codes == tuple(78 if text else 0 for text in texts)
 
 
 @pytest.fixture

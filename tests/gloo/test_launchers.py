@@ -1,6 +1,7 @@
 """Real launchers: two of them, as on two machines, and one that restarts what has died.
 
-What their jobs are compared with runs on forked ranks: a launcher's ranks take seconds to import what they need.
+torchrun's agents fork their ranks, and what their jobs are compared with runs on forked ranks too: ranks that begin as
+programs take seconds to import what they need, as those of `tools.bench_gpu` do under torchrun.
 """
 
 from __future__ import annotations
@@ -10,10 +11,16 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.launcher.api import elastic_launch
+from torch.distributed.run import config_from_args, get_args_parser
 
 from ds_hydra.testing import free_port, run_ranks
 from tests.support import launched_job, restarted_job, torchrun_job
@@ -21,37 +28,37 @@ from tests.support.sources import shared_source
 
 ROOT = Path(__file__).parents[2]
 
-Process = subprocess.Popen[str]
 
-
-def launch(*job: object, ranks: int, num_nodes: int = 1, node: int = 0, port: int, restarts: int = 0) -> Process:
+def launch(
+    job: Callable[..., None], *args: object, ranks: int, num_nodes: int = 1, node: int = 0, port: int, restarts: int = 0
+) -> BaseProcess:
     address = ["--master_addr", "127.0.0.1", "--master_port", str(port), "--max_restarts", str(restarts)]
     shape = ["--nnodes", str(num_nodes), "--node_rank", str(node), "--nproc_per_node", str(ranks)]
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "DS_ACCELERATOR": "cpu",
-        "CUDA_VISIBLE_DEVICES": "",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-m", "torch.distributed.run", *shape, *address, *map(str, job)]
-    return subprocess.Popen(
-        command, env=environment, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    process = get_context("fork").Process(target=_agent, args=([*shape, *address], job, args))
+    process.start()
+    return process
 
 
-def finish(jobs: list[Process]) -> None:
+def _agent(options: list[str], job: Callable[..., None], args: tuple[object, ...]) -> None:
+    """What `torchrun OPTIONS` does on a node, but for the ranks, which are forks."""
+    os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+    config = config_from_args(get_args_parser().parse_args([*options, "script"]))[0]
+    elastic_launch(replace(config, start_method="fork"), job)(*args)
+
+
+def finish(launchers: list[BaseProcess]) -> None:
     try:
-        outputs = [job.communicate(timeout=600)[0] for job in jobs]
+        for launcher in launchers:
+            launcher.join(300)
+        assert [launcher.exitcode for launcher in launchers] == [0] * len(launchers)
     finally:
-        for job in jobs:
-            job.kill()
-    assert all(job.returncode == 0 for job in jobs), "\n".join(outputs)
+        for launcher in launchers:
+            launcher.kill()
 
 
 def test_ranks_of_two_launchers_equal_those_of_one_machine(tmp_path: Path) -> None:
     file, port = tmp_path / "two.pt", free_port()
-    finish([launch(torchrun_job.__file__, file, num_nodes=2, node=node, ranks=2, port=port) for node in range(2)])
+    finish([launch(torchrun_job.save, file, num_nodes=2, node=node, ranks=2, port=port) for node in range(2)])
     launched: dict[str, Any] = torch.load(file)
     with shared_source(torchrun_job.model()):
         forked = run_ranks(torchrun_job.trained, 4, timeout=120)[0]
@@ -85,7 +92,7 @@ def test_a_launcher_restarts_what_has_died(tmp_path: Path) -> None:
     """The launcher starts all ranks anew; they resume by themselves and end as if nothing had happened."""
     for name in ("undisturbed", "restarted"):
         (tmp_path / name).mkdir()
-    finish([launch(restarted_job.__file__, tmp_path / "restarted", 3, ranks=2, port=free_port(), restarts=1)])
+    finish([launch(restarted_job.save, tmp_path / "restarted", 3, ranks=2, port=free_port(), restarts=1)])
     assert (tmp_path / "restarted/died").exists()
     undisturbed = run_ranks(restarted_job.trained, 2, tmp_path / "undisturbed", -1, timeout=120)
     for rank in range(2):

@@ -1,16 +1,14 @@
-"""A job that a launcher restarts: `torchrun --max-restarts 1 tests/support/restarted_job.py FOLDER DIE_AT`.
+"""A job that a launcher restarts.
 
-Rank 1 kills itself once before step DIE_AT (counted from 0); every rank leaves the digest of its masters and moments.
+Rank 1 kills itself once before step `die_at` (counted from 0); every rank leaves the digest of its masters and moments.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 import ds_hydra
@@ -37,8 +35,8 @@ def trained(rank: int, folder: Path, die_at: int) -> str:
     return found
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    found = trained(rank := int(os.environ["RANK"]), folder := Path(sys.argv[1]), int(sys.argv[2]))
+def save(folder: Path, die_at: int) -> None:
+    """What a rank that a launcher has started does."""
+    found = trained(rank := int(os.environ["RANK"]), folder, die_at)
     (folder / f"digest{rank}").write_text(found)
     dist.destroy_process_group()

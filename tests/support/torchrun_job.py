@@ -1,9 +1,9 @@
-"""For launchers: `torchrun tests/support/torchrun_job.py FILE` trains a few steps and rank 0 saves to FILE."""
+"""For launchers: a job that trains a few steps, of which rank 0 saves what came of them."""
 
 from __future__ import annotations
 
 import os
-import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,9 +39,9 @@ def trained(rank: int) -> dict[str, Any]:
     return {"losses": losses, "parameters": parameters}
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
+def save(file: Path) -> None:
+    """What a rank that a launcher has started does."""
     found = trained(rank := int(os.environ["RANK"]))
     if rank == 0:
-        torch.save(found, sys.argv[1])
+        torch.save(found, file)
     torch.distributed.destroy_process_group()
