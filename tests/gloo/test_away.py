@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from ds_hydra.zero_hetero.errors import ConfigError
 from ds_hydra.zero_hetero.masters import as_tensors
 from tests.support.families import build_model
 from tests.support.small_job import same, small_engine, small_model, whole_state
+from tests.support.sources import shared_source
 from tools import aims
 from tools.post_training.rollouts import rollouts, share
 
@@ -80,9 +82,8 @@ def test_what_is_moved_to_the_host_is_gone_from_the_device() -> None:
 Between = Callable[[Any], object]  # what happens to an engine between two of its calls
 
 
-def trained(rank: int, between: Between, family: str = "") -> dict[str, Tensor]:
+def trained(rank: int, between: Between, model: Any = None) -> dict[str, Tensor]:
     """A job in parts and in whole steps, with log-probabilities between them."""
-    model = build_model(family, torch.float32) if family else None
     engine = small_engine(rank, data=None, model=model, strategies=["tp2", "pp2", "2*tp1"])
     for step in range(3):
         items = share(rank, rollouts(step))
@@ -115,21 +116,38 @@ def by_kinds(engine: Any) -> None:
 
 
 def by_names_of_deepspeed(engine: Any) -> None:
+    engine.reload_states()
     engine.offload_states(include=[OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.lp_grads])
     assert engine.away.kinds == {"optimizer", "grad"}
 
 
+CALLS = 4  # of `between` in each step of `trained`
 WAYS: tuple[Between, ...] = (there_and_back, lambda engine: engine.to("cpu"), by_kinds, by_names_of_deepspeed)
 
 
-def test_training_goes_on_to_the_bit() -> None:
-    def both(rank: int) -> list[bool]:
-        right = trained(rank, lambda engine: None)
-        adapted = (trained(rank, way, "lora") for way in (lambda engine: None, there_and_back))
-        return [*(same(right, trained(rank, way)) for way in WAYS), same(*adapted)]
+def all_ways(first: int) -> Between:
+    """Each way in turn, another one between the same calls of the next step; begun with another `first`, the ways that
+    it had not between those calls."""
+    calls = itertools.count()
 
-    for equal in run_ranks(both, 2, timeout=200):
-        assert equal == [True] * (len(WAYS) + 1)
+    def between(engine: Any) -> None:
+        call = next(calls)
+        WAYS[(first + call + call // CALLS) % len(WAYS)](engine)
+
+    return between
+
+
+@pytest.mark.parametrize(("family", "first"), [("", 0), ("lora", 2)])
+def test_training_goes_on_to_the_bit(family: str, first: int) -> None:
+    def model() -> Any:
+        return build_model(family, torch.float32) if family else small_model()
+
+    def all_equal(rank: int) -> bool:
+        right = trained(rank, lambda engine: None, model())
+        return same(right, trained(rank, all_ways(first), model()))
+
+    with shared_source(model()):
+        assert run_ranks(all_equal, 2, timeout=200) == [True, True]
 
 
 def test_what_is_saved_and_exported_from_the_host_is_what_was_there(tmp_path: Path) -> None:

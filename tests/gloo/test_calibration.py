@@ -49,29 +49,33 @@ def test_applied_corrections_change_the_plans_costs_and_not_the_training(ahead: 
     assert applied[0][3] == applied[1][3]
 
 
-def corrected(rank: int, folder: Path, stops: tuple[int, ...], steps: int, ahead: int) -> tuple[list[str], list[str]]:
-    """Plans and their recipes, of the steps from the checkpoint in the folder on."""
+def corrected(
+    rank: int, folder: Path, loaded: int | None, stops: tuple[int, ...], steps: int, ahead: int
+) -> tuple[list[str], list[str]]:
+    """Plans and their recipes, of all steps or of those from a checkpoint of the folder on."""
     calibration.APPLY_EVERY, calibration.APPLY_CHANGE = 4, 0.0
-    block = {"dir": str(folder), "keep_last": None}
     engine: Any = small_engine(
-        rank, cost_correction="apply", planner={"ahead": ahead}, strategies=["2*tp1", "tp2", "pp2"], checkpoint=block
-    )
+        rank, cost_correction="apply", planner={"ahead": ahead}, strategies=["2*tp1", "tp2", "pp2"],
+        checkpoint={"dir": str(folder), "keep_last": None, "resume": False},
+    )  # fmt: skip
+    if loaded is not None:
+        engine.load_checkpoint(folder, tag=f"step{loaded}")
     plans, recipes = [], []
     while engine.global_steps < steps:
         engine.train_batch()
         plans.append(engine.last_step.plan_digest)
         recipes.append(engine.last_step.planning_recipe)
         if engine.global_steps in stops:
-            engine.save_checkpoint(folder)
+            engine.save_checkpoint(folder, tag=f"step{engine.global_steps}")
     engine.destroy()
     return plans, recipes
 
 
-@pytest.mark.parametrize("stop", [4, 5, 6])
-def test_a_restart_plans_by_the_corrections_that_the_job_had(stop: int, tmp_path: Path) -> None:
+def test_a_restart_plans_by_the_corrections_that_the_job_had(tmp_path: Path) -> None:
     """After the step that a correction is found in, the one that it holds from, and the next."""
-    plans, recipes = run_ranks(corrected, 2, tmp_path, (stop,), 9, 2, timeout=120)[0]
+    stops = (4, 5, 6)
+    plans, recipes = run_ranks(corrected, 2, tmp_path, None, stops, 9, 2, timeout=120)[0]
     assert recipes == [recipes[0]] * 5 + [recipes[5]] * 4
     assert recipes[4] != recipes[5]
-    again = run_ranks(corrected, 2, tmp_path, (), 9, 0, timeout=120)[0]
-    assert again == (plans[stop:], recipes[stop:])
+    again = run_ranks(lambda rank: [corrected(rank, tmp_path, stop, (), 9, 0) for stop in stops], 2, timeout=120)[0]
+    assert again == [(plans[stop:], recipes[stop:]) for stop in stops]
