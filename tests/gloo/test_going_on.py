@@ -16,11 +16,9 @@ from ds_hydra.engine import epochs
 from ds_hydra.host.environment import MEMBERS_FOLDER
 from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
-from tests.support.elastic_cells import COURSES, MODES, PHASES, PLACES, PLAIN, Cell, Course, Judge, drawn
+from tests.support.elastic_cells import COURSES, MODES, PHASES, PLACES, PLAIN, STEPS, Cell, Course, Judge, drawn
 from tests.support.elastic_job import Loss, run_elastic
 from tests.support.small_job import sequences, small_engine
-
-STEPS = 5
 
 
 @pytest.fixture(scope="module")
@@ -79,27 +77,36 @@ def test_a_rank_that_has_left_a_save_goes_on_with_those_that_have_not(tmp_path: 
     assert result.legs(4, STEPS) == [(4, 2), (3, STEPS)]
 
 
-@pytest.mark.parametrize(
-    "lost",
-    [[Loss("evaluating", 1, 2)], [Loss("evaluated", 3, 2), Loss("evaluated", 2, 2, "behind")]],
-    ids=["within it", "at its end"],
-)
-def test_an_evaluation_is_made_again_or_told(lost: list[Loss], tmp_path: Path) -> None:
-    assert len(noted_by_three(lost, tmp_path / "job", _evaluated)) == STEPS
-
-
-@pytest.mark.parametrize(
-    "lost",
-    [[Loss("gathering", 1, 2)], [Loss("gathered", 3, 2), Loss("gathered", 2, 2, "behind")]],
-    ids=["within it", "at its end"],
-)
-def test_whole_weights_are_gathered_again_or_there(lost: list[Loss], tmp_path: Path) -> None:
-    noted = noted_by_three(lost, tmp_path / "job", _gathered)
-    assert len(set(map(str, noted))) == STEPS - 1, "all but the first step, whose rate is 0, change them"
+def _evaluated(engine: Any) -> Any:
+    return engine.evaluate(sequences()[:6]).to_json()
 
 
 def _gathered(engine: Any) -> Any:
     return {name: float(value.double().sum()) for name, value in engine.fp32_state_dict().items()}
+
+
+def noted_by_others(lost: list[Loss], folder: Path, after_step: Callable[[Any], Any]) -> list[Any]:
+    """What each of the ranks that are left of four has noted after its steps, all alike. The first step, whose rate is
+    0, changes no weights."""
+    result = run_elastic(folder, 4, STEPS, lost, job=replace(PLAIN, after_step=after_step))
+    died = sum(one.kind != "behind" for one in lost)
+    assert sorted(result.codes, key=str) == [-9] * died + [0] * (4 - died), result.told
+    assert result.noted == [result.noted[0]] * (4 - died)
+    assert len(result.noted[0]) == STEPS
+    return result.noted[0]
+
+
+def test_what_a_loss_cuts_short_is_made_again(tmp_path: Path) -> None:
+    """An evaluation, then whole weights."""
+    lost = [Loss("evaluating", 1, 1), Loss("gathering", 2, 3)]
+    noted = noted_by_others(lost, tmp_path / "job", lambda engine: (_evaluated(engine), _gathered(engine)))
+    assert [len(set(map(str, of))) for of in zip(*noted, strict=True)] == [STEPS - 1] * 2
+
+
+@pytest.mark.parametrize(("at_end", "after_step"), [("evaluated", _evaluated), ("gathered", _gathered)])
+def test_what_a_loss_interrupts_at_its_end_is_there_or_told(at_end: str, after_step: Any, tmp_path: Path) -> None:
+    noted = noted_by_others([Loss(at_end, 3, 2), Loss(at_end, 2, 2, "behind")], tmp_path / "job", after_step)
+    assert len(set(map(str, noted))) == STEPS - 1
 
 
 def test_a_loss_while_weights_are_taken_one_by_one_ends_the_job(tmp_path: Path) -> None:
@@ -113,18 +120,6 @@ def _exported(engine: Any) -> None:
     for number, _ in enumerate(engine.full_parameters()):
         if (number, engine.global_steps, engine.global_rank) == (10, 2, 1):
             os.kill(os.getpid(), signal.SIGKILL)
-
-
-def noted_by_three(lost: list[Loss], folder: Path, after_step: Callable[[Any], Any]) -> list[Any]:
-    """What each of the three ranks that are left of four has noted after its steps, all alike."""
-    result = run_elastic(folder, 4, STEPS, lost, job=replace(PLAIN, after_step=after_step))
-    assert sorted(result.codes, key=str) == [-9, 0, 0, 0], result.told
-    assert result.noted == [result.noted[0]] * 3
-    return result.noted[0]
-
-
-def _evaluated(engine: Any) -> Any:
-    return engine.evaluate(sequences()[:6]).to_json()
 
 
 def test_where_no_strategy_fits_those_that_are_left_all_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ PHASES = (
 PLACES = {"coordinator": 0, "middle": 1, "last": 3}
 MODES = ("plain", "slices", "V", "phases", "token sharding", "LoRA", "dropout", "ahead")
 NOT_RUN = {"streams": "a job whose sequences are streamed is refused before step 0"}
-STEPS, FAULT_STEP, FROZEN_S = 5, 2, 3.0
+STEPS, FAULT_STEP, FROZEN_S = 4, 2, 3.0
 LOSS = 1e-5  # by which losses may differ: a step that the vote alone completes has them added in another order
 _AGAIN = ("rebuilding", "re-sharding")  # phases that only another loss, which comes first, brings about
 
