@@ -128,4 +128,5 @@ def _scratch_of(
                 else:
                     known[id(push)] = twin_push_bytes(push, (wire, element.master), element.grad)
             pushes[index] = known[id(push)]
-    return pulls * element.param, np.array([pushes[index] for index in push_order(plan, strategy)])
+    pushed = np.array([pushes[index] for index in push_order(plan, strategy)], dtype=np.int64)
+    return pulls * element.param, pushed.reshape(-1, num_ranks)

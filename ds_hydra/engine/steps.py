@@ -156,6 +156,11 @@ class Steps:
     def refuse(self, *, handed: bool) -> None:
         """ConfigError where no step can come, or none that is handed in or of the training data."""
         host = self.host
+        if not self.crew.masters.trained.buckets:
+            raise ConfigError(
+                "every parameter of the model is frozen: the engine evaluates and gives log-probabilities, and has "
+                "nothing to train; call requires_grad_() on some before ds_hydra.initialize(), and give an optimizer"
+            )
         host.refuse_further_steps()
         if handed and host.sampler is not None:
             raise ConfigError(

@@ -131,11 +131,13 @@ def optimizer_recipe(
 ) -> OptimizerRecipe:
     """The user's optimizer, from an object, from a callable over parameter groups, or from a config block.
 
-    As in DeepSpeed a client optimizer goes before the block (`name`, `params`). A client object keeps its
-    identity: its groups receive the shards in place of the parameters, so LR schedulers made for it go on
-    working. Raises ConfigError for optimizers that are not element-wise (`allow_untested` admits unknown ones)
-    and for parameters that are not the model's.
+    A model whose parameters are all frozen needs none. As in DeepSpeed a client optimizer goes before the block
+    (`name`, `params`). A client object keeps its identity: its groups receive the shards in place of the parameters, so
+    LR schedulers made for it go on working. Raises ConfigError for optimizers that are not element-wise
+    (`allow_untested` admits unknown ones) and for parameters that are not the model's.
     """
+    if client is None and name is None and not any(own.requires_grad for own in model.parameters()):
+        return OptimizerRecipe("none", (ParameterGroup((), {}),), lambda groups: torch.optim.SGD(groups, lr=0.0))
     if isinstance(client, Optimizer):
         _check_class(client, allow_untested)
         if any(float(state.get("step", 1.0)) for state in client.state.values()):  # Adagrad has some from the start
@@ -194,7 +196,7 @@ def parameter_groups(model: nn.Module, given: Iterable[Any] | None = None) -> tu
     if not seen:
         raise ConfigError(
             "there is nothing to train: no parameter given to the optimizer requires a gradient; call requires_grad_() "
-            "on some"
+            "on some, or leave the optimizer out for an engine that evaluates alone"
         )
     return tuple(groups)
 

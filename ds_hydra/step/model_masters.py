@@ -32,10 +32,6 @@ class ModelMasters:
         specs = [BucketSpec(b.name, tuple((p.name, p.numel) for p in b.params)) for b in self.buckets]
         trained = [spec for spec, b in zip(specs, self.buckets, strict=True) if b.trainable]
         kept = [spec for spec, b in zip(specs, self.buckets, strict=True) if not b.trainable]
-        if not trained:
-            raise ConfigError(
-                "every parameter of the model is frozen: there is nothing to train; call requires_grad_() on some"
-            )
         self.trained = MasterShards(trained, rank, num_ranks, device, master)
         self.frozen = MasterShards(kept, rank, num_ranks, device, frozen)
         self.revision = 0  # how often values came from elsewhere than the optimizer; equal on all ranks

@@ -20,7 +20,7 @@ from ds_hydra.losses import GSPO
 from ds_hydra.testing import rank_environment, run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.families import build_model
-from tests.support.small_job import same, small_engine, small_model, whole_state
+from tests.support.small_job import same, small_config, small_engine, small_model, whole_state
 from tools import aims
 from tools.post_training import equality, refusals
 from tools.post_training.equality import Layout
@@ -191,11 +191,15 @@ def test_what_cannot_be_merged_is_refused() -> None:
 
 
 def test_engines_of_one_process_group_train_as_if_each_were_alone() -> None:
-    """Actor, critic and reference of a loop: models of their own, whose calls alternate."""
+    """Actor, critic and reference of a loop: models of their own, whose calls alternate. The reference is frozen."""
 
-    def started(rank: int, which: int) -> Any:
+    def started(rank: int, which: int, trains: bool = True) -> Any:
         strategies = [["2*tp1", "pp2"], ["tp2", "2*tp1"], ["pp2"]][which]
-        return small_engine(rank, data=None, model=small_model(hidden=32 + 16 * which), strategies=strategies)
+        model, config = small_model(hidden=32 + 16 * which), small_config(2, strategies=strategies)
+        if not trains:
+            model.requires_grad_(False)
+            del config["optimizer"], config["scheduler"]
+        return small_engine(rank, data=None, model=model, config=config)
 
     def stepped(engine: Any, rank: int, which: int, step: int, reference: list[Tensor]) -> None:
         items = share(rank, rollouts(10 * which + step))
@@ -205,21 +209,25 @@ def test_engines_of_one_process_group_train_as_if_each_were_alone() -> None:
 
     def job(rank: int) -> list[bool]:
         alone = []
-        for which in range(2):
+        for which in range(3):
             engine = started(rank, which)
-            for step in range(2):
+            for step in range(2 if which < 2 else 0):
                 stepped(engine, rank, which, step, [])
             alone.append(whole_state(engine))
+            right = engine.log_probs(share(rank, rollouts(1))).log_probs
             engine.destroy()
-        engines = [started(rank, which) for which in range(3)]
-        kept = whole_state(engines[2])
+        engines = [started(rank, which, trains=which < 2) for which in range(3)]
+        with pytest.raises(ConfigError, match="every parameter of the model is frozen: the engine evaluates"):
+            engines[2].forward_backward(share(rank, rollouts(1)), GSPO())
         for step in range(2):
             engines[2].to("cpu")
+            found = engines[2].log_probs(share(rank, rollouts(step))).log_probs
             for which in range(2):
-                stepped(engines[which], rank, which, step, engines[2].log_probs(share(rank, rollouts(step))).log_probs)
-        found = [whole_state(engine) for engine in engines]
+                stepped(engines[which], rank, which, step, found)
+        agrees = [same(one, whole_state(other)) for one, other in zip(alone[:2], engines[:2], strict=True)]
         for engine in engines:
             engine.destroy()
-        return [same(one, other) for one, other in zip([*alone, kept], found, strict=True)]
+        agrees.append(all(torch.allclose(a, b, atol=2e-6) for a, b in zip(found, right, strict=True)))
+        return agrees
 
     assert run_ranks(job, 2, timeout=200) == [[True] * 3] * 2
