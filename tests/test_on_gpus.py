@@ -98,7 +98,8 @@ VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "
 
 @pytest.fixture
 def unset(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Without the variables that CUDA and NCCL read, which come back afterwards."""
+    """Without the variables that CUDA and NCCL read, which come back afterwards; nothing is to abort later."""
+    monkeypatch.setattr(devices, "abort_later", mock.Mock())
     for name in VARIABLES:
         monkeypatch.setenv(name, "")  # so that it is noted, and then removed in the end
         monkeypatch.delenv(name)
@@ -127,19 +128,23 @@ def test_what_cuda_and_nccl_read_is_set_before_they_start(unset: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("variables", "heartbeats", "found"),
+    ("variables", "heartbeats", "found", "later"),
     [
-        ({"CUDA_DEVICE_MAX_CONNECTIONS": "8", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}, 1.0, ["8", "3", "0", "0", None]),
-        ({}, 0.0, ["32", None, None, "0", None]),  # then torch's watchdog is all there is
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "8", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}, 1.0, ["8", "3", "0", "0", None],
+         True),
+        ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, 1.0, ["32", "0", "0", "0", None], False),
+        ({}, 0.0, ["32", None, None, "0", None], False),  # then torch's watchdog is all there is
     ],
-)
+)  # fmt: skip
 def test_what_the_user_has_set_stays(
-    unset: pytest.MonkeyPatch, variables: dict[str, str], heartbeats: float, found: list[str | None]
+    unset: pytest.MonkeyPatch, variables: dict[str, str], heartbeats: float, found: list[str | None], later: bool
 ) -> None:
+    """And where torch's own watchdog may abort a rank, ours has the time to end it before."""
     for name, value in variables.items():
         unset.setenv(name, value)
     before_devices_start(HydraConfig(10, faults=FaultsConfig(heartbeats)), "nccl", 2)
     assert [os.environ.get(name) for name in VARIABLES] == found
+    assert devices.abort_later.called is later  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -177,7 +182,7 @@ def test_torchs_other_nccl_is_not_taken(
         before_devices_start(HydraConfig(10), "nccl", 2)
     assert (os.environ.get("TORCH_DIST_USE_NCCL2") == "0") is not started
     assert ("first NCCL backend" in caplog.text) is (version == "2.15.0")
-    assert ("may end with 134" in caplog.text) is started, "it has read what its own watchdog is to do"
+    assert devices.abort_later.called is started, "it has read what its own watchdog is to do"  # type: ignore[attr-defined]
 
 
 MATMUL = torch.backends.cuda.matmul

@@ -16,6 +16,7 @@ with --fast, what makes large models and many devices possible:
   loading     resident memory of each rank while a model on the meta device gets its first values
   launches    operators that a layer launches, with functions in place of the model's chains and without
   max_len     the longest sequences of a 32B model on 64 GPUs, by the memory model, beside published ones
+  aligned     where matrices of a 7B model begin in each rank's memory under drawn strategies
   operations  messages and collectives of a step's pulls and pushes, and how long their links take to build
   order       drawn jobs under a transport with NCCL's rules, all that a rank starts in one queue
   overlap     what is exposed of pulls and pushes between nodes, by the simulation of steps
@@ -36,6 +37,7 @@ import time
 from collections.abc import Callable
 
 from ds_hydra.commands.figures import figures_parser, finish, print_table
+from tools.devices.aligned import aligned
 from tools.devices.between import between_steps
 from tools.devices.count import by_count
 from tools.devices.emulated import emulated
@@ -72,6 +74,7 @@ FAST: dict[str, Callable[[bool], Table]] = {
     "loading": memory_of_loading,
     "launches": launches,
     "max_len": longest_sequences,
+    "aligned": aligned,
     "operations": operations,
     "order": order,
     "overlap": overlap,

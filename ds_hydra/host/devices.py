@@ -10,6 +10,7 @@ import torch
 
 from ds_hydra.config.hydra_block import FLASH_3, HydraConfig
 from ds_hydra.pipe.attention.flash_3 import give_flash_3_back, use_flash_3
+from ds_hydra.watchdog.host import abort_later
 from ds_hydra.zero_hetero.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -17,9 +18,8 @@ logger = logging.getLogger(__name__)
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 _WORKSPACE, _SAME_SUMS = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
-_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 # Of torch's own watchdog: that it ends the process at an error, and that it does when it is stuck itself.
-_OURS_TO_END = (_ERRORS, "TORCH_NCCL_ENABLE_MONITORING")
+_OURS_TO_END = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
 _deterministic: Any = torch.utils.deterministic  # which sets its attribute by a class of its own
 _OTHER_NCCL = "TORCH_DIST_USE_NCCL2"
 SECOND_NCCL = "2.15"  # from this torch on "nccl" is another backend unless that variable is 0
@@ -95,14 +95,12 @@ def _keep_first_nccl() -> None:
 def _end_ranks_ourselves() -> None:
     # Where a rank has died on another node torch's watchdog ends this one with 134, sooner than the heartbeats have
     # told who died and end it with 75, which launchers restart at.
-    if torch.distributed.is_initialized() and _ERRORS not in os.environ:
-        logger.warning(
-            "the script itself started torch.distributed: if a rank dies, the others may end with 134, by torch's own "
-            "watchdog, in place of 75. Set %s=0 before, or let ds_hydra.initialize() start it",
-            _ERRORS,
-        )
+    begun, left = torch.distributed.is_initialized(), False
     for name in _OURS_TO_END:
+        left |= os.environ.get(name, None if begun else "0") != "0"
         os.environ.setdefault(name, "0")
+    if left:  # the user's choice, or it was read before
+        abort_later()
 
 
 class Flags:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
 import os
 import signal
 import sys
@@ -17,6 +19,7 @@ from ds_hydra.engine import crew
 from ds_hydra.host.host_engine import HostEngine
 from ds_hydra.ranks.world import World
 from ds_hydra.step import stepper
+from ds_hydra.watchdog.host import abort_later
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.ends import TRACEBACK, all_told, codes, ends, mark_fault
 from tests.support.failing_data import Blinks, failing
@@ -93,6 +96,37 @@ def test_a_rank_that_goes_is_named_once_and_the_others_end_with_75(
     assert TRACEBACK not in told
     assert "(idle): rank" not in told, "the others were in a step"
     assert ("resumes from the newest checkpoint" in told) == saved
+
+
+@pytest.mark.parametrize("later", [True, False])
+def test_a_rank_that_torchs_own_watchdog_aborts_ends_with_75_all_the_same(later: bool) -> None:
+    """A thread that knows nothing of Python aborts each rank 0.1 s after another one has died, as torch's does on
+    NCCL."""
+
+    def program(rank: int, place: Path) -> None:
+        faulthandler.disable()  # pytest's, which would tell of the abort
+        if later:
+            abort_later()
+        engine = small_engine(rank, faults=FAULTS)
+        engine.train_batch()
+        if rank == 1:
+            mark_fault(place)
+            os.kill(os.getpid(), signal.SIGKILL)
+        threading.Thread(target=aborts, args=(place,), daemon=True).start()
+        with engine.crew.activity("backward"):
+            time.sleep(30)  # as in a collective that never ends
+
+    def aborts(place: Path) -> None:
+        while not (place / "fault").exists():
+            time.sleep(0.01)
+        time.sleep(0.1)
+        ctypes.CDLL(None).abort()
+
+    found = ends(program, 3)
+    own = 75 if later else -signal.SIGABRT
+    assert codes(found) == [own, -signal.SIGKILL, own], all_told(found)
+    assert max(end.seconds for end in found) < 5.0
+    assert all_told(found).count("rank 1 died") == later, "told once"
 
 
 def test_a_refusal_of_one_rank_ends_all_as_a_refusal() -> None:
