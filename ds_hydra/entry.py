@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 from collections.abc import Mapping
@@ -88,9 +89,9 @@ def initialize(
     init_distributed(parsed.hydra, port=distributed_port, required=dist_init_required)
 
     from ds_hydra.engine.engine import HydraEngine
-    from ds_hydra.host.released import give_back
 
-    give_back(model)
+    if any(hasattr(own, "_hydra_name") for _, own in model.named_parameters()):  # of an engine before
+        importlib.import_module("ds_hydra.host.released").give_back(model)
     engine = HydraEngine(parsed, model, **own, **shared)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 

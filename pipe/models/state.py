@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 
-from ds_hydra.pipe.models.graph import arguments
 from ds_hydra.pipe.models.kept_values import state_of
 from ds_hydra.pipe.models.whose_code import HOOKS, TORCHS, function_of, names_read, own_code, own_functions
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -70,7 +70,7 @@ class _Reading(TorchFunctionMode):
         self._names = names
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for value in arguments(args, kwargs):
+        for value in tree_leaves((args, kwargs)):
             if (name := self._names.get(id(value))) is not None:
                 raise ConfigError(
                     f"the model's code reads {name} by a global name, a class's closure or a reference: a stage that "
