@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 from collections.abc import Mapping
@@ -82,7 +81,10 @@ def initialize(
     _refuse_arguments(model, pre_step_callback, mpu=mpu, mesh_param=mesh_param)
     notes = (*parsed.notes, *_check(parsed))
     if rank == 0:
-        _tell(notes, collate_fn)
+        for note in notes:
+            logger.warning("%s", note)
+        if collate_fn is not None:
+            logger.info("collate_fn is not called: sequences are packed, not collated")
 
     from ds_hydra.host.launch import init_distributed
 
@@ -90,17 +92,8 @@ def initialize(
 
     from ds_hydra.engine.engine import HydraEngine
 
-    if any(hasattr(own, "_hydra_name") for _, own in model.named_parameters()):  # of an engine before
-        importlib.import_module("ds_hydra.host.released").give_back(model)
     engine = HydraEngine(parsed, model, **own, **shared)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
-
-
-def _tell(notes: tuple[str, ...], collate_fn: Any) -> None:
-    for note in notes:
-        logger.warning("%s", note)
-    if collate_fn is not None:
-        logger.info("collate_fn is not called: sequences are packed, not collated")
 
 
 def _plain_deepspeed(own: Mapping[str, Any], rank: int, **arguments: Any) -> tuple[Any, Any, Any, Any]:

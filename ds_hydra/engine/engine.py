@@ -70,7 +70,7 @@ class HydraEngine(EngineInParts):
         with first_channel() as channel:
             guard = self._guard(channel, parsed.hydra)
             with guard.assembling():
-                self._read(channel, parsed, model, loss_fn, arguments)
+                self._read(channel, parsed, self.given_back(model), loss_fn, arguments)
                 self.job = replace(self.job, pre_step=pre_step_callback)
         with guard.assembling():
             self._signals = Signals(self.global_rank)

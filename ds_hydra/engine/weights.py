@@ -17,7 +17,7 @@ from ds_hydra.host.kept_model import KeptModel
 from ds_hydra.host.lent_values import Values
 from ds_hydra.host.optimizers import hooks_of_steps
 from ds_hydra.host.own_updates import guard_updates
-from ds_hydra.host.released import release
+from ds_hydra.host.released import give_back, release
 from ds_hydra.host.three_calls import ThreeCallEngine
 from ds_hydra.pipe.models.adapted import NAMES_OF_PEFT, base_of, is_peft_model
 from ds_hydra.step.update import ModelNow
@@ -183,6 +183,12 @@ class EngineWithWeights(ThreeCallEngine):
             steps.drop()
         if (crew := self.__dict__.pop("crew", None)) is not None:
             crew.drop()
+
+    @staticmethod
+    def given_back(model: Any) -> Any:
+        """The model with plain parameters, where another engine has trained it. All ranks must call it."""
+        give_back(model)
+        return model
 
     def watch_model(self) -> None:
         """From now on every update asks what a script has changed in its model since."""

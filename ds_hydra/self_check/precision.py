@@ -33,11 +33,9 @@ class Doubles(TorchFunctionMode):
             return self._backward(*args, **kwargs)
         if func is Tensor.float:
             func = Tensor.double
-        for value in (*args, *kwargs.values()) if kwargs else args:  # a loop: this runs for each operator
-            if value is torch.float32:
-                args = tuple(_wide(one) for one in args)
-                kwargs = {key: _wide(one) for key, one in kwargs.items()}
-                break
+        if any(value is torch.float32 for value in (*args, *kwargs.values())):
+            args = tuple(_wide(value) for value in args)
+            kwargs = {key: _wide(value) for key, value in kwargs.items()}
         result = func(*args, **kwargs)
         if isinstance(result, Tensor) and result.dtype in _NARROW:
             self.exact = False

@@ -67,9 +67,9 @@ def test_whatever_fails_in_the_assembly_ends_all_ranks_with_its_cause(part: str)
 
 
 @pytest.mark.parametrize(
-    ("lost", "how", "saved"),
-    [(1, "SIGKILL", True), (0, "SIGKILL", False), (2, "exit", True), (1, "sys.exit", False), (0, "sys.exit", True)],
+    ("lost", "how"), [(1, "SIGKILL"), (0, "SIGKILL"), (2, "exit"), (1, "sys.exit"), (0, "sys.exit")]
 )
+@pytest.mark.parametrize("saved", [False, True])
 def test_a_rank_that_goes_is_named_once_and_the_others_end_with_75(
     lost: int, how: str, saved: bool, tmp_path: Path
 ) -> None:
