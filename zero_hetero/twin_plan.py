@@ -12,7 +12,7 @@ A push goes the same way back:
 
     trade    Each twin gets everybody's contributions to its part, and adds them up by rank [Note: order of a sum].
     leave    The sums go to the owners of the masters, unrounded. Where ranks that are no twins contribute to one
-             element (under tp2 + 2*tp1, say), the owner adds up the twins' sums, again by rank.
+             element (under tp2 + 2*tp1, say), or the twins of several nodes, the owner adds up their sums, by rank.
 
 Example, without gaps: 2*tp1 on ranks 0 and 1, a bucket of 8 elements of which each owns half, as TP rank 0 of both
 holds all of it: rank 0 has elements 0 to 3 already, its part; a gather of parts of 4 gives all 8 to both. A push trades
@@ -27,7 +27,13 @@ Links inside a node are many times as fast as those between nodes. So where ever
 they gather in two steps too, first across the nodes and then inside them: each element enters a node once. Where the
 nodes have unequally many, no such columns of ranks exist. There the twins of each node pull by themselves: they cut the
 buffer into as many parts as they are, which enter from owners on any node, and gather inside. An element enters a node
-once then, too; it comes from its owner, to one rank of each node. Pushes are the same in all cases.
+once then, too; it comes from its owner, to one rank of each node.
+
+In a push the twins of each node trade by themselves, where every node has several of them: one sum of an element enters
+its owner's node from each other node, and not what everyone there has. With n nodes of c twins an owner receives
+n - 1 sums in FP32 for each of its elements from other nodes, where among all twins c (n - 1) contributions came to it
+and a sum more. Of 64*tp1 on nodes of 8 a 16 bit gradient sends a quarter of the bytes from node to node so. With one
+twin on a node, all of them trade: contributions are half as large as sums, and come in few messages.
 
 In a model's layouts parts begin at multiples of 64 elements [Note: gaps], so a buffer is followed by some that nobody
 reads: one of 1000 elements of 3 twins takes 3 parts of 384.
@@ -90,6 +96,14 @@ class Twins:
         return tuple(Twins(ranks, 1) for ranks in self.apart) or (self,)
 
     @property
+    def pushing(self) -> tuple[Twins, ...]:
+        """Those who trade and add up among themselves, in the order of their ranks: that is the order of a sum."""
+        by_node = self.apart or tuple(self.ranks[node :: self.nodes] for node in range(self.nodes))
+        if len(by_node) > 1 and min(map(len, by_node)) > 1:
+            return tuple(Twins(ranks, 1) for ranks in by_node)
+        return (Twins(tuple(sorted(self.ranks)), 1),)
+
+    @property
     def gathers(self) -> tuple[tuple[Team, ...], ...]:
         """The teams that gather, in one or two steps; none for a rank alone."""
         if self.apart:
@@ -135,7 +149,7 @@ class TwinPush:
     """A bucket's push: the twins trade and sum, then their sums leave."""
 
     leave: TransferPlan
-    twins: tuple[Twins, ...]
+    twins: tuple[Twins, ...]  # who trade together
     parts: tuple[int, ...]  # as of the pull
 
     def part_of(self, rank: int) -> tuple[Twins, int] | None:
@@ -168,11 +182,10 @@ def plan_twin_pull(masters: Layout, held: Layout, twins: Sequence[Twins]) -> Twi
 def plan_twin_push(masters: Layout, contributed: Layout, twins: Sequence[Twins]) -> TwinPush:
     """Sum `contributed` into `masters`; buffers have the sizes of the pull, and twins contribute the same elements.
 
-    The twins' parts are in the order of their ranks, since that is the order of a sum. Raises PlanError as
-    `plan_transfer` does.
+    Raises PlanError as `plan_transfer` does.
     """
     contributed.validate()
-    twins = [Twins(tuple(sorted(one.ranks)), 1) for one in twins]
+    twins = [one for those in twins for one in those.pushing]
     parts = tuple(one.part_of(contributed.sizes[one.ranks[0]], contributed.alignment) for one in twins)
     leaving = _of_parts(contributed, twins, parts, from_part=True)
     return TwinPush(plan_transfer(masters, leaving).transposed(), tuple(twins), parts)

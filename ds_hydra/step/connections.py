@@ -62,7 +62,7 @@ def teams_of(strategy: Strategy, node_size: NodeSize) -> Iterator[tuple[int, ...
     found = [twins for twins in twins_of(strategy, node_size) if len(twins.ranks) > 1]
     for step in range(2):
         yield from (team.ranks for twins in found for team in (*twins.gathers, (), ())[step])
-    yield from (tuple(sorted(twins.ranks)) for twins in found)
+    yield from (one.ranks for twins in found for one in twins.pushing)
 
 
 def edge_pairs(strategy: Strategy, *, token_sharding: bool = False) -> Pairs:

@@ -52,12 +52,12 @@ def pulls(plan: ModelPlan, strategy: Strategy, node_size: int) -> list[TransferP
     return found
 
 
-def pushes(plan: ModelPlan, strategy: Strategy) -> list[TransferPlan]:
+def pushes(plan: ModelPlan, strategy: Strategy, node_size: int) -> list[TransferPlan]:
     """The messages of a step's pushes."""
     found: list[TransferPlan] = []
     for bucket in (bucket for bucket in plan.buckets if bucket.trainable):
         masters, layout = even_layout(bucket.numel, strategy.num_ranks), plan.push_layout(bucket, strategy)
-        found.append(plan_twin_push(masters, layout, twins_of(strategy, strategy.num_ranks)).leave)
+        found.append(plan_twin_push(masters, layout, twins_of(strategy, node_size)).leave)
     return found
 
 
@@ -107,7 +107,7 @@ def pushing_early(strategy: Strategy, *, as_before: bool = False) -> set[int]:
 def test_a_push_connects_no_pair_and_no_ranks_wait_in_a_circle(strategy: Strategy, node_size: int) -> None:
     plan = llama_plan(8)
     listed = link_pairs(plan, strategy, node_size)
-    pushed = pairs_of(pushes(plan, strategy))
+    pushed = pairs_of(pushes(plan, strategy, node_size))
     assert pushed | pairs_of(pulls(plan, strategy, node_size)) == listed
     assert not waits_in_a_circle(strategy, pushed - listed, pushing_early(strategy, as_before=True))
     assert not waits_in_a_circle(strategy, pushed, pushing_early(strategy)), "nor if nothing were connected"
@@ -117,7 +117,7 @@ def test_a_push_connects_no_pair_and_no_ranks_wait_in_a_circle(strategy: Strateg
 def test_without_the_list_some_strategies_would_wait_for_ever(text: str) -> None:
     """What enters and what leaves are between other pairs: pulls alone do not connect what pushes use."""
     plan, strategy = llama_plan(8), placed(text)
-    new = pairs_of(pushes(plan, strategy)) - pairs_of(pulls(plan, strategy, node_size=8))
+    new = pairs_of(pushes(plan, strategy, node_size=8)) - pairs_of(pulls(plan, strategy, node_size=8))
     assert new
     assert waits_in_a_circle(strategy, new, pushing_early(strategy, as_before=True))
     assert not waits_in_a_circle(strategy, new, pushing_early(strategy))
@@ -128,7 +128,7 @@ def test_without_the_list_some_strategies_would_wait_for_ever(text: str) -> None
 @given(CASES, st.integers(1, 4))
 def test_all_messages_of_stages_that_differ_are_listed(case: tuple[ModelPlan, Strategy], node_size: int) -> None:
     plan, strategy = case
-    used = pairs_of([*pulls(plan, strategy, node_size), *pushes(plan, strategy)])
+    used = pairs_of([*pulls(plan, strategy, node_size), *pushes(plan, strategy, node_size)])
     assert connections_of(plan, [strategy], node_size).links == used
     for shared in (False, True):
         messages: set[tuple[int, int]] = set()

@@ -162,6 +162,28 @@ def test_twins_of_unequal_nodes_bring_each_element_into_a_node_once(sizes: tuple
     assert twins.gathers == ((*(Team(one, 0, 1) for one in twins.apart if len(one) > 1),),)
 
 
+@pytest.mark.parametrize("sizes", [(4, 4, 4), (3, 4), (2, 2), (2, 5, 3)])
+def test_one_sum_of_each_element_enters_its_owners_node_from_each_other_node(sizes: tuple[int, ...]) -> None:
+    ranks, numel = sum(sizes), 120
+    twins, masters = Twins.of(range(ranks), sizes), even_layout(numel, ranks)
+    trade, leave = plan_twin_push(masters, layout_of_intervals(numel, [(0, numel)] * ranks), [twins]).hops
+    assert all(node_of(message.src, sizes) == node_of(message.dst, sizes) for message in trade.messages)
+    entered: Counter[int] = Counter()
+    for message in leave.messages:
+        if node_of(message.src, sizes) != (node := node_of(message.dst, sizes)):
+            entered[node] += message.numel
+    owned: Counter[int] = Counter()
+    for rank, shard in enumerate(masters.sizes):
+        owned[node_of(rank, sizes)] += shard
+    assert entered == {node: (len(sizes) - 1) * held for node, held in owned.items()}
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 3)])
+def test_twins_that_are_alone_on_a_node_trade_with_all(sizes: tuple[int, ...]) -> None:
+    twins = Twins.of(range(sum(sizes)), sizes)
+    assert twins.pushing == (Twins(tuple(range(sum(sizes))), 1),)
+
+
 @settings(max_examples=25, deadline=None)
 @given(large_strategies(), st.sampled_from([1, 4, 8]))
 def test_every_rank_is_among_one_of_the_twins(strategy: Strategy, node_size: int) -> None:
@@ -170,6 +192,7 @@ def test_every_rank_is_among_one_of_the_twins(strategy: Strategy, node_size: int
     for one in twins:
         # A process group numbers its ranks in ascending order, and so must a team their parts.
         assert all(list(team.ranks) == sorted(team.ranks) for step in one.gathers for team in step)
+        assert all(list(trading.ranks) == sorted(trading.ranks) for trading in one.pushing)
         stages = [strategy.stage_of(rank) for rank in one.ranks]
         assert len({(stage.ranges, stage.tp) for stage in stages}) == 1
         assert len({stage.coordinates(rank)[0] for stage, rank in zip(stages, one.ranks, strict=True)}) == 1
