@@ -74,6 +74,8 @@ class Needs:
     grads: int  # with those of the masters, where these lie in the same memory
     scratch: int  # of pull and push
     head: int  # the sum of the gradient of the head's weight, while it is made
+    head_kept: int  # of one that another micro-batch may hold meanwhile [Note: head and loss as one]
+    tied: bool  # whether it stays until the embeddings' gradient, that of the same weight, is there
     embeddings: int  # their gradient, at the end of a backward
     logits: float  # elements for a token
     blocks: tuple[tuple[int, int], ...]  # elements of these that are there at once at most, with bytes of each
@@ -98,17 +100,24 @@ class Needs:
 
     def held(self, kept_tokens: float, num_tokens: int) -> int:
         """All bytes with so many tokens kept at once, while one of micro-batches of up to `num_tokens` computes."""
-        return self.states + math.ceil(self.per_token / self.alive * kept_tokens + self.on_top(num_tokens))
+        return self.states + math.ceil(
+            self.per_token / self.alive * kept_tokens + self.on_top(num_tokens) + self.head_kept
+        )
 
-    def on_top(self, num_tokens: int, *, again: bool = False, given_back: float = 0.0) -> float:
+    def on_top(
+        self, num_tokens: int, *, again: bool = False, given_back: float = 0.0, head: bool = True, logits: bool = True
+    ) -> float:
         """Bytes beside what is kept, while one of micro-batches of up to so many tokens computes.
 
         `again`: its backward computes the layer that it comes to first again. `given_back`: what its layers have kept,
-        which is free when the embeddings' gradient is made.
+        free when the embeddings' gradient is made. `head`: whether it makes the gradient of the head's weight.
         """
+        made = head * self.head
         layer = self.transient + again * self.layer * (1.0 - self.recomputed)
-        most = max(self._head(num_tokens), layer * num_tokens, self.embeddings - given_back)
-        return most + self.sent * num_tokens
+        # Logits are made block by block, so they grow with the tokens only until one block is full.
+        blocks = sum(min(at_once, self.logits * num_tokens) * size for at_once, size in self.blocks)
+        later = max(layer * num_tokens, self.embeddings - given_back) + made * self.tied
+        return max(made + logits * blocks, later) + self.sent * num_tokens
 
     def max_length(self, capacity: float) -> int:
         """Most tokens of a micro-batch within `capacity` bytes; 0 when the states alone do not fit."""
@@ -124,11 +133,6 @@ class Needs:
             middle = (fits + too_many) // 2
             fits, too_many = (middle, too_many) if self.total(middle) <= capacity else (fits, middle)
         return fits
-
-    def _head(self, num_tokens: int) -> float:
-        # The loss computes logits block by block, so they grow with the tokens only until one block is full.
-        logits = self.logits * num_tokens
-        return self.head + sum(min(at_once, logits) * size for at_once, size in self.blocks)
 
 
 class _Width(NamedTuple):
@@ -206,11 +210,9 @@ class JobMemory:
         return tuple(self.needs(scheme, index) for index in range(scheme.pp))
 
     def fullest(self, scheme: Shape, num_tokens: int) -> Needs:
-        """The stage that needs the most for micro-batches of this many tokens; where devices differ, beyond what its
-        own have."""
-        if self.class_bytes:
-            return max(self.stages(scheme), key=lambda needs: self.over(needs, num_tokens))
-        return max(self.stages(scheme), key=lambda needs: needs.total(num_tokens))
+        """The stage that needs the most beyond what its devices have, for micro-batches of this many tokens."""
+        beyond = self.over if self.class_bytes else Needs.total
+        return max(self.stages(scheme), key=lambda needs: beyond(needs, num_tokens))
 
     def max_length(self, scheme: Shape) -> int:
         """MaxLen in tokens: the least of the stages'; 0 when the model states of one do not fit."""
@@ -255,6 +257,9 @@ class JobMemory:
             copied = wide if self.param_bytes < 4 else 0
             blocks = ((max(LOGITS_AT_ONCE, rows), self.param_bytes + wide + copied),)
         shards = stage.tp if self.plan.token_sharding else 1
+        head = rows * of_head.trained * (wide if self.plain_head else 2 * self.param_bytes) if last else 0
+        # Several forwards before a backward: never where whole micro-batches run under 1F1B and its like.
+        waits = self.plain_head and (self.slices or any(weighs(one.schedule) for one in alike))
         return Needs(
             scheme,
             index,
@@ -264,7 +269,9 @@ class JobMemory:
             params=held.params,
             grads=held.grads,
             scratch=held.scratch,
-            head=rows * of_head.trained * (wide if self.plain_head else 2 * self.param_bytes) if last else 0,
+            head=head,
+            head_kept=head if waits else 0,
+            tied=shape.pp == 1 and bool(self.plan.first & self.plan.last),
             embeddings=rows * self._width_of(self.plan.first).trained * self.param_bytes if index == 0 else 0,
             logits=rows / stage.sp if last else 0.0,
             blocks=blocks if last else (),
@@ -340,6 +347,4 @@ class JobMemory:
 
 def gibibytes(num_bytes: float) -> str:
     """Bytes for a reader."""
-    if abs(num_bytes) >= 2**30:
-        return f"{num_bytes / 2**30:.2f} GiB"
-    return f"{num_bytes / 2**20:.1f} MiB"
+    return f"{num_bytes / 2**30:.2f} GiB" if abs(num_bytes) >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

@@ -81,6 +81,7 @@ class LinkModel:
     between: Speed = BETWEEN
     figures: Links = field(default_factory=lambda: Links(()))
     one_cable: bool = False  # whether both communicators of pulls and pushes share a rank's link between nodes
+    node_cable: bool = False  # whether all ranks of a node share one, as fast as `between` [Note: a node's cable]
     devices: tuple[str, ...] = ()
     classes: tuple[ClassLinks, ...] = ()
 
@@ -128,6 +129,11 @@ class LinkModel:
             between or _point_to_point(figures, inter_node=True) or BETWEEN,
             figures,
         )
+
+    @property
+    def apart(self) -> bool:
+        """Whether pulls and pushes have each rank's links to themselves."""
+        return not (self.one_cable or self.node_cable)
 
     def crosses(self, ranks: Sequence[int]) -> bool:
         """Whether these ranks lie on more than one node."""

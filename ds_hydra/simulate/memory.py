@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from ds_hydra.costs.memory import JobMemory, Needs
 from ds_hydra.pipe.placement import whole_layers
@@ -32,6 +33,7 @@ def memory_over_time(memory: JobMemory, plan: PipelinePlan, times: StageTimes) -
     layers = [last - first for first, last in times.stage.ranges]
     ends = (needs.per_token / needs.alive - sum(layers) * needs.layer) / len(layers)
     contexts = _Contexts(plan, needs, memory.param_bytes)
+    head = _Head(contexts, needs, alone=not memory.plain_head)
     held = float(needs.states)
     curve = [(times.start, held)]
     for (kind, microbatch, part), start, stop in times.actions:
@@ -46,10 +48,11 @@ def memory_over_time(memory: JobMemory, plan: PipelinePlan, times: StageTimes) -
         # come last, in the backward of the first part.
         back = kind in ("backward", "input_gradient")
         end = freed if back and part == 0 else math.inf
-        on_top = needs.on_top(size, again=back and again == 1.0, given_back=end)
+        own = head.of(kind, microbatch) if part == len(layers) - 1 else _NONE
+        on_top = needs.on_top(size, again=back and again == 1.0, given_back=end, head=own.made, logits=own.logits)
         # Contexts grow layer by layer, while a backward gives back what these kept.
         curve.append((start, held + on_top + max(0.0, made - freed)))
-        held += made - freed - given_back
+        held += made - freed - given_back + own.kept
         curve.append((stop, held))
     return curve
 
@@ -85,8 +88,46 @@ class _Contexts:
                 given_back += 2 * self._state * (stop < total)
         return made, given_back
 
+    def followed(self, microbatch: int) -> bool:
+        """Whether a micro-batch holds a slice that others of its sequence follow."""
+        return any(stop < total for _, stop, total in self._slices(microbatch))
+
     def _slices(self, microbatch: int) -> Iterator[tuple[int, int, int]]:
         """Where slices begin and end, and how long their sequences are; whole sequences are none."""
         for sequence, start, stop in self._plan.microbatches[microbatch].spans:
             if (start, stop) != (0, self._totals[sequence]):
                 yield start, stop, self._totals[sequence]
+
+
+class _OfHead(NamedTuple):
+    """What an action does at the head."""
+
+    made: bool  # a gradient of its weight, beside those that are kept
+    logits: bool
+    kept: int  # bytes of such gradients that are kept from then on, or given back
+
+
+_NONE = _OfHead(False, False, 0)
+
+
+class _Head:
+    """Which micro-batch has made the gradient of the head's weight in its forward [Note: head and loss as one]."""
+
+    def __init__(self, contexts: _Contexts, needs: Needs, *, alone: bool):
+        """`alone`: head and loss are not one, so each backward makes its own."""
+        self._contexts, self._bytes, self._alone = contexts, needs.head, alone
+        self._holder: int | None = None
+
+    def of(self, kind: str, microbatch: int) -> _OfHead:
+        """What an action does at the head, in the order of the actions."""
+        if kind == "weight_gradient":
+            return _NONE
+        if kind == "forward":
+            if self._alone or self._holder is not None or self._contexts.followed(microbatch):
+                return _OfHead(self._alone, True, 0)
+            self._holder = microbatch
+            return _OfHead(True, True, self._bytes)
+        if self._holder == microbatch:
+            self._holder = None
+            return _OfHead(False, False, -self._bytes)
+        return _OfHead(True, True, 0)

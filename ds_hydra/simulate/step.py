@@ -37,6 +37,7 @@ from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.plan.works import schedule_batches, stretch
 from ds_hydra.report.calibration import StageLoad, StepCosts, folded, stage_loads
 from ds_hydra.simulate.job import SimulatedJob
+from ds_hydra.simulate.links import LinkModel
 from ds_hydra.simulate.outcome import PhaseTimes, SimulatedStep, slice_of
 from ds_hydra.simulate.pipeline import PipelineTiming, StageTimes
 from ds_hydra.simulate.transfers import BucketUse, StrategyTransfers, bucket_uses
@@ -58,7 +59,7 @@ class Simulator:
     def step(self, plan: StepPlan) -> SimulatedStep:
         """One step. PlanError for a plan of other ranks, or of a shape that the table has no costs for."""
         job, clock = self.job, np.full(self.job.num_ranks, self._step.fixed_ms / 1e3)
-        wires = Networks.of(job.num_ranks, one_cable=job.links.one_cable)
+        wires = Networks.of(job.num_ranks, job.links)
         phases = []
         for phase in plan.phases:
             phases.append(self._phase(phase, clock, wires))
@@ -171,9 +172,9 @@ class Networks(NamedTuple):
     teams: Wires  # among twins
 
     @classmethod
-    def of(cls, num_ranks: int, *, one_cable: bool = False) -> Networks:
+    def of(cls, num_ranks: int, links: LinkModel) -> Networks:
         """All of them free."""
-        return cls(*Wires.pair(num_ranks, one_cable=one_cable))
+        return cls(*Wires.pair(num_ranks, links))
 
 
 def pull_in_order(

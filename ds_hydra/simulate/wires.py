@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_hydra.simulate.links import LinkModel
+from ds_hydra.simulate.node_cables import NodeCables
 from ds_hydra.zero_hetero.transfer_plan import TransferPlan
 
 Ints = NDArray[np.int64]
@@ -29,7 +30,7 @@ class Parcels(NamedTuple):
     after the other from `first` on: `sender` is an index into `senders`, `lead` how much later than the sender begins
     the head comes, `gone` the share of `sent` that has left with it, `wire` the wire time and `earlier` that of the
     receiver's messages before this one. `each` receiver has so many messages; 0: not all have as many. Where links are
-    not `one_cable`, nobody asks for `leaving`, `entering` and `gone`, which are zeros or empty.
+    `apart`, nobody asks for `leaving`, `entering` and `gone`, which are zeros or empty.
     """
 
     senders: Ints
@@ -69,7 +70,7 @@ class Parcels(NamedTuple):
         wire = elements * element_bytes / routes.rate
         sent, before = _running(wire, routes.first_out)
         leaving, entering, gone = np.zeros(len(sent)), np.zeros(len(routes.receivers)), np.zeros(0)
-        if links.one_cable:
+        if not links.apart:
             far = wire * routes.crosses
             leaving, entering = _totals(far, routes.first_out), _totals(far[routes.order], routes.first_in)
             gone = ((before + wire) / np.repeat(sent, _counts(routes.first_out, len(wire))))[routes.order]
@@ -179,6 +180,7 @@ class _Direction:
     def __init__(self, num_ranks: int) -> None:
         self.free = np.zeros(num_ranks)
         self.beside: _Direction | None = None  # of the communicator that goes over the same cables
+        self.nodes: NodeCables | None = None  # where all ranks of a node share one
         self._busy: list[tuple[Floats, Floats]] = []  # begin and end by rank, equal where there was none
 
     def take(self, ranks: Ints, begin: Floats, stop: Floats, cabled: Floats) -> None:
@@ -191,6 +193,8 @@ class _Direction:
 
     def late(self, ranks: Ints, begin: Floats, cabled: Floats) -> Floats:
         """By how much transfers from `begin` on, so long on their cables, are done later as these are shared."""
+        if self.nodes is not None:
+            return self.nodes.late(ranks, begin, cabled)
         beside = self.beside
         if beside is None or not cabled.any():
             return np.zeros(len(ranks))
@@ -213,11 +217,14 @@ class Wires:
         self.out, self.into = _Direction(num_ranks), _Direction(num_ranks)
 
     @classmethod
-    def pair(cls, num_ranks: int, *, one_cable: bool) -> tuple[Wires, Wires]:
+    def pair(cls, num_ranks: int, links: LinkModel) -> tuple[Wires, Wires]:
         """Those of two communicators, which may go over the same cables."""
         pair = one, other = cls(num_ranks), cls(num_ranks)
-        for own, beside in (pair, pair[::-1]) if one_cable else ():
-            own.out.beside, own.into.beside = beside.out, beside.into
+        out, into = (NodeCables(num_ranks, links.node_size) if links.node_cable else None for _ in range(2))
+        for own, beside in (pair, pair[::-1]):
+            own.out.nodes, own.into.nodes = out, into
+            if links.one_cable:
+                own.out.beside, own.into.beside = beside.out, beside.into
         return one, other
 
     def exchange(self, parcels: Parcels, ready: Floats) -> Exchanged:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -78,7 +79,26 @@ def test_two_communicators_share_the_cable_between_nodes(
         sent, received = (layout_of_intervals(size, own) for own in ([(0, size), (0, 0)], [(0, 0), (0, size)]))
         return Parcels.of_plan(plan_transfer(sent, received), links, 1)
 
-    one, other = Wires.pair(2, one_cable=True)
+    one, other = Wires.pair(2, links)
     turns = ((one, 10, 0.0), (other, 6, then), (one, 1, 0.0))
     found = [wires.exchange(parcels(size), np.full(2, ready)).came[1] for wires, size, ready in turns]
     assert found == pytest.approx(came)
+
+
+def test_all_ranks_of_a_node_share_its_cable() -> None:
+    """Of ranks 0 and 1, who send 4 and 10 bytes to ranks 2 and 3, the first is through when both have sent 4."""
+    links = LinkModel(2, Speed(0.0, 1e9), Speed(0.0, 1.0), node_cable=True)
+
+    def parcels(*sizes: int) -> Parcels:
+        ends = np.cumsum([0, *sizes]).tolist()
+        own = [(start, stop) for start, stop in pairwise(ends)]
+        sent, received = (
+            layout_of_intervals(ends[-1], [*own, (0, 0), (0, 0)]),
+            layout_of_intervals(ends[-1], [(0, 0), (0, 0), *own]),
+        )
+        return Parcels.of_plan(plan_transfer(sent, received), links, 1)
+
+    one, other = Wires.pair(4, links)
+    first = one.exchange(parcels(4, 10), np.zeros(4))
+    assert first.left[:2].tolist() == first.came[2:].tolist() == [8.0, 14.0]
+    assert other.exchange(parcels(1, 1), np.zeros(4)).came[2:].tolist() == [16.0, 16.0], "when those before are through"

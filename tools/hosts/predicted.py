@@ -32,8 +32,6 @@ Scales = Mapping[ParallelScheme | PipelineShape, float]
 def predicted_seconds(engine: Any, settings: Settings, record: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Of each strategy, medians over its steps: a step's seconds over the slow cable, its seconds of computing on the
     slowest stage, and what is added.
-
-    The ranks of a host share the cable, so each has its part of the rate.
     """
     from tools.hosts.job import FAST_MEGABITS
 
@@ -70,8 +68,8 @@ def _scales(table: CostTable, steps: Sequence[Mapping[str, Any]]) -> Scales:
 
 
 def _with_rate(job: SimulatedJob, settings: Settings, megabits: float) -> SimulatedJob:
-    each = Speed(LATENCY_S, megabits * 1e6 / 8 / settings.ranks)
-    return replace(job, links=LinkModel(settings.ranks, INSIDE, each, one_cable=True))
+    cable = Speed(LATENCY_S, megabits * 1e6 / 8)
+    return replace(job, links=LinkModel(settings.ranks, INSIDE, cable, node_cable=True))
 
 
 def _scaled(job: SimulatedJob, scales: Scales) -> SimulatedJob:
