@@ -120,6 +120,6 @@ class Pulls:
 
 
 def finish_steps(handles: Sequence[Movement]) -> None:
-    """Begin all steps that are left: the second of all, then the third."""
+    """Begin all steps that are left, one of each at a time."""
     while handles:
         handles = [handle for handle in handles if handle.advance()]

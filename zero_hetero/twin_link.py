@@ -19,11 +19,11 @@ from ds_hydra.zero_hetero.link import SUM_BLOCK_ON_CPU, Handle, Link
 from ds_hydra.zero_hetero.mover import Hop, Operations
 from ds_hydra.zero_hetero.scratch_plan import Window, end_of, piece_of, twin_push_windows
 from ds_hydra.zero_hetero.transport import Transport
-from ds_hydra.zero_hetero.twin_plan import Team, TwinPull, TwinPush
+from ds_hydra.zero_hetero.twin_plan import TwinPull, TwinPush
 
 LEAVE_TAG = 1 << 20
 """Added to the tag of a push: what leaves is of another dtype than what is traded."""
-_MOST_STEPS = 3  # of a pull: what enters, and two gathers
+_STEPS = 2  # of a pull: what enters, and a gather
 
 
 class Steps:
@@ -70,27 +70,24 @@ class TwinPullLink:
     def __init__(self, plan: TwinPull, rank: int, transport: Transport, *, collectives: Collectives, lane: Lane):
         self.rank = rank
         self.enter = Link(plan.enter, rank, transport)
-        self.teams = tuple(plan.team_steps(rank))
+        found = plan.part_of(rank)
+        self.members, self.part = (found[0].ranks, found[1]) if found is not None else ((rank,), 0)
         self._collectives, self._lane = collectives, lane
 
     @property
     def sent_numel(self) -> int:
-        """Elements that this rank sends to others, in all steps, if it sends to each by itself."""
-        return self.enter.sent_numel + self._gathered_numel
+        """Elements that this rank sends to others, in both steps, if it sends to each by itself."""
+        return self.enter.sent_numel + (len(self.members) - 1) * self.part
 
     @property
     def received_numel(self) -> int:
-        """Elements that this rank receives from others, in all steps."""
-        return self.enter.received_numel + self._gathered_numel
-
-    @property
-    def _gathered_numel(self) -> int:
-        return sum((len(team.ranks) - 1) * team.each * part for team, part in self.teams)
+        """Elements that this rank receives from others, in both steps."""
+        return self.enter.received_numel + (len(self.members) - 1) * self.part
 
     @property
     def operations(self) -> Operations:
         """See `Mover.operations`."""
-        return Operations(self.enter.operations.messages, tuple(len(team.ranks) for team, _ in self.teams))
+        return Operations(self.enter.operations.messages, (len(self.members),) if self.part else ())
 
     @property
     def pull_scratch(self) -> int:
@@ -99,27 +96,28 @@ class TwinPullLink:
 
     def pull(self, src: Tensor, dst: Tensor, *, tag: int = 0, scratch: Tensor | None = None) -> Steps:
         """See `Mover.pull`."""
-        later = [partial(self._gather, _run(team, part, dst), team, tag) for team, part in self.teams]
-        # All steps may use one tag: a transport delivers what has one tag in the order in which it was sent.
+        later = [partial(self._gather, dst, tag)] if self.part else []
+        # Both steps may use one tag: a transport delivers what has one tag in the order in which it was sent.
         return Steps(self.enter.pull(src, dst, tag=tag, scratch=scratch), later, self._lane)
 
-    def _gather(self, buffer: Tensor, team: Team, tag: int) -> Handle:
-        return Handle(self._collectives.gather(buffer, team.ranks, tag=tag), _nothing)
+    def _gather(self, buffer: Tensor, tag: int) -> Handle:
+        parts = buffer.narrow(0, 0, len(self.members) * self.part)
+        return Handle(self._collectives.gather(parts, self.members, tag=tag), _nothing)
 
     def hops(self, src: Tensor, dst: Tensor) -> tuple[Hop, ...]:
         """See `Mover.hops`."""
         found = list(self.enter.hops(src, dst))
-        for team, part in self.teams:
-            each, own = team.each * part, team.ranks.index(self.rank)
+        if self.part:
             places = [
-                Envelope.of_intervals(peer, [(team.first * part + index * each, each)])
-                for index, peer in enumerate(team.ranks)
+                Envelope.of_intervals(peer, [(index * self.part, self.part)]) for index, peer in enumerate(self.members)
             ]
-            sends = [places[own]._replace(peer=peer) for peer in team.ranks if peer != self.rank]
-            recvs = [place for place in places if place.peer != self.rank]
-            found.append(Hop(self.rank, tuple(sends), tuple(recvs), (), dst, dst))
+            own = places[self.members.index(self.rank)]
+            sends = [own._replace(peer=peer) for peer in self.members if peer != self.rank]
+            found.append(
+                Hop(self.rank, tuple(sends), tuple(place for place in places if place is not own), (), dst, dst)
+            )
         # All ranks number the steps of all buckets alike, also those who have fewer steps [Note: checksum].
-        return *found, *[Hop(self.rank, (), (), (), dst, dst)] * (_MOST_STEPS - len(found))
+        return *found, *[Hop(self.rank, (), (), (), dst, dst)] * (_STEPS - len(found))
 
 
 class TwinPushLink:
@@ -199,11 +197,6 @@ class TwinPushLink:
 
         later = [partial(trade, start) for start in range(self._piece, self.part, self._piece)]
         return Steps(trade(0), [*later, lambda: out(total, scratch=rest)], self._lane)
-
-
-def _run(team: Team, part: int, buffer: Tensor) -> Tensor:
-    """What a team gathers into."""
-    return buffer.narrow(0, team.first * part, len(team.ranks) * team.each * part)
 
 
 def _nothing() -> None:

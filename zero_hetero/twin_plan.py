@@ -23,17 +23,16 @@ to enter first:
     twins 0, 2  hold elements 0 to 3: rank 0 enters 0 and 1, its own, rank 2 enters 2 and 3 from rank 1
     twins 1, 3  hold elements 4 to 7: rank 1 enters 4 and 5 from rank 2, rank 3 enters 6 and 7, its own
 
-Links inside a node are many times as fast as those between nodes. So where every node has equally many of the twins,
-they gather in two steps too, first across the nodes and then inside them: each element enters a node once. Where the
-nodes have unequally many, no such columns of ranks exist. There the twins of each node pull by themselves: they cut the
-buffer into as many parts as they are, which enter from owners on any node, and gather inside. An element enters a node
-once then, too; it comes from its owner, to one rank of each node.
+Links inside a node are many times as fast as those between nodes. So where a node has several of the twins, those of
+each node pull by themselves: they cut the buffer into as many parts as they are, which enter from owners on any node,
+and gather inside. An element enters a node once then; it comes from its owner, to one rank of each node. Twins of which
+no two share a node gather across nodes, in one step.
 
-In a push the twins of each node trade by themselves, where every node has several of them: one sum of an element enters
-its owner's node from each other node, and not what everyone there has. With n nodes of c twins an owner receives
-n - 1 sums in FP32 for each of its elements from other nodes, where among all twins c (n - 1) contributions came to it
-and a sum more. Of 64*tp1 on nodes of 8 a 16 bit gradient sends a quarter of the bytes from node to node so. With one
-twin on a node, all of them trade: contributions are half as large as sums, and come in few messages.
+Pushes go the same way where every node has at least SUMMED_INSIDE of the twins: one sum of an element enters its
+owner's node from each other node, and not what everyone there has. With n nodes of c twins an owner receives n - 1 sums
+in FP32 for each of its elements from other nodes, where among all twins c (n - 1) contributions came to it and a sum
+more: of 64*tp1 on nodes of 8 a 16 bit gradient sends a quarter of the bytes so. Two twins on each node would send as
+many bytes as contributions that they did not add up.
 
 In a model's layouts parts begin at multiples of 64 elements [Note: gaps], so a buffer is followed by some that nobody
 reads: one of 1000 elements of 3 twins takes 3 parts of 384.
@@ -41,10 +40,9 @@ reads: one of 1000 elements of 3 twins takes 3 parts of 384.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 
@@ -52,35 +50,24 @@ from ds_hydra.zero_hetero.layout import Layout, Piece, padded
 from ds_hydra.zero_hetero.nodes import NodeSize, node_of
 from ds_hydra.zero_hetero.transfer_plan import SliceColumns, TransferPlan, plan_transfer
 
-
-class Team(NamedTuple):
-    """Ranks that gather: from part `first` of their buffer on, the i-th of them has the i-th run of `each` parts."""
-
-    ranks: tuple[int, ...]
-    first: int
-    each: int
+SUMMED_INSIDE = 3  # twins of a node at least, which add up before they send
 
 
 @dataclass(frozen=True, slots=True)
 class Twins:
     """Ranks whose local buffers hold the same [Note: twins]; the k-th of them brings in the k-th part."""
 
-    ranks: tuple[int, ...]
-    nodes: int  # in which they gather: 1 if they do so in one step
+    ranks: tuple[int, ...]  # in their order
     apart: tuple[tuple[int, ...], ...] = ()  # those of each node, where these pull by themselves
 
     @classmethod
     def of(cls, ranks: Sequence[int], node_size: NodeSize) -> Twins:
-        """These ranks, in the order of their parts: in two steps where every node has equally many of them, else those
-        of each node apart."""
+        """These ranks; those of each node apart if a node of several has more than one of them."""
         by_node: dict[int, list[int]] = {}
         for rank in sorted(ranks):
             by_node.setdefault(node_of(rank, node_size), []).append(rank)
-        if len({len(members) for members in by_node.values()}) > 1:
-            return cls(tuple(sorted(ranks)), 1, tuple(map(tuple, by_node.values())))
-        # Two nodes with the twins 0 1 2 and 8 9 10: in the order 0 8 1 9 2 10, those who gather across the nodes have
-        # parts that follow each other, (0 8), (1 9) and (2 10); so does what they then gather inside.
-        return cls(tuple(rank for column in zip(*by_node.values(), strict=True) for rank in column), len(by_node))
+        is_apart = 1 < len(by_node) < len(ranks)
+        return cls(tuple(sorted(ranks)), tuple(map(tuple, by_node.values())) if is_apart else ())
 
     def part_of(self, numel: int, alignment: int) -> int:
         """Elements of one part of a buffer of `numel`."""
@@ -92,27 +79,14 @@ class Twins:
 
     @property
     def pulling(self) -> tuple[Twins, ...]:
-        """Those who share a pull."""
-        return tuple(Twins(ranks, 1) for ranks in self.apart) or (self,)
+        """Those who share a pull, and gather."""
+        return tuple(map(Twins, self.apart)) or (self,)
 
     @property
     def pushing(self) -> tuple[Twins, ...]:
-        """Those who trade and add up among themselves, in the order of their ranks: that is the order of a sum."""
-        by_node = self.apart or tuple(self.ranks[node :: self.nodes] for node in range(self.nodes))
-        if len(by_node) > 1 and min(map(len, by_node)) > 1:
-            return tuple(Twins(ranks, 1) for ranks in by_node)
-        return (Twins(tuple(sorted(self.ranks)), 1),)
-
-    @property
-    def gathers(self) -> tuple[tuple[Team, ...], ...]:
-        """The teams that gather, in one or two steps; none for a rank alone."""
-        if self.apart:
-            teams = tuple(team for one in self.pulling for step in one.gathers for team in step)
-            return (teams,) if teams else ()
-        nodes, columns = self.nodes, len(self.ranks) // self.nodes
-        across = tuple(Team(self.ranks[j * nodes : (j + 1) * nodes], j * nodes, 1) for j in range(columns))
-        inside = tuple(Team(self.ranks[a::nodes], 0, nodes) for a in range(nodes))
-        return tuple(step for step in (across, inside) if len(step[0].ranks) > 1)
+        """Those who trade, and add up by rank."""
+        fewest = min(map(len, self.apart), default=0)
+        return self.pulling if fewest >= SUMMED_INSIDE else (Twins(self.ranks),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,25 +97,15 @@ class TwinPull:
     twins: tuple[Twins, ...]
     parts: tuple[int, ...]  # elements of a part, for each of the twins; 0: they hold nothing of the bucket
 
-    def team_steps(self, rank: int) -> Iterator[tuple[Team, int]]:
-        """The teams that a rank gathers in, one after the other, with the elements of a part."""
-        for twins, part in zip(self.twins, self.parts, strict=True):
-            if part and rank in twins.ranks:
-                yield from ((team, part) for step in twins.gathers for team in step if rank in team.ranks)
+    def part_of(self, rank: int) -> tuple[Twins, int] | None:
+        """The twins that a rank gathers with, and the elements of a part; None if it pulls by itself, or nothing."""
+        return _part_of(self, rank)
 
     @property
     def hops(self) -> tuple[TransferPlan, ...]:
-        """All that moves, step by step, each member's run sent to each other member of its team."""
-        steps: list[list[tuple[Team, int]]] = [[], []]
-        for twins, part in zip(self.twins, self.parts, strict=True):
-            for number, teams in enumerate(twins.gathers if part else ()):
-                steps[number] += [(team, part) for team in teams]
-        gathers = (
-            _all_pairs(self.enter.num_ranks, [(t.ranks, t.each * part, t.first * part) for t, part in step])
-            for step in steps
-            if step
-        )
-        return self.enter, *gathers
+        """All that moves, step by step, each member's part sent to each other twin."""
+        gathers = _several(self)
+        return self.enter, *([_all_pairs(self.enter.num_ranks, gathers)] if gathers else [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,18 +117,26 @@ class TwinPush:
     parts: tuple[int, ...]  # as of the pull
 
     def part_of(self, rank: int) -> tuple[Twins, int] | None:
-        """The twins of a rank and the elements of a part; None if it pushes by itself, or nothing."""
-        for twins, part in zip(self.twins, self.parts, strict=True):
-            if rank in twins.ranks:
-                return (twins, part) if part and len(twins.ranks) > 1 else None
-        return None
+        """The twins that a rank trades with, and the elements of a part; None if it pushes by itself, or nothing."""
+        return _part_of(self, rank)
 
     @property
     def hops(self) -> tuple[TransferPlan, ...]:
         """All that moves, step by step; in a trade the k-th twin receives into the places of all twins, in order."""
-        found = [(t.ranks, part) for t, part in zip(self.twins, self.parts, strict=True) if part and len(t.ranks) > 1]
-        trades = [(ranks, part, 0) for ranks, part in found]
-        return _all_pairs(self.leave.num_ranks, trades, traded=True), self.leave
+        return _all_pairs(self.leave.num_ranks, _several(self), traded=True), self.leave
+
+
+def _part_of(plan: TwinPull | TwinPush, rank: int) -> tuple[Twins, int] | None:
+    for twins, part in zip(plan.twins, plan.parts, strict=True):
+        if rank in twins.ranks:
+            return (twins, part) if part and len(twins.ranks) > 1 else None
+    return None
+
+
+def _several(plan: TwinPull | TwinPush) -> list[tuple[Sequence[int], int]]:
+    """Ranks that share a part of the work, with the elements of a part."""
+    found = zip(plan.twins, plan.parts, strict=True)
+    return [(twins.ranks, part) for twins, part in found if part and len(twins.ranks) > 1]
 
 
 def plan_twin_pull(masters: Layout, held: Layout, twins: Sequence[Twins]) -> TwinPull:
@@ -228,20 +200,16 @@ def _pairs(count: int) -> tuple[np.ndarray, np.ndarray]:
     return i, j
 
 
-def _all_pairs(
-    num_ranks: int, teams: Sequence[tuple[Sequence[int], int, int]], *, traded: bool = False
-) -> TransferPlan:
-    """Messages between all members of each team, given as (ranks, elements, offset of the first run).
+def _all_pairs(num_ranks: int, teams: Sequence[tuple[Sequence[int], int]], *, traded: bool = False) -> TransferPlan:
+    """Messages between all members of each team, given as (ranks, elements of a part).
 
-    The i-th member sends its i-th run to the j-th, into the i-th place; or, `traded`, its j-th.
+    The i-th member sends its i-th part to the j-th, into the i-th place; or, `traded`, its j-th.
     """
     columns: list[tuple[np.ndarray, ...]] = []
-    for ranks, numel, offset in teams:
+    for ranks, numel in teams:
         members = np.array(ranks, dtype=np.int64)
         i, j = _pairs(len(members))
-        sent = j if traded else i
-        length = np.full(len(i), numel)
-        columns.append((members[i], members[j], offset + sent * numel, offset + i * numel, length))
+        columns.append((members[i], members[j], (j if traded else i) * numel, i * numel, np.full(len(i), numel)))
     if not columns:
         columns = [(np.zeros(0, dtype=np.int64),) * 5]
     return TransferPlan(num_ranks, SliceColumns(*map(np.concatenate, zip(*columns, strict=True))))

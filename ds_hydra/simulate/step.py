@@ -91,7 +91,7 @@ class Simulator:
     def _phase(self, phase: Phase, clock: Floats, wires: Networks) -> PhaseTimes:
         strategy, transfers = self._strategy(phase)
         pulls = pull_in_order(transfers, clock, wires, lanes=self.job.lanes)
-        arrived = np.array([hops[-1].came for hops in pulls])
+        arrived = np.array([np.max([hop.came for hop in hops], axis=0) for hops in pulls])
         done = np.maximum(arrived, [np.max([hop.left for hop in hops], axis=0) for hops in pulls]).max(axis=0)
         timings = [
             self._pipeline(planned, placed, clock, arrived, done)
@@ -187,9 +187,8 @@ def pull_in_order(
         done.append([wires.links.exchange(pull[0], clock)])
         if lanes and bucket:
             _gather(pulls[bucket - 1], done[bucket - 1], wires)
-    for _ in range(max(map(len, pulls), default=1) - 1):  # what is left: the second steps, then the third
-        for pull, steps in zip(pulls, done, strict=True):
-            _gather(pull[: len(steps) + 1], steps, wires)
+    for pull, steps in zip(pulls, done, strict=True):  # what is left
+        _gather(pull, steps, wires)
     return tuple(map(tuple, done))
 
 

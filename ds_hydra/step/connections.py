@@ -59,10 +59,9 @@ def link_pairs(plan: ModelPlan, strategy: Strategy, node_size: NodeSize) -> Pair
 
 def teams_of(strategy: Strategy, node_size: NodeSize) -> Iterator[tuple[int, ...]]:
     """Teams of the pulls and pushes under one strategy, in one order; those of one step have no rank in common."""
-    found = [twins for twins in twins_of(strategy, node_size) if len(twins.ranks) > 1]
-    for step in range(2):
-        yield from (team.ranks for twins in found for team in (*twins.gathers, (), ())[step])
-    yield from (one.ranks for twins in found for one in twins.pushing)
+    found = twins_of(strategy, node_size)
+    yield from (one.ranks for twins in found for one in twins.pulling if len(one.ranks) > 1)
+    yield from (one.ranks for twins in found for one in twins.pushing if len(one.ranks) > 1)
 
 
 def edge_pairs(strategy: Strategy, *, token_sharding: bool = False) -> Pairs:

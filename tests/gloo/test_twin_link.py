@@ -105,14 +105,14 @@ def test_a_group_s_collectives_do_what_messages_do() -> None:
     run_ranks(body, 4)
 
 
-@pytest.mark.parametrize("node_size", [1, 2, 4])
+@pytest.mark.parametrize("node_size", [1, 3, 6])
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
 def test_twins_add_up_by_rank_what_has_travelled(wire: torch.dtype, node_size: int) -> None:
-    """One layout for all: one contribution after the other, a rank's own rounded too; on nodes of 2 those of each node,
+    """One layout for all: one contribution after the other, a rank's own rounded too; on nodes of 3 those of each node,
     then the nodes' sums."""
-    numel, ranks = 1003, range(4)
-    held = layout_of_intervals(numel, [(0, numel)] * 4)
-    masters, twins = even_layout(numel, 4), [Twins.of(tuple(ranks), node_size)]
+    numel, ranks = 1003, range(6)
+    held = layout_of_intervals(numel, [(0, numel)] * 6)
+    masters, twins = even_layout(numel, 6), [Twins.of(tuple(ranks), node_size)]
     plan = plan_twin_push(masters, held, twins)
     values = [torch.randn(twins[0].padded(numel, 1), generator=torch.Generator().manual_seed(rank)) for rank in ranks]
 
@@ -121,9 +121,9 @@ def test_twins_add_up_by_rank_what_has_travelled(wire: torch.dtype, node_size: i
         link = TwinPushLink(plan, rank, transport, collectives=MessageCollectives(transport, rank), lane=HostLane())
         summed = torch.empty(masters.sizes[rank])
         link.push(values[rank], summed, wire_dtype=wire).wait()
-        one, other, third, last = (value.to(wire).float() for value in values)
-        total = (one + other) + (third + last) if node_size == 2 else one + other + third + last
+        a, b, c, d, e, f = (value.to(wire).float() for value in values)
+        total = (a + b + c) + (d + e + f) if node_size == 3 else a + b + c + d + e + f
         start, stop = masters.pieces[rank][0][:2]
         assert torch.equal(summed, total[start:stop])
 
-    run_ranks(body, 4)
+    run_ranks(body, 6)

@@ -55,11 +55,9 @@ def test_ranks_of_a_part_of_the_nodes() -> None:
 
 def test_twins_and_links_know_where_an_uneven_node_ends() -> None:
     # On nodes of 3 and 5 the ranks 2 and 3 are on two; on two nodes of 4 they share one.
-    assert Twins.of([1, 2, 4, 5], (3, 5)) == Twins((1, 4, 2, 5), 2)
-    assert Twins.of([1, 2, 4, 5], 4) == Twins((1, 4, 2, 5), 2)
-    assert Twins.of([2, 3], (3, 5)).nodes == 2
-    assert Twins.of([2, 3], 4).nodes == 1
-    assert Twins.of([1, 2, 3], (3, 5)) == Twins((1, 2, 3), 1, ((1, 2), (3,)))  # two of one node and one of the other
+    assert Twins.of([1, 2, 4, 5], (3, 5)) == Twins((1, 2, 4, 5), ((1, 2), (4, 5)))
+    assert Twins.of([2, 3], (3, 5)) == Twins.of([2, 3], 4) == Twins((2, 3))  # one on each of two nodes, or both on one
+    assert Twins.of([1, 2, 3], (3, 5)) == Twins((1, 2, 3), ((1, 2), (3,)))  # two of one node and one of the other
     links = LinkModel((3, 5))
     assert links.speed(2, 3) == links.between
     assert links.speed(3, 7) == links.inside

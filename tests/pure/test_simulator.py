@@ -6,6 +6,7 @@ import dataclasses
 import random
 from unittest import mock
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -149,21 +150,21 @@ def test_the_last_weight_gradients_push_layer_by_layer() -> None:
     assert 1e3 * found.phases[0].stop == pytest.approx([25.0, 25.0])
 
 
-@pytest.mark.parametrize(("one_cable", "later"), [(False, 20.0), (True, 40.0)])
-def test_twins_gather_across_nodes_and_then_inside_them(one_cable: bool, later: float) -> None:
+def test_twins_of_a_node_bring_in_its_parts_and_gather_them() -> None:
     """Nodes of 2 ranks, all want all 8 bytes, and each owns 2. A byte takes 1 ms inside a node and 10 between.
 
-    Ranks 0, 2, 1 and 3 bring in the parts 0 to 3, so ranks 1 and 2 send each other what they own, until 20. Ranks 0
-    and 3 have theirs and send them at once, to ranks 2 and 1, where they are at 20 too, or at 40 over the cable that
-    brings these their parts; these answer from 20 to 40. Then neighbours exchange their halves: the last byte comes
-    4 ms after the later one had its own.
+    The first half enters at ranks 0 and 2, the second at ranks 1 and 3. Ranks 0 and 3 have half of theirs and get the
+    rest from their neighbours: rank 3 at 2, rank 0 when rank 1 has sent to the other node before, at 22. Ranks 1 and 2
+    get two messages of 2 bytes from the other node, at 20 and 40. Then neighbours exchange their halves of 4 bytes, as
+    soon as each has its own.
     """
-    links = LinkModel(2, Speed(0.0, 1e3), Speed(0.0, 1e2), one_cable=one_cable)
+    links = LinkModel(2, Speed(0.0, 1e3), Speed(0.0, 1e2))
     found = Simulator(job(links, 4, count=1)).step(plan_of("4*tp1", [[1], [1], [1], [1]]))
-    ((enter, across, inside),) = found.phases[0].pulls
-    assert 1e3 * enter.came == pytest.approx([0.0, 20.0, 20.0, 0.0])
-    assert 1e3 * across.came == pytest.approx([40.0, later, later, 40.0])
-    assert 1e3 * inside.came == pytest.approx([44.0] * 4)
+    ((enter, gather),) = found.phases[0].pulls
+    assert 1e3 * enter.came == pytest.approx([22.0, 40.0, 40.0, 2.0])
+    assert 1e3 * gather.came == pytest.approx([44.0, 26.0, 6.0, 44.0])
+    starts = [stage.actions[0].stop for (stage,) in found.phases[0].pipelines]
+    assert 1e3 * np.array(starts) - 1.0 == pytest.approx([44.0, 40.0, 40.0, 44.0]), "when a rank has both"
     assert found.phases[0].started.tolist() == [0.0] * 4
 
 

@@ -13,7 +13,7 @@ from ds_hydra.pipe.transfers import twins_of
 from ds_hydra.zero_hetero.layout import Layout, Piece, even_layout, layout_of_intervals
 from ds_hydra.zero_hetero.nodes import node_of
 from ds_hydra.zero_hetero.transfer_plan import TransferPlan
-from ds_hydra.zero_hetero.twin_plan import Team, Twins, plan_twin_pull, plan_twin_push
+from ds_hydra.zero_hetero.twin_plan import SUMMED_INSIDE, Twins, plan_twin_pull, plan_twin_push
 from tests.pure.test_connections import large_strategies
 
 
@@ -75,8 +75,9 @@ def test_a_pull_brings_everything_once(case: tuple[Layout, list[Twins]]) -> None
     for rank, own in enumerate(layout.pieces):
         for start, stop, offset in own:
             assert buffers[rank][offset : offset + stop - start] == list(range(start, stop))
-    steps = [[team for team, _ in plan.team_steps(rank)] for rank in range(layout.num_ranks)]
-    assert all(rank in team.ranks for rank, teams in enumerate(steps) for team in teams)
+    for rank in range(layout.num_ranks):
+        found = plan.part_of(rank)
+        assert found is None or (rank in found[0].ranks and len(found[0].ranks) > 1)
 
 
 @settings(deadline=None)
@@ -131,38 +132,27 @@ def test_the_example_of_the_docstring() -> None:
     ]  # fmt: skip
 
 
-def test_twins_gather_each_element_into_a_node_once() -> None:
-    """Three nodes of four ranks, all of which hold everything, gather in two steps."""
-    twins = Twins.of(range(12), 4)
-    plan = plan_twin_pull(even_layout(120, 12), layout_of_intervals(120, [(0, 120)] * 12), [twins])
-    _, across, inside = plan.hops
-    into: Counter[int] = Counter()
-    for message in across.messages:
-        assert message.src // 4 != message.dst // 4
-        into[message.dst // 4] += message.numel
-    assert into == dict.fromkeys(range(3), 80), "what the other nodes' ranks have brought in"
-    assert all(message.src // 4 == message.dst // 4 for message in inside.messages)
-    assert len(Twins.of((0, 4, 8), 4).gathers) == 1
-    assert len(Twins.of((0, 1), 4).gathers) == 1
-    assert Twins.of((5,), 4).gathers == ()
-
-
-@pytest.mark.parametrize("sizes", [(4, 3), (3, 4, 4), (1, 4), (2, 2, 1)])
-def test_twins_of_unequal_nodes_bring_each_element_into_a_node_once(sizes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("sizes", [(4, 3), (3, 4, 4), (1, 4), (2, 2, 1), (4, 4, 4)])
+def test_twins_bring_each_element_into_a_node_once(sizes: tuple[int, ...]) -> None:
     ranks, numel = sum(sizes), 120
     twins = Twins.of(range(ranks), sizes)
-    plan = plan_twin_pull(even_layout(numel, ranks), layout_of_intervals(numel, [(0, numel)] * ranks), [twins])
-    enter, *gathers = plan.hops
+    masters = even_layout(numel, ranks)
+    enter, *gathers = plan_twin_pull(masters, layout_of_intervals(numel, [(0, numel)] * ranks), [twins]).hops
     entered: dict[int, int] = dict.fromkeys(range(len(sizes)), 0)
     for message in enter.messages:
         entered[node_of(message.dst, sizes)] += message.numel
     assert entered == dict.fromkeys(range(len(sizes)), numel)
     for message in [message for gather in gathers for message in gather.messages]:
         assert node_of(message.src, sizes) == node_of(message.dst, sizes)
-    assert twins.gathers == ((*(Team(one, 0, 1) for one in twins.apart if len(one) > 1),),)
+    owned = [sum(masters.sizes[rank] for rank in ranks) for ranks in twins.apart]
+    crossed: Counter[int] = Counter()
+    for message in enter.messages:
+        if node_of(message.src, sizes) != (node := node_of(message.dst, sizes)):
+            crossed[node] += message.numel
+    assert crossed == {node: numel - own for node, own in enumerate(owned)}
 
 
-@pytest.mark.parametrize("sizes", [(4, 4, 4), (3, 4), (2, 2), (2, 5, 3)])
+@pytest.mark.parametrize("sizes", [(4, 4, 4), (3, 4), (3, 3), (3, 5, 4)])
 def test_one_sum_of_each_element_enters_its_owners_node_from_each_other_node(sizes: tuple[int, ...]) -> None:
     ranks, numel = sum(sizes), 120
     twins, masters = Twins.of(range(ranks), sizes), even_layout(numel, ranks)
@@ -178,10 +168,10 @@ def test_one_sum_of_each_element_enters_its_owners_node_from_each_other_node(siz
     assert entered == {node: (len(sizes) - 1) * held for node, held in owned.items()}
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 3)])
-def test_twins_that_are_alone_on_a_node_trade_with_all(sizes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 3), (SUMMED_INSIDE, SUMMED_INSIDE - 1)])
+def test_few_twins_on_a_node_trade_with_all(sizes: tuple[int, ...]) -> None:
     twins = Twins.of(range(sum(sizes)), sizes)
-    assert twins.pushing == (Twins(tuple(range(sum(sizes))), 1),)
+    assert twins.pushing == (Twins(tuple(range(sum(sizes)))),)
 
 
 @settings(max_examples=25, deadline=None)
@@ -191,8 +181,7 @@ def test_every_rank_is_among_one_of_the_twins(strategy: Strategy, node_size: int
     assert sorted(rank for one in twins for rank in one.ranks) == list(range(strategy.num_ranks))
     for one in twins:
         # A process group numbers its ranks in ascending order, and so must a team their parts.
-        assert all(list(team.ranks) == sorted(team.ranks) for step in one.gathers for team in step)
-        assert all(list(trading.ranks) == sorted(trading.ranks) for trading in one.pushing)
+        assert all(list(those.ranks) == sorted(those.ranks) for those in (*one.pulling, *one.pushing))
         stages = [strategy.stage_of(rank) for rank in one.ranks]
         assert len({(stage.ranges, stage.tp) for stage in stages}) == 1
         assert len({stage.coordinates(rank)[0] for stage, rank in zip(stages, one.ranks, strict=True)}) == 1
