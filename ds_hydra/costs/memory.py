@@ -250,12 +250,6 @@ class JobMemory:
             for one in alike
         )
         of_head, rows, wide = self._width_of(self.plan.last), math.ceil(self.vocab / stage.tp), max(4, self.param_bytes)
-        blocks: tuple[tuple[int, int], ...]
-        if self.plain_head:
-            blocks = (max(HEAD_LOGITS_AT_ONCE, rows), self.param_bytes), (max(LOGITS_AT_ONCE, rows), wide)
-        else:  # logits, an FP32 copy of 16 bit ones, and the probabilities that become their gradient
-            copied = wide if self.param_bytes < 4 else 0
-            blocks = ((max(LOGITS_AT_ONCE, rows), self.param_bytes + wide + copied),)
         shards = stage.tp if self.plan.token_sharding else 1
         head = rows * of_head.trained * (wide if self.plain_head else 2 * self.param_bytes) if last else 0
         # Several forwards before a backward: never where whole micro-batches run under 1F1B and its like.
@@ -274,7 +268,7 @@ class JobMemory:
             tied=shape.pp == 1 and bool(self.plan.first & self.plan.last),
             embeddings=rows * self._width_of(self.plan.first).trained * self.param_bytes if index == 0 else 0,
             logits=rows / stage.sp if last else 0.0,
-            blocks=blocks if last else (),
+            blocks=self._blocks(rows, wide) if last else (),
             per_token=alive * per_batch,
             alive=alive,
             transient=kept.transient,
@@ -285,6 +279,12 @@ class JobMemory:
             sent=sent * of_head.width * self.param_bytes / (stage.sp * shards),
             state=kept.state,
         )
+
+    def _blocks(self, rows: int, wide: int) -> tuple[tuple[int, int], ...]:
+        if self.plain_head:
+            return (max(HEAD_LOGITS_AT_ONCE, rows), self.param_bytes), (max(LOGITS_AT_ONCE, rows), wide)
+        copied = wide if self.param_bytes < 4 else 0  # beside logits, and probabilities that become their gradient
+        return ((max(LOGITS_AT_ONCE, rows), self.param_bytes + wide + copied),)
 
     def _alike(self, shape: PipelineShape) -> tuple[PipelineShape, set[PipelineShape]]:
         """A shape as it can be run, and the pipelines with its costs.

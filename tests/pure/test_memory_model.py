@@ -15,10 +15,14 @@ from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.memory import Activations, JobMemory, gibibytes
 from ds_hydra.costs.shares import Shares, Terms
 from ds_hydra.pipe.placement import place_strategy
-from ds_hydra.pipe.schedules.actions import Order, slots_from_text
+from ds_hydra.pipe.schedules.actions import Action, Order, slots_from_text
 from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.registry import SCHEDULES, Schedule
+from ds_hydra.pipe.schedules.simulate import TimedAction
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
+from ds_hydra.plan.phase import MicroBatchPlan, PipelinePlan, Span
+from ds_hydra.simulate.memory import memory_over_time
+from ds_hydra.simulate.pipeline import StageTimes
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tests.support.llama_memory import GIB, job
 from tools.check_cost_model import PUBLISHED_MAX_LENGTH, TABLES, constants, max_length
@@ -140,6 +144,38 @@ def test_the_embeddings_gradient_counts_where_a_small_micro_batch_ends_beside_ot
     few, many = 1000, 10_000
     assert first.on_top(10, given_back=few) == first.embeddings - few
     assert first.on_top(many, given_back=many * kept) == many * first.transient
+
+
+@pytest.mark.parametrize("is_one", [True, False])
+def test_a_forward_keeps_the_gradient_of_the_heads_weight_until_its_backward(is_one: bool) -> None:
+    """Slices a0 and a1 and a whole sequence b: only a1 and, after it, b make theirs in the forward, so a0's is made
+    while b's is there. Where head and loss are not one function, every backward makes its own."""
+    kept = {(1, 1): Activations(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)}
+    memory = replace(job(1), activations=kept, plain_head=is_one)
+    batches = [(Span(0, 0, 1),), (Span(0, 1, 2),), (Span(1, 0, 1),)]
+    pipeline = PipelinePlan(PipelineShape.parse("tp1"), tuple(map(MicroBatchPlan, batches)), 1.0)
+    done = [("forward", 0), ("forward", 1), ("backward", 1), ("forward", 2), ("backward", 0), ("backward", 2)]
+    actions = tuple(TimedAction(Action(kind, number), 0.0, 0.0) for kind, number in done)  # type: ignore[arg-type]
+    stage = place_strategy(StrategyShape.parse("tp1"), 1, 8).pipelines[0].stages[0]
+    (_, states), *curve = memory_over_time(memory, pipeline, StageTimes(stage, 0, (), 0.0, (), 0.0, actions=actions))
+    needs = memory.needs(ParallelScheme(), 0)
+    blocks = sum(1000 * size for _, size in needs.blocks)  # the logits of one token
+    made, last = needs.head + blocks, needs.embeddings
+    again = max(made, last)
+    assert needs.head > needs.embeddings > blocks
+    if is_one:
+        expected = [
+            blocks,
+            made,
+            needs.embeddings + needs.head,
+            made,
+            needs.head + again,
+            needs.head + needs.embeddings,
+        ]
+    else:
+        expected = [made, made, again, made, again, again]
+    assert [held - states for _, held in curve[::2]] == expected
+    assert [held - states for _, held in curve[1::2]] == [is_one * one * needs.head for one in (0, 1, 0, 1, 1, 0)]
 
 
 def test_a_stage_keeps_as_many_micro_batches_as_its_schedule_says(monkeypatch: pytest.MonkeyPatch) -> None:
