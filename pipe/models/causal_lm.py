@@ -33,6 +33,7 @@ from ds_hydra.pipe.models.kinds import find_kinds
 from ds_hydra.pipe.models.lone_rank import cannot_run, look
 from ds_hydra.pipe.models.meta_copy import (
     copy_to_meta,
+    devices_to_run_on,
     give_values,
     parameter_hooks,
     place_on,
@@ -56,7 +57,6 @@ logger = logging.getLogger(__name__)
 
 # What a model that is given no positions makes of them: it begins at 0, or does as it likes with each sequence.
 _NOT_NUMBERED: tuple[int, bool, tuple[int, ...]] = (0, True, ())
-_META = torch.device("meta")
 _Found = TypeVar("_Found")
 _Rules = TypeVar("_Rules", UnnamedRules, TokenRules)
 _ALL_TOKENS = TokenRules(obstacle='"token_sharding" is not in hydra.fast_paths')
@@ -224,12 +224,13 @@ class CausalLM:
         return copied
 
     def without_values(self, run: Callable[[Any], _Found]) -> _Found:
-        """Calls `run` with a copy on the meta device, or with one that has values where the forward depends on them."""
+        """Calls `run` with a copy that has no values of the model's, where it can be run."""
+        first, then = devices_to_run_on(self.template)
         try:
-            return run(self.copy_to_run(_META, None))
-        except (NotImplementedError, RuntimeError, ValueError) as error:  # experts choose by the numbers
-            logger.debug("a run needs numbers: %s", error)
-            return run(self.copy_to_run(torch.device("cpu"), None))
+            return run(self.copy_to_run(first, None))
+        except (NotImplementedError, RuntimeError, ValueError) as error:
+            logger.debug("a run is tried again: %s", error)
+            return run(self.copy_to_run(then, None))
 
     def trace(self, original: Any, *, alone: bool = False) -> Flow:
         """Run a few tokens of one sequence: packed, or `alone` by the model's own attention. Raises NotPackedError."""

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from ds_hydra.pipe.model_plan import end_of_slots
 from ds_hydra.pipe.models.flow import keep_stack
 from ds_hydra.pipe.models.graph import arguments, tensors_in
-from ds_hydra.pipe.models.meta_copy import run_experts_one_by_one
+from ds_hydra.pipe.models.meta_copy import are_few, devices_to_run_on, repeated, run_experts_one_by_one
 from ds_hydra.pipe.placement import Pipeline, Stage
 from ds_hydra.pipe.rows import MicroBatch, Pack
 from ds_hydra.pipe.stage import StageModule, StagePlace
@@ -43,11 +43,11 @@ class Seen:
 
 
 def look(source: CausalLM, tp: int, **how: Any) -> Seen:
-    """What rank 0 of `tp` does, as `_run` says. Without data first; with numbers only where the forward depends on data
-    (experts)."""
-    seen = _run(source, tp, torch.device("meta"), **how)
-    numbers = seen.error is not None and not isinstance(seen.error, ConfigError)
-    return _run(source, tp, torch.device("cpu"), **how) if numbers else seen
+    """What rank 0 of `tp` does, as `_run` says, without the model's values."""
+    first, then = devices_to_run_on(source.template)
+    seen = _run(source, tp, first, **how)
+    again = seen.error is not None and not isinstance(seen.error, ConfigError)
+    return _run(source, tp, then, **how) if again else seen
 
 
 def cannot_run(source: CausalLM) -> str:
@@ -170,12 +170,12 @@ def _reduced_sizes(name: str, args: Any, kwargs: Any) -> Shape:
 def _install_numbers(
     source: CausalLM, built: StageModule, stage: Stage, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """One repeated number for every parameter: it takes no memory, whatever the size of the model."""
-    number = torch.full((), 0.01, dtype=dtype, device=device)
+    """One repeated number for every parameter."""
+    few, number = are_few(source.template.parameters()), torch.full((), 0.01, dtype=dtype, device=device)
     for bucket in source.plan.buckets:
         slots = source.plan.slots(bucket, stage, 0)
         for slot in slots:
-            built.install(slot, number.expand(end_of_slots(slots)))
+            built.install(slot, repeated(number, (end_of_slots(slots),), few=few))
 
 
 class _Done(dist.Work):

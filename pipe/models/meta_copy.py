@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,10 @@ from torch import Tensor, nn
 
 from ds_hydra.pipe.models.rebinding import rebind_functions
 from ds_hydra.zero_hetero.errors import ConfigError
+
+# Parameters of a model that is run with numbers at once. Without them torch computes shapes in Python, which takes up
+# to a hundred times as long as to compute a few numbers, and as long for a tiny model as for a large one.
+FEW_PARAMETERS = 2**21
 
 
 def copy_to_meta(model: Any) -> Any:
@@ -137,13 +141,32 @@ def run_experts_one_by_one(model: nn.Module) -> None:
             config._experts_implementation = "eager"  # type: ignore[union-attr]
 
 
+def are_few(parameters: Iterable[Tensor]) -> bool:
+    """Whether a run with numbers takes less time than one without."""
+    return sum(parameter.numel() for parameter in parameters) <= FEW_PARAMETERS
+
+
+def devices_to_run_on(model: nn.Module) -> tuple[torch.device, torch.device]:
+    """Where a run that needs no values is tried, and tried again: with no numbers, which takes no memory, and then with
+    one repeated number for each parameter, since experts choose by the numbers; small models have numbers at once, and
+    the second time what their code has kept of the first."""
+    numbers = torch.device("cpu")
+    return (numbers if are_few(model.parameters()) else torch.device("meta")), numbers
+
+
 def give_values(model: nn.Module, values: Mapping[str, Tensor] | None, device: torch.device) -> None:
     """Give a copy's parameters values that share memory with `values`, or one repeated number for each."""
     given: dict[int, nn.Parameter] = {}
+    few = are_few(model.parameters())
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if id(parameter) not in given:
             number = torch.full((), 0.01 if parameter.is_floating_point() else 1, dtype=parameter.dtype, device=device)
-            data = number.expand(parameter.shape) if values is None else values[name].detach()
+            data = repeated(number, parameter.shape, few=few) if values is None else values[name].detach()
             given[id(parameter)] = nn.Parameter(data, requires_grad=parameter.is_floating_point())
         owner, _, leaf = name.rpartition(".")
         model.get_submodule(owner)._parameters[leaf] = given[id(parameter)]
+
+
+def repeated(number: Tensor, shape: Sequence[int], *, few: bool) -> Tensor:
+    """A tensor of one repeated number: of `few`, or of no value, one that can be written to; else in no memory."""
+    return number.new_full(shape, number.item()) if few and not number.is_meta else number.expand(tuple(shape))
