@@ -22,6 +22,8 @@ USABLE := $(VENV)/.usable
 PIP := $(BIN)/python -m pip --disable-pip-version-check install $(PIP_ARGS) --constraint constraints.txt
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 export PYTHONUNBUFFERED := 1
+# Tests and tools start many processes, which are not to compile the same modules each.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: venv demo demo-elastic train bench first-hour check check-all check-verl check-ray docs test test-training test-jobs test-ranks test-models test-pure lint kernels clean
 
