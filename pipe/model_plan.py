@@ -35,6 +35,7 @@ from typing import Annotated, Literal
 
 from pydantic import PlainSerializer
 
+from ds_hydra.pipe.degrees import check_experts, check_heads
 from ds_hydra.pipe.placement import Stage, Strategy
 from ds_hydra.zero_hetero.errors import PlanError
 from ds_hydra.zero_hetero.layout import ALIGNMENT, Layout, Piece, padded
@@ -57,13 +58,15 @@ class ShardRule:
     `dim` is cut (None: every rank holds the whole parameter) in each of `parts` fused parts, in whole `units` (heads;
     None: single rows). If there are fewer units than ranks, several ranks hold each unit and their gradients add up.
     For an uncut parameter, `gradient` says whether each rank's gradient is "complete" (the same everywhere) or
-    "partial" (to be summed).
+    "partial" (to be summed). Stacked experts that are spread as whole ones are cut by the stage's `ep`
+    [Note: whole experts]: `by_width` are dim and parts by which tensor parallel ranks would have cut them.
     """
 
     dim: int | None = None
     parts: int = 1
     units: int | None = None
     gradient: Gradient = "complete"
+    by_width: tuple[int | None, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,12 @@ class ParamSpec:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    def share(self, stage: Stage, holder: int) -> tuple[int, int]:
+        """Which share of how many a holder of the stage has of this parameter; what follows calls them `tp_rank` and
+        `tp`."""
+        degree = stage.tp if self.rule.by_width is None else stage.ep
+        return holder % degree, degree
 
     def shard_rows(self, tp_rank: int, tp: int) -> tuple[int, int]:
         """Rows [start, stop) of one part along the cut dimension that `tp_rank` of `tp` holds."""
@@ -171,6 +180,8 @@ class ModelPlan:
     no_pp: str = ""  # the same of pipeline stages
     no_slices: str = ""  # the same of sequences that are cut into slices
     no_token_sharding: str = "nothing is known of it"  # the same of ranks that share tokens [Note: token sharding]
+    no_ep: str = "the job is set up for experts that are cut by width"  # of whole experts that are spread over ranks
+    experts: tuple[int, ...] = ()  # how many there are, where they are spread as whole ones [Note: whole experts]
     unread: Names = frozenset()  # parameters for which no loss was seen to have a gradient
     carried: tuple[int, ...] = ()  # bytes of the states that a slice hands on in each layer; none: layers have none
     alignment: int = ALIGNMENT  # in elements, of parameters and buckets in a rank's buffers [Note: gaps]
@@ -205,14 +216,14 @@ class ModelPlan:
                 names |= self.last
         return names
 
-    def slots(self, bucket: Bucket, stage: Stage, tp_rank: int) -> tuple[Slot, ...]:
-        """A rank's local buffer of one bucket: the shards that its stage needs, in order [Note: gaps]."""
+    def slots(self, bucket: Bucket, stage: Stage, holder: int) -> tuple[Slot, ...]:
+        """The local buffer of one bucket on a holder of the stage: the shards that it needs, in order [Note: gaps]."""
         needed = self.needed(stage)
         slots: list[Slot] = []
         offset = 0
         for param in bucket.params:
             if param.name in needed:
-                slots.append(Slot(param, offset, param.shard_shape(tp_rank, stage.tp)))
+                slots.append(Slot(param, offset, param.shard_shape(*param.share(stage, holder))))
                 offset += padded(slots[-1].numel, self.alignment)
         return tuple(slots)
 
@@ -243,19 +254,19 @@ class ModelPlan:
         sizes = [0] * strategy.num_ranks
         known: dict[object, tuple[tuple[Piece, ...], int]] = {}  # replicas of a stage hold the same
         for stage in (stage for pipeline in strategy.pipelines for stage in pipeline.stages):
-            for tp_rank in range(stage.tp):
-                key = (stage.ranges, stage.tp, tp_rank)
+            for holder in range(stage.holders):
+                key = (stage.ranges, stage.tp, stage.ep, holder)
                 if key not in known:
-                    slots = self.slots(bucket, stage, tp_rank)
+                    slots = self.slots(bucket, stage, holder)
                     mine = tuple(
                         Piece(starts[slot.param.name] + lo, starts[slot.param.name] + hi, slot.offset + offset)
                         for slot in slots
-                        for lo, hi, offset in pieces_of(slot, tp_rank, stage.tp)
+                        for lo, hi, offset in pieces_of(slot, *slot.param.share(stage, holder))
                     )
                     known[key] = mine, end_of_slots(slots)
-                # Ranks of a stage are numbered with tp fastest, so these are the tp rank's sequence parallel ranks:
-                # they hold the same.
-                for rank in stage.ranks[tp_rank :: stage.tp]:
+                # Ranks of a stage are numbered with tp fastest, so these are a tp rank's sequence parallel ranks, which
+                # hold the same; or one rank alone.
+                for rank in stage.ranks[holder :: stage.holders]:
                     pieces[rank], sizes[rank] = known[key]
         return Layout(bucket.numel, tuple(pieces), tuple(sizes), self.alignment)
 
@@ -283,36 +294,19 @@ class ModelPlan:
 
         Raises PlanError naming the degrees and the numbers of the model that disagree.
         """
-        shapes = {(stage.tp, stage.sp) for pipeline in strategy.pipelines for stage in pipeline.stages}
-        if self.no_tp and any(tp > 1 for tp, _ in shapes):
+        shapes = {(stage.tp, stage.sp, stage.ep) for pipeline in strategy.pipelines for stage in pipeline.stages}
+        if self.no_tp and any(tp > 1 for tp, *_ in shapes):
             raise PlanError(self.no_tp)
         if self.no_pp and any(len(pipeline.stages) > 1 for pipeline in strategy.pipelines):
             raise PlanError(self.no_pp)
-        for tp, sp in sorted(shapes):
+        for tp, sp, ep in sorted(shapes):
+            check_experts(self.experts, self.no_ep, tp, sp, ep)
             for bucket in self.buckets:
                 for param in bucket.params:
-                    if param.rule.dim is not None and tp > 1:
+                    if param.rule.dim is not None and param.rule.by_width is None and tp > 1:
                         param.shard_rows(0, tp)
             if self.num_heads:
-                self._check_heads(tp if self.heads_cut else 1, sp)
-
-    def _check_heads(self, tp: int, sp: int) -> None:
-        heads, kv_heads = self.num_heads, self.num_kv_heads
-        if heads % tp:
-            raise PlanError(
-                f"tp={tp} does not divide the model's {heads} attention heads; use strategies with a tp that does"
-            )
-        heads, kv_heads = heads // tp, max(1, kv_heads // tp)
-        left = f" that tp={tp} leaves of {self.num_heads}" if tp > 1 else ""
-        if heads % sp:
-            raise PlanError(
-                f"sp={sp} does not divide the {heads} attention heads{left}; use strategies with an sp that does"
-            )
-        if kv_heads % sp and sp % kv_heads:
-            raise PlanError(
-                f"sp={sp} and the {kv_heads} key/value heads{left} do not divide each other; use strategies with an sp "
-                "that divides them or that they divide"
-            )
+                check_heads(self.num_heads, self.num_kv_heads, tp if self.heads_cut else 1, sp)
 
 
 def end_of_slots(slots: Sequence[Slot]) -> int:

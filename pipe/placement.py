@@ -34,6 +34,7 @@ class Stage:
     tp: int = 1
     sp: int = 1
     second: LayerRange | None = None  # of a V, nearer to the model's end [Note: virtual stages]
+    ep: int = 1  # 1, tp or tp * sp ranks that share the experts, whole ones [Note: whole experts]
 
     def __post_init__(self) -> None:
         if len(self.ranks) != self.tp * self.sp:
@@ -64,6 +65,15 @@ class Stage:
         """(tp_rank, sp_rank) of a global rank of this stage."""
         sp_rank, tp_rank = divmod(self.ranks.index(rank), self.tp)
         return tp_rank, sp_rank
+
+    @property
+    def holders(self) -> int:
+        """How many of its ranks hold different parameters: ranks that are as many places apart hold the same."""
+        return max(self.tp, self.ep)
+
+    def holder(self, rank: int) -> int:
+        """Which of `holders` a global rank is: its tensor parallel rank, or its place where all ranks share experts."""
+        return self.ranks.index(rank) % self.holders
 
     def tp_ranks(self, rank: int) -> tuple[int, ...]:
         """The tensor parallel group that `rank` is in, in order of tp_rank."""
@@ -171,7 +181,7 @@ def place_pipeline(shape: PipelineShape, first_rank: int, num_layers: int) -> Pi
     rank = first_rank
     for stage, (own, *second) in zip(shape.stages, _layers_of_stages(shape, num_layers), strict=True):
         ranks = tuple(range(rank, rank + stage.num_ranks))
-        stages.append(Stage(ranks, *own, stage.tp, stage.sp, *second))
+        stages.append(Stage(ranks, *own, stage.tp, stage.sp, *second, ep=stage.ep))
         rank += stage.num_ranks
     return Pipeline(tuple(stages), shape.schedule)
 

@@ -132,22 +132,52 @@ class _AllOfRow(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, pack: Pack) -> Tensor:
         ctx.pack = pack
-        most = max(pack.tokens)
-        padded = x.new_zeros((most, *x.shape[1:]))  # gathered is what is equally large
-        padded[: len(x)] = x
-        parts = [torch.empty_like(padded) for _ in pack.tokens]
-        dist.all_gather(parts, padded, group=pack.sp_group)
-        return torch.cat([part[:tokens] for part, tokens in zip(parts, pack.tokens, strict=True)])
+        return _gathered(x, pack)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.contiguous()
-        dist.all_reduce(grad, group=ctx.pack.sp_group)
-        start, stop = ctx.pack.local
-        return grad[start:stop], None
+        return _scattered(grad, ctx.pack), None
+
+
+class _OwnOfSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, pack: Pack) -> Tensor:
+        ctx.pack = pack
+        return _scattered(x, pack)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _gathered(grad, ctx.pack), None
+
+
+def _gathered(x: Tensor, pack: Pack) -> Tensor:
+    """The tokens of all sequence parallel ranks, the first dimension."""
+    most = max(pack.tokens)
+    padded = x.new_zeros((most, *x.shape[1:]))  # gathered is what is equally large
+    padded[: len(x)] = x
+    parts = [torch.empty_like(padded) for _ in pack.tokens]
+    dist.all_gather(parts, padded, group=pack.sp_group)
+    return torch.cat([part[:tokens] for part, tokens in zip(parts, pack.tokens, strict=True)])
+
+
+def _scattered(x: Tensor, pack: Pack) -> Tensor:
+    """The own tokens of the sum of what all sequence parallel ranks have of all of them."""
+    most = max(pack.tokens)
+    padded = x.new_zeros((pack.sp, most, *x.shape[1:]))
+    for place, part in zip(padded, x.split(pack.tokens), strict=True):
+        place[: len(part)] = part
+    start, stop = pack.local
+    own = start_sum(padded.view(pack.sp * most, -1), pack.sp_group).wait()
+    return own[: stop - start].view(stop - start, *x.shape[1:])
 
 
 def all_of_row(x: Tensor, dim: int, pack: Pack) -> Tensor:
     """The tokens of all sequence parallel ranks along a dimension, of which each goes on to compute with some: the
     backward adds their gradients. Ranks may have a token more than others."""
     return x if pack.sp == 1 else _AllOfRow.apply(x.movedim(dim, 0), pack).movedim(0, dim)
+
+
+def own_of_sum(x: Tensor, pack: Pack) -> Tensor:
+    """The own tokens of the sum of what each sequence parallel rank has of all tokens, (tokens, ...); the backward
+    gathers the gradients of all tokens."""
+    return x if pack.sp == 1 else _OwnOfSum.apply(x, pack)

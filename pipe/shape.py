@@ -7,13 +7,15 @@
     term     := [count "*"] pipeline ["/" schedule]
     pipeline := part | "(" part {">" part} ")"
     part     := degrees ["[" range {"," range} "]"] ["@" device]
-    degrees  := any of "tpN", "ppN", "spN", each at most once, at least one of them
+    degrees  := any of "tpN", "ppN", "spN", "epN", each at most once, at least one of them
     range    := first ":" last                               layers first to last - 1, as in a Python slice
     schedule, device := letters, digits, "_", "." and "-"
 
 A part `tp2pp3` is three stages with tp=2; a part that says which layers it holds is one stage. Either all stages of a
 pipeline say so or none does, and then the layers are split evenly. Pipelines without a schedule run 1F1B. Spaces and
-capitals do not matter. Three pipelines that are not uniform, each over four ranks:
+capitals do not matter. In `tp4ep4` each of four ranks holds a quarter of the experts, whole ones, in place of a quarter
+of every expert's width; in `tp2sp4ep8` all eight ranks of the stage share them. Three pipelines that are not uniform,
+each over four ranks:
 
     (sp2[0:1] > tp2[1:4])               stage 0 holds layer 0 with sp=2, stage 1 layers 1, 2 and 3 with tp=2
     (tp2[0:2,6:8] > tp2[2:4,4:6])/list  a V [Note: virtual stages]: stage 0 holds both ends of eight layers
@@ -42,26 +44,31 @@ V_SCHEDULE = "v"
 
 _TERM = re.compile(rf"(?:(?P<count>\d+)\*)?(?P<pipeline>[^*/]+(?:/{NAME})?)")
 _PART = re.compile(
-    rf"(?P<degrees>(?:(?:tp|pp|sp)\d+)+)(?:\[(?P<layers>\d+:\d+(?:,\d+:\d+)*)\])?(?:@(?P<device>{NAME}))?"
+    rf"(?P<degrees>(?:(?:tp|pp|sp|ep)\d+)+)(?:\[(?P<layers>\d+:\d+(?:,\d+:\d+)*)\])?(?:@(?P<device>{NAME}))?"
 )
 _GRAMMAR = (
-    "a term is [count*] and then any of tpN, ppN, spN, each once, e.g. 'tp4 + 2*tp1pp2 + sp2'; stages that differ are "
-    "written '(sp2[0:1] > tp2[1:4])'"
+    "a term is [count*] and then any of tpN, ppN, spN, epN, each once, e.g. 'tp4 + 2*tp1pp2 + sp2'; stages that differ "
+    "are written '(sp2[0:1] > tp2[1:4])'"
 )
 _DATA_PARALLEL = re.compile(r"dp(?P<degree>\d+)(?P<rest>[a-z0-9]*)")
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class ParallelScheme:
-    """Shape <TP, PP, SP> of one pipeline whose stages are all alike (Hydraulis, section 2; SP is its CP)."""
+    """Shape <TP, PP, SP> of one pipeline whose stages are all alike (Hydraulis, section 2; SP is its CP), and among how
+    many ranks of a stage whole experts are spread."""
 
     tp: int = 1
     pp: int = 1
     sp: int = 1
+    ep: int = 1
 
     def __post_init__(self) -> None:
-        if min(self.tp, self.pp, self.sp) < 1:
-            raise PlanError(f"scheme tp={self.tp} pp={self.pp} sp={self.sp}: every degree must be at least 1")
+        if min(self.tp, self.pp, self.sp, self.ep) < 1:
+            raise PlanError(
+                f"scheme tp={self.tp} pp={self.pp} sp={self.sp} ep={self.ep}: every degree must be at least 1"
+            )
+        _check_ep(self.tp, self.sp, self.ep)
 
     @property
     def num_ranks(self) -> int:
@@ -76,8 +83,17 @@ class ParallelScheme:
         return scheme
 
     def __str__(self) -> str:
-        degrees = [f"{name}{n}" for name, n in (("tp", self.tp), ("pp", self.pp), ("sp", self.sp)) if n > 1]
-        return "".join(degrees) or "tp1"
+        named = (("tp", self.tp), ("pp", self.pp), ("sp", self.sp), ("ep", self.ep))
+        return "".join(f"{name}{n}" for name, n in named if n > 1) or "tp1"
+
+
+def _check_ep(tp: int, sp: int, ep: int) -> None:
+    if ep not in (1, tp, tp * sp):
+        some = ", ".join(str(n) for n in sorted({1, tp, tp * sp}))
+        raise PlanError(
+            f"ep={ep} beside tp={tp} and sp={sp}: a stage spreads whole experts over its tensor parallel ranks, or "
+            f"over all of its ranks, so ep is one of {some} here"
+        )
 
 
 class LayerRange(NamedTuple):
@@ -102,10 +118,12 @@ class StageShape:
     sp: int = 1
     layers: tuple[LayerRange, ...] = ()
     device: str = ""
+    ep: int = 1
 
     def __post_init__(self) -> None:
-        if min(self.tp, self.sp) < 1:
-            raise PlanError(f"stage tp={self.tp} sp={self.sp}: every degree must be at least 1")
+        if min(self.tp, self.sp, self.ep) < 1:
+            raise PlanError(f"stage tp={self.tp} sp={self.sp} ep={self.ep}: every degree must be at least 1")
+        _check_ep(self.tp, self.sp, self.ep)
         edges = [edge for layers in self.layers for edge in layers]
         # A range may begin where the one before it ends, but must not be empty.
         if any(first >= last for first, last in self.layers) or edges != sorted(edges) or min(edges, default=0) < 0:
@@ -138,7 +156,7 @@ class PipelineShape:
         first, plain = self.stages[0], self.schedule == DEFAULT_SCHEDULE
         # Stages made from one scheme are one object, and `count` then compares no field.
         uniform = plain and not first.layers and not first.device and self.stages.count(first) == len(self.stages)
-        scheme = ParallelScheme(first.tp, len(self.stages), first.sp) if uniform else None
+        scheme = ParallelScheme(first.tp, len(self.stages), first.sp, first.ep) if uniform else None
         object.__setattr__(self, "scheme", scheme)
         self._check_layers()
 
@@ -222,7 +240,7 @@ class PipelineShape:
 
 @lru_cache(maxsize=1024)
 def _uniform(scheme: ParallelScheme) -> PipelineShape:
-    return PipelineShape((StageShape(scheme.tp, scheme.sp),) * scheme.pp)
+    return PipelineShape((StageShape(scheme.tp, scheme.sp, ep=scheme.ep),) * scheme.pp)
 
 
 _by_default_schedule = lru_cache(maxsize=1024)(PipelineShape)
@@ -231,7 +249,7 @@ _by_default_schedule = lru_cache(maxsize=1024)(PipelineShape)
 def _print_part(stage: StageShape, count: int) -> str:
     layers = f"[{','.join(map(str, stage.layers))}]" if stage.layers else ""
     device = f"@{stage.device}" if stage.device else ""
-    return f"{ParallelScheme(stage.tp, count, stage.sp)}{layers}{device}"
+    return f"{ParallelScheme(stage.tp, count, stage.sp, stage.ep)}{layers}{device}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +324,7 @@ def _parse_pipeline(text: str) -> PipelineShape | None:
 def _parse_part(text: str) -> Iterator[StageShape]:
     """The stages that a part stands for; none when it does not follow the grammar."""
     match = _PART.fullmatch(text)
-    degrees = re.findall(r"(tp|pp|sp)(\d+)", match["degrees"]) if match else []
+    degrees = re.findall(r"(tp|pp|sp|ep)(\d+)", match["degrees"]) if match else []
     if match is None or len(dict(degrees)) != len(degrees):
         return
     scheme = ParallelScheme(**{name: int(n) for name, n in degrees})
@@ -314,6 +332,6 @@ def _parse_part(text: str) -> Iterator[StageShape]:
     if pairs and scheme.pp > 1:
         return
     layers = tuple(LayerRange(int(first), int(last)) for first, last in pairs)
-    stage = StageShape(scheme.tp, scheme.sp, layers, match["device"] or "")
+    stage = StageShape(scheme.tp, scheme.sp, layers, match["device"] or "", scheme.ep)
     for _ in range(scheme.pp):
         yield stage

@@ -69,6 +69,11 @@ class StagePlace:
         return self.pipeline.stages[self.index].part(self.part)
 
     @property
+    def holder(self) -> int:
+        """Which of the stage's holders this rank is, by what it holds."""
+        return (self.sp_rank * self.stage.tp + self.tp_rank) % self.stage.holders
+
+    @property
     def virtual(self) -> int:
         """Its number among the pipeline's ranges of layers, from 0 at the model's beginning."""
         return virtual_stage(self.index, self.part, len(self.pipeline.stages))

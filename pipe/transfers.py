@@ -40,9 +40,11 @@ def twins_of(strategy: Strategy, node_size: NodeSize) -> tuple[Twins, ...]:
     """The twins of a strategy, by their first rank; every rank is among one of them."""
     found: dict[object, list[int]] = {}
     for stage in (stage for pipeline in strategy.pipelines for stage in pipeline.stages):
-        for tp_rank in range(stage.tp):
-            # Sequence parallel ranks saw different tokens, but they hold the same parameters.
-            found.setdefault((stage.ranges, stage.tp, tp_rank), []).extend(stage.ranks[tp_rank :: stage.tp])
+        for holder in range(stage.holders):
+            # Sequence parallel ranks saw different tokens, but they hold the same parameters, unless ep is that of all.
+            found.setdefault((stage.ranges, stage.tp, stage.ep, holder), []).extend(
+                stage.ranks[holder :: stage.holders]
+            )
     return tuple(sorted((Twins.of(ranks, node_size) for ranks in found.values()), key=lambda twins: min(twins.ranks)))
 
 
@@ -65,7 +67,7 @@ def bucket_places(plan: ModelPlan, strategy: Strategy, twins: Twins) -> Iterator
     rank = twins.ranks[0]
     stage, start = strategy.stage_of(rank), 0
     for bucket in plan.buckets:
-        slots = plan.slots(bucket, stage, stage.coordinates(rank)[0])
+        slots = plan.slots(bucket, stage, stage.holder(rank))
         size = twins.padded(end_of_slots(slots), plan.alignment)
         yield BucketPlace(bucket, slots, start, size)
         start += size
@@ -82,13 +84,13 @@ def bucket_sizes(plan: ModelPlan, strategy: Strategy, twins: Twins, kinds: Seque
     """The sizes of all `bucket_places`; of buckets of one kind [`bucket_kinds`] found once."""
     rank = twins.ranks[0]
     stage = strategy.stage_of(rank)
-    needed, tp_rank = plan.needed(stage), stage.coordinates(rank)[0]
+    needed, holder = plan.needed(stage), stage.holder(rank)
     known: dict[object, int] = {}
     sizes = []
     for bucket, kind in zip(plan.buckets, kinds, strict=True):
         held = (kind, *(param.name in needed for param in bucket.params))
         if held not in known:
-            known[held] = twins.padded(end_of_slots(plan.slots(bucket, stage, tp_rank)), plan.alignment)
+            known[held] = twins.padded(end_of_slots(plan.slots(bucket, stage, holder)), plan.alignment)
         sizes.append(known[held])
     return tuple(sizes)
 

@@ -21,6 +21,7 @@ import torch
 from ds_hydra.commands.figures import figures_parser, finish, guarded, print_table
 from ds_hydra.commands.job_config import read_job
 from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.models.experts import for_strategies
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.pipe.stage_options import FUNCTIONS, StageOptions
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace, name: str) -> int:
     """What `main` does once its options are read; ConfigError and PlanError for what cannot be."""
     strategies = [StrategyShape.parse(text) for text in args.strategies]
     model = hollow_model(args.model)
-    plan = CausalLM(model).plan
+    plan = for_strategies(CausalLM(model), strategies).plan
     for strategy in strategies:
         plan.check(place_strategy(strategy, strategy.num_ranks, plan.num_layers))
     result = check_strategies(

@@ -48,8 +48,8 @@ def main(arguments: Sequence[str] | None = None, *, name: str = "ds-hydra layout
 def run(args: argparse.Namespace, name: str) -> int:
     """Run the command with its parsed options. ConfigError or PlanError if the input is refused."""
     job = read_job(args.deepspeed_config, torch.bfloat16)
-    plan = hollow_source(args.model, job.stage_options).plan
     shapes = [StrategyShape.parse(text) for text in args.strategies or ()] or (job.hydra.shapes if job.hydra else ())
+    plan = hollow_source(args.model, job.stage_options, shapes).plan
     per_node = args.gpus_per_node or min(args.gpus, 8)
     whole, columns = held_by(plan, args.parameter, args.gpus, per_node, shapes)
     rows = [{"rank": str(rank), **{title: told(held[rank]) for title, held in columns.items()}}

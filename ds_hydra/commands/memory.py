@@ -51,7 +51,8 @@ def run(args: argparse.Namespace, name: str) -> int:
         raise ConfigError(f"--gpus and --tokens must be at least 1 but are {args.gpus} and {args.tokens}")
     job = read_job(args.deepspeed_config, torch.bfloat16)
     dtype = DTYPES[args.dtype] if args.dtype else job.dtype
-    source = hollow_source(args.model, job.stage_options)
+    shapes = [StrategyShape.parse(text) for text in args.strategies or ()] or (job.hydra.shapes if job.hydra else ())
+    source = hollow_source(args.model, job.stage_options, shapes)
     node = args.gpus_per_node or min(args.gpus, 8)
     schemes = feasible_schemes(source.plan, args.gpus, node)
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
@@ -65,7 +66,6 @@ def run(args: argparse.Namespace, name: str) -> int:
         for tp, sp in dict.fromkeys((scheme.tp, scheme.sp) for scheme in schemes):
             found = measure_activations(source, tp, sp, device, dtype, tokens)
             memory.activations[tp, sp] = found  # type: ignore[index]
-    shapes = [StrategyShape.parse(text) for text in args.strategies or ()] or (job.hydra.shapes if job.hydra else ())
     joint = memory.together({one: place_strategy(one, args.gpus, source.plan.num_layers) for one in shapes})
     rows = [_row(memory, scheme, args.tokens) for scheme in schemes]
     together = [

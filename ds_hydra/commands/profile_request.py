@@ -67,7 +67,8 @@ class Request:
 def make_request(args: argparse.Namespace) -> Request:
     """The request of a command line and the job's config. ConfigError if they ask for something impossible."""
     job = read_job(args.deepspeed_config, torch.float32)
-    source = hollow_source(args.model, job.stage_options)
+    named = [StrategyShape.parse(text) for text in args.schemes or ()] or (job.hydra.shapes if job.hydra else ())
+    source = hollow_source(args.model, job.stage_options, named)
     num_gpus = args.gpus or _ranks_of(job.hydra) or _world_size()
     node_size = args.gpus_per_node or (job.hydra and job.hydra.node_size) or num_gpus
     schemes = _schemes(source, args.schemes, num_gpus, node_size)

@@ -31,7 +31,7 @@ def job_of_config(
     `config` is the file that says in which types gradients add up and travel.
     ConfigError for what is no such model, PlanError for strategies that the table has no costs for.
     """
-    source = hollow_source(path, AS_WRITTEN if found.job is None else found.job.stages)
+    source = hollow_source(path, AS_WRITTEN if found.job is None else found.job.stages, strategies)
     dtype = torch.float32 if found.job is not None and found.job.dtype.endswith("float32") else torch.bfloat16
     stages = (stage for strategy in strategies for pipeline in strategy.pipelines for stage in pipeline.stages)
     types = read_job(config, dtype)

@@ -82,7 +82,8 @@ def analytic_cost_table(
     """Costs from the model's FLOPs, for when nothing has been measured.
 
     6 FLOPs per parameter and token, 7 * hidden * length^2 per layer for causal attention (forward and
-    backward), the TP all-gathers and reduce-scatters and the Ulysses all-to-alls of every layer at
+    backward), the TP all-gathers and reduce-scatters, the Ulysses all-to-alls and what whole experts of all ranks of a
+    stage are given and give back in every layer at
     `link_bytes_per_second`, and a launch overhead per layer. What of an all-to-all leaves a node of `node_size`
     ranks (None: nothing does) goes at `between_bytes_per_second`. Memory is no limit: a micro-batch holds up to
     `context_length` tokens.
@@ -104,6 +105,8 @@ def analytic_cost_table(
             of_sp = 16.0 * shape.hidden * (scheme.sp - 1) / (scheme.sp * scheme.tp)
             moved += of_sp * (1.0 - outside) / link_bytes_per_second
             moved += of_sp * outside / (between_bytes_per_second or link_bytes_per_second)
+        if scheme.ep > scheme.tp:  # tokens of all ranks gathered and results scattered, there and back
+            moved += 8.0 * shape.hidden * (scheme.sp - 1) / link_bytes_per_second
         stage_layers = shape.layers / scheme.pp
         comm = 1e3 * stage_layers * moved / scheme.sp
         costs.append(

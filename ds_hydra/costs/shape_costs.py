@@ -30,7 +30,7 @@ from ds_hydra.zero_hetero.errors import PlanError
 
 def stage_schemes(pipeline: PipelineShape) -> Iterator[ParallelScheme]:
     """For each stage the scheme whose costs price it: its degrees, in a pipeline of as many stages."""
-    return (ParallelScheme(stage.tp, pipeline.pp, stage.sp) for stage in pipeline.stages)
+    return (ParallelScheme(stage.tp, pipeline.pp, stage.sp, stage.ep) for stage in pipeline.stages)
 
 
 def used_schemes(strategies: Iterable[StrategyShape]) -> tuple[ParallelScheme, ...]:
@@ -42,6 +42,16 @@ def used_schemes(strategies: Iterable[StrategyShape]) -> tuple[ParallelScheme, .
         for stage, scheme in zip(pipeline.stages, stage_schemes(pipeline), strict=True)
         if not stage.device
     }))  # fmt: skip
+
+
+def spreading_rows(table: CostTable, schemes: Iterable[ParallelScheme]) -> CostTable:
+    """The table with rows for those of `schemes` that spread whole experts and have none: those of the same degrees
+    with experts cut by width, which are as many numbers on each rank, and as many products in the mean."""
+    known = {cost.scheme: cost for cost in table.costs}
+    missing = [scheme for scheme in dict.fromkeys(schemes) if scheme.ep > 1 and scheme not in known]
+    found = [(scheme, known.get(replace(scheme, ep=1))) for scheme in missing]
+    added = [replace(row, scheme=scheme, derived=f"that of {row.scheme}") for scheme, row in found if row is not None]
+    return replace(table, costs=(*table.costs, *added)) if added else table
 
 
 def of_class(table: CostTable, device: str) -> CostTable:
@@ -133,7 +143,8 @@ def _rows(pipeline: PipelineShape, table: CostTable) -> Iterator[SchemeCost]:
         if not stage.device:
             yield table[scheme]
             continue
-        rows = known.get(StageShape(stage.tp, stage.sp, (), stage.device))
+        by_width = StageShape(stage.tp, stage.sp, (), stage.device)
+        rows = known.get(replace(by_width, ep=stage.ep)) or known.get(by_width)
         if rows is None:
             of_it = [str(cost.scheme) for one, found in known.items() if one.device == stage.device
                      for cost in found.values()]  # fmt: skip

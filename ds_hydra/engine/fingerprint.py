@@ -71,6 +71,7 @@ def _versions() -> tuple[tuple[str, str], ...]:
 
 def model_fingerprint(plan: ModelPlan) -> str:
     """Hash of names, shapes and shard rules of all parameters, and of the heads: equal for equally shaped models."""
-    shapes = [(p.name, p.shape, p.trainable, p.rule.dim, p.rule.parts) for b in plan.buckets for p in b.params]
+    rules = ((p, *(p.rule.by_width or (p.rule.dim, p.rule.parts))) for b in plan.buckets for p in b.params)
+    shapes = [(p.name, p.shape, p.trainable, dim, parts) for p, dim, parts in rules]
     text = repr((shapes, plan.num_heads, plan.num_kv_heads, plan.num_layers))
     return hashlib.sha256(text.encode()).hexdigest()[:16]

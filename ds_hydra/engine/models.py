@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import astuple
 from functools import partial
 from typing import Any
@@ -14,8 +14,10 @@ from torch import nn
 from ds_hydra.pipe.loss import TokenLoss
 from ds_hydra.pipe.models.adapted import base_of
 from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.models.experts import for_strategies
 from ds_hydra.pipe.models.facts import ModelFacts
 from ds_hydra.pipe.models.layer_list import LayerList
+from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.ranks.channel import Channel
@@ -26,11 +28,17 @@ logger = logging.getLogger(__name__)
 
 
 def model_source(
-    model: Any, options: StageOptions, *, loss_fn: TokenLoss | None = None, facts: ModelFacts | None = None
+    model: Any,
+    options: StageOptions,
+    *,
+    loss_fn: TokenLoss | None = None,
+    facts: ModelFacts | None = None,
+    shapes: Iterable[StrategyShape] = (),
 ) -> ModelSource:
     """The source of stages for the kind of model that was given, trained on `loss_fn` in place of the cross entropy.
 
-    `facts` are what another rank has found of the same model. ConfigError if its layers cannot be found.
+    `facts` are what another rank has found of the same model; `shapes` are the strategies that were listed.
+    ConfigError if its layers cannot be found.
     """
     from transformers import PreTrainedModel
 
@@ -44,7 +52,8 @@ def model_source(
             )
         return LayerList(model, options)
     if isinstance(model, PreTrainedModel):
-        return CausalLM(model, options, token_loss=loss_fn, facts=facts)
+        source = CausalLM(model, options, token_loss=loss_fn, facts=facts)
+        return for_strategies(source, shapes)
     kind = type(model).__name__
     what = "a module whose layers ds_hydra cannot find" if isinstance(model, nn.Module) else "not a module"
     raise ConfigError(

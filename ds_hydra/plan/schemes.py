@@ -23,13 +23,18 @@ def feasible_schemes(plan: ModelPlan, num_ranks: int, node_size: NodeSize) -> tu
     for tp in range(1, node + 1):
         for sp in _sequence_degrees(tp, node, num_ranks):
             for pp in range(1, min(num_ranks // (tp * sp), plan.num_layers) + 1):
-                scheme = ParallelScheme(tp, pp, sp)
-                try:
-                    plan.check(place_strategy(StrategyShape.of([scheme]), scheme.num_ranks, plan.num_layers))
-                except PlanError:
-                    continue
-                schemes.append(scheme)
+                # Experts are cut by width, or spread as whole ones: a plan is for one of the two.
+                each = (ParallelScheme(tp, pp, sp, ep) for ep in sorted({1, tp, tp * sp}))
+                schemes += [scheme for scheme in each if _fits(plan, scheme)]
     return tuple(schemes)
+
+
+def _fits(plan: ModelPlan, scheme: ParallelScheme) -> bool:
+    try:
+        plan.check(place_strategy(StrategyShape.of([scheme]), scheme.num_ranks, plan.num_layers))
+    except PlanError:
+        return False
+    return True
 
 
 def _sequence_degrees(tp: int, node: int, num_ranks: int) -> list[int]:

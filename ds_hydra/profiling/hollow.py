@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +10,20 @@ import torch
 from torch import nn
 
 from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.models.experts import for_strategies
+from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.pipe.stage_options import AS_WRITTEN, StageOptions
 from ds_hydra.zero_hetero.errors import ConfigError
 
 
-def hollow_source(path: str | Path, options: StageOptions = AS_WRITTEN) -> CausalLM:
-    """Stages of the Hugging Face causal language model of a config file or checkpoint folder.
+def hollow_source(
+    path: str | Path, options: StageOptions = AS_WRITTEN, strategies: Iterable[StrategyShape] = ()
+) -> CausalLM:
+    """Stages of the Hugging Face causal language model of a config file or checkpoint folder, for these strategies.
 
     Fit for timing and counting, not for training. ConfigError for what is no such model or cannot be cut into stages.
     """
-    return CausalLM(hollow_model(path), options)
+    return for_strategies(CausalLM(hollow_model(path), options), strategies)
 
 
 def hollow_model(path: str | Path) -> Any:

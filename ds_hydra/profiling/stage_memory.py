@@ -69,7 +69,8 @@ def measure_activations(
     # Three stages: the middle one holds layers only. What the first keeps beyond as many layers is the embeddings',
     # what the last keeps beyond them the head's.
     stages = min(plan.num_layers, 3)
-    timers = [StageTimer(source, ParallelScheme(tp, stages, sp), index, device, dtype) for index in range(stages)]
+    scheme = ParallelScheme(tp, stages, sp, tp if plan.experts else 1)
+    timers = [StageTimer(source, scheme, index, device, dtype) for index in range(stages)]
     counts = split_layers(plan.num_layers, stages)
     kept = [kept_bytes(timer, (num_tokens,)) / num_tokens for timer in timers]
     kept[-1] -= _probabilities(timers[-1], num_tokens) / num_tokens

@@ -74,7 +74,7 @@ class StageTimer:
             overlap=source.overlap,
         )
         self.module = source.build(self.place, device, dtype)
-        self.num_params = _install(self.module, source, stage, tp_rank, device, dtype)
+        self.num_params = _install(self.module, source, stage, self.place.holder, device, dtype)
 
     def _stand_in(self, degree: int) -> LocalGroup | None:
         if degree == 1:
@@ -211,12 +211,12 @@ class StageTimer:
 
 
 def _install(
-    module: StageModule, source: ModelSource, stage: Stage, tp_rank: int, device: torch.device, dtype: torch.dtype
+    module: StageModule, source: ModelSource, stage: Stage, holder: int, device: torch.device, dtype: torch.dtype
 ) -> int:
     """Random parameters as views of one buffer a bucket, gradients likewise; returns their number."""
     total = 0
     for bucket in source.plan.buckets:
-        slots = source.plan.slots(bucket, stage, tp_rank)
+        slots = source.plan.slots(bucket, stage, holder)
         size = end_of_slots(slots)
         # Small values, as in a trained model: large ones run into infinities, which some kernels are slow with.
         buffer = torch.randn(size, device=device, dtype=dtype).mul_(0.02)

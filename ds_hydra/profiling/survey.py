@@ -152,7 +152,9 @@ class Survey:
         # links: eight ranks measure TP2 on four pairs at once.
         width = scheme.tp * scheme.sp
         copies = place_strategy(
-            StrategyShape.of([ParallelScheme(scheme.tp, 1, scheme.sp)] * (self._world // width)), self._world, 1
+            StrategyShape.of([ParallelScheme(scheme.tp, 1, scheme.sp, scheme.ep)] * (self._world // width)),
+            self._world,
+            1,
         )
         self._groups.create(needed_groups(copies))
         mine = copies.pipelines[self._rank // width].stages[0]

@@ -232,7 +232,7 @@ class RankOfPipeline:
             buffer = shards[bucket.name, pieces]
             self._coming[bucket.name] = partial(_fill, buffer, pieces, values[bucket.name])
             grads = self._grads[bucket.name] = torch.zeros_like(buffer)
-            slots = self._plan.slots(bucket, self._strategy.stage_of(self.rank), self.place.tp_rank)
+            slots = self._plan.slots(bucket, self._strategy.stage_of(self.rank), self.place.holder)
             for leaf in install_bucket(self.parts, slots, buffer):
                 if bucket.trainable:
                     leaf.parameter.grad = leaf.view(grads)

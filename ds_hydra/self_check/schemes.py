@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate, groupby, pairwise, zip_longest
 from typing import NamedTuple, TypeVar
 
@@ -44,7 +45,8 @@ def stand_in(shape: PipelineShape) -> PipelineShape:
 
 def bare(shape: PipelineShape) -> PipelineShape:
     """All stages with their degrees, and nothing of layers and devices."""
-    return PipelineShape(tuple(StageShape(stage.tp, stage.sp) for stage in shape.stages), _schedule(shape))
+    stages = (StageShape(stage.tp, stage.sp, ep=stage.ep) for stage in shape.stages)
+    return PipelineShape(tuple(stages), _schedule(shape))
 
 
 def _schedule(shape: PipelineShape) -> str:
@@ -56,7 +58,8 @@ def _schedule(shape: PipelineShape) -> str:
 
 def _fewer_ranks(stage: StageShape) -> StageShape:
     tp = _divisor(stage.tp, _RANKS_OF_STAGE if stage.sp == 1 else _RANKS_OF_STAGE // 2)
-    return StageShape(tp, _divisor(stage.sp, _RANKS_OF_STAGE // tp))
+    sp = _divisor(stage.sp, _RANKS_OF_STAGE // tp)
+    return StageShape(tp, sp, ep={1: 1, stage.tp: tp}.get(stage.ep, tp * sp))
 
 
 def _divisor(degree: int, limit: int) -> int:
@@ -77,10 +80,12 @@ def shapes_to_run(strategies: Iterable[StrategyShape], *, whole: bool = False) -
 
 def parts(shape: PipelineShape) -> dict[str, PipelineShape]:
     """Each degree of a pipeline alone, and a split backward, by name, to find out which a model cannot take."""
+    widest = {name: max(getattr(stage, name) for stage in shape.stages) for name in ("tp", "sp", "ep")}
+    # Experts that are spread somewhere are never cut by width.
     alone = {
-        "tp": ParallelScheme(tp=max(stage.tp for stage in shape.stages)),
+        "tp": ParallelScheme(tp=widest["tp"], ep=widest["tp"] if widest["ep"] > 1 else 1),
         "pp": ParallelScheme(pp=shape.pp),
-        "sp": ParallelScheme(sp=max(stage.sp for stage in shape.stages)),
+        "sp": ParallelScheme(sp=widest["sp"], ep=widest["sp"] if widest["ep"] > widest["tp"] else 1),
     }
     found = {name: PipelineShape.of(scheme) for name, scheme in alone.items() if scheme != BASE.scheme}
     split = PipelineShape(BASE.stages, _schedule(shape))
@@ -109,8 +114,13 @@ def uneven_pipeline(shape: PipelineShape, layers: int) -> Pipeline:
     depths[(count - 1) // 2] += layers - count
     ranges = [LayerRange(*ends) for ends in pairwise(accumulate(depths, initial=0))]
     held = [[ranges[virtual_stage(i, part, shape.pp)] for part in range(shape.parts)] for i in range(shape.pp)]
-    stages = [StageShape(stage.tp, stage.sp, tuple(own)) for stage, own in zip(shape.stages, held, strict=True)]
+    stages = [replace(stage, layers=tuple(own)) for stage, own in zip(shape.stages, held, strict=True)]
     return place_pipeline(PipelineShape(tuple(stages), shape.schedule), 0, layers)
+
+
+def spread_over(shapes: Iterable[PipelineShape]) -> int:
+    """A number of experts that every `ep` divides."""
+    return math.lcm(*(stage.ep for shape in shapes for stage in shape.stages))
 
 
 def head_divisor(heads: int, kv_heads: int, shapes: Iterable[PipelineShape]) -> int:

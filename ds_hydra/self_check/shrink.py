@@ -28,6 +28,7 @@ class Sizes:
     head_divisor: int = 1
     positions: int = POSITIONS
     vocabulary: int = VOCABULARY
+    spread_experts: int = 1  # over so many ranks, each with as many
 
     def of(self, key: str, old: int) -> int:
         """The size that replaces `old` under a config's key."""
@@ -56,7 +57,8 @@ _RULES: tuple[tuple[str, Any], ...] = (
     (r"^(num_experts_per_tok(en)?|moe_?top_?k|moe_k|top_k(_experts)?|experts_top_k)$", lambda _, old: min(old, 2)),
     (r"^(n_group|topk_group|num_expert_group)$", 1),
     (r"shared_experts$", lambda _, old: min(old, 1)),
-    (r"(num|n)(_local|_routed|_moe)?_experts$|^moe_num_experts$|^zero_expert_num$", lambda _, old: min(old, 6)),
+    (r"(num|n)(_local|_routed|_moe)?_experts$|^moe_num_experts$", lambda to, old: _few_experts(old, to.spread_experts)),
+    (r"^zero_expert_num$", lambda _, old: min(old, 6)),
     (r"^(first_k_dense_replace|num_dense_layers|moe_layer_start_index)$", lambda _, old: min(old, 1)),
     (
         r"(intermediate|ffn|inner|feed_forward|mlp)_?(hidden_)?(size|dim)|^(n_inner|d_ff|ffn_dim)$",
@@ -83,8 +85,9 @@ _RULES: tuple[tuple[str, Any], ...] = (
 
 
 def shrunk_config(
-    config: Any, layers: int, head_divisor: int, positions: int = POSITIONS, vocabulary: int = VOCABULARY
-) -> Any:
+    config: Any, layers: int, head_divisor: int, positions: int = POSITIONS, vocabulary: int = VOCABULARY,
+    spread_experts: int = 1,
+) -> Any:  # fmt: skip
     """A copy of a config with `layers` layers and small widths. Raises ValueError where it has no attention heads."""
     small = copy.deepcopy(config)
     text = small.get_text_config()
@@ -92,12 +95,19 @@ def shrunk_config(
     if not isinstance(heads, int) or not isinstance(hidden, int):
         raise ValueError("the config does not say how wide a layer is and how many attention heads it has")
     kept = kept_layers(text, layers)
-    sizes = Sizes(kept, max(1, heads // head_divisor) * HEAD_DIM, hidden, head_divisor, positions, vocabulary)
+    sizes = Sizes(
+        kept, max(1, heads // head_divisor) * HEAD_DIM, hidden, head_divisor, positions, vocabulary, spread_experts
+    )
     num_layers = int(text.num_hidden_layers)
     for part in _configs(small):
         _shrink(part, sizes, num_layers)
         _agree(part)
     return small
+
+
+def _few_experts(old: int, ranks: int) -> int:
+    """Up to 6 of them, or more where they are to be shared by more ranks, each with as many."""
+    return -(-min(old, 6) // ranks) * ranks if old % ranks == 0 else min(old, 6)
 
 
 def kept_layers(config: Any, count: int) -> tuple[int, ...]:

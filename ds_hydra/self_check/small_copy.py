@@ -17,7 +17,7 @@ from ds_hydra.pipe.shape import PipelineShape
 from ds_hydra.self_check.changes import changes_since
 from ds_hydra.self_check.few_layers import copy_in_few_layers
 from ds_hydra.self_check.layer_kinds import enough_layers, has_all_kinds
-from ds_hydra.self_check.schemes import head_divisor, num_layers
+from ds_hydra.self_check.schemes import head_divisor, num_layers, spread_over
 from ds_hydra.self_check.shrink import POSITIONS, VOCABULARY, shrunk_config
 
 
@@ -69,7 +69,9 @@ def _small_widths(model: Any, schemes: Sequence[PipelineShape], positions: int, 
         path = find_layers(model)
         whole: Any = model.get_submodule(path)
         for layers in enough_layers(model, whole, num_layers(schemes)):
-            config = shrunk_config(model.config, layers, fewer, positions, vocabulary)
+            config = shrunk_config(
+                model.config, layers, fewer, positions, vocabulary, spread_experts=spread_over(schemes)
+            )
             small = _made_by(model, config, torch.device("cpu"))
             changes.apply(small, partial(_in_few_layers, layers_path=path, layers=layers))
             if has_all_kinds(small.get_submodule(path), whole):

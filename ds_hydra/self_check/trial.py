@@ -162,6 +162,8 @@ class Trial:
             others["tp"] = ', or leave "token_sharding" out of hydra.fast_paths'
         if source.overlap.groups > 1:
             others["sp"] = ', or leave "sp_overlap" out of hydra.fast_paths'
+        if source.plan.experts:
+            others |= {name: others.get(name, "") + ", or take ep out of hydra.strategies" for name in ("tp", "sp")}
         return "; ".join(f"{name}: {_REMEDIES[name]}{others.get(name, '')}" for name in failing)
 
 

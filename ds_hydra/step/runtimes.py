@@ -109,7 +109,7 @@ def build_stages(source: ModelSource, strategies: Iterable[Strategy], rank: int,
         pipeline = strategy.pipelines[strategy.locate(rank)[0]]
         sharding = source.plan.token_sharding
         for place in StagePlace.all_of(pipeline, rank, lambda members: None, token_sharding=sharding):
-            kind = (*place.stage.ranges, place.stage.tp, place.tp_rank)
+            kind = (*place.stage.ranges, place.stage.tp, place.stage.ep, place.holder)
             if kind not in built:
                 module = source.build(place, _META, dtype).module
                 needed = source.plan.needed(place.stage)

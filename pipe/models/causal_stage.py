@@ -12,6 +12,7 @@ from torch import Tensor
 from ds_hydra.pipe.adapters import ends_of
 from ds_hydra.pipe.attention.interface import tell_pack
 from ds_hydra.pipe.collectives import gather_last_dim
+from ds_hydra.pipe.expert_parallel import spread_experts
 from ds_hydra.pipe.head_loss import HeadLoss
 from ds_hydra.pipe.loss import blockwise_loss, own_token_losses, token_losses
 from ds_hydra.pipe.models.balancing import Routers
@@ -73,6 +74,8 @@ class CausalStage(StageModule):
         self._pack_weights(source.functions.packed, names)
         specs = {path: source.specs[name] for path, name in source.aliases.items()}
         rank = (source.style_plan, specs, place.tp_rank, place.stage.tp, place.tp_group)
+        if place.stage.ep > 1:
+            spread_experts(model, source.experts.modules, place, lambda: self._pack)
         parallel = (
             TokenSharding(
                 *rank, linear=self.linear, queue=self.linear_queue, whereabouts=self._draws, packed=self.packed

@@ -178,13 +178,14 @@ def refuse_misaligned_experts(model: nn.Module, specs: Iterable[ParamSpec], tp: 
         return
     step = max(1, _GROUPED_ALIGNMENT // dtype.itemsize)
     for spec in specs:
-        if len(spec.shape) != 3 or spec.rule.dim is None:
+        if len(spec.shape) != 3 or spec.rule.dim is None or spec.rule.by_width is not None:
             continue
         shapes = (spec.shard_shape(rank, tp) for rank in range(tp))
         wrong = sorted({size for shape in shapes for size in shape[1:] if size % step})
         if wrong:
             raise ConfigError(
                 f"tp={tp} leaves of {spec.name} {spec.shape} experts of width {wrong[0]}, but their grouped matrix "
-                f"product takes multiples of {step} in {str(dtype).removeprefix('torch.')} only: use another tp, or "
-                'build the model with experts_implementation="eager"'
+                f"product takes multiples of {step} in {str(dtype).removeprefix('torch.')} only: use another tp, "
+                + (f"write tp{tp}ep{tp}, which leaves whole experts, " if spec.shape[0] % tp == 0 else "")
+                + 'or build the model with experts_implementation="eager"'
             )

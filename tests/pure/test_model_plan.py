@@ -25,6 +25,7 @@ LAYER = {
     "o.weight": ((5, 24), ShardRule(1, units=HEADS)),
     "gate_up.weight": ((26, 5), ShardRule(0, parts=2)),  # 13 rows a part: divides nothing
     "experts": ((3, 14, 5), ShardRule(1, parts=2)),
+    "whole_experts": ((18, 3, 2), ShardRule(0, by_width=(1, 2))),
     "down.weight": ((5, 13), ShardRule(1)),
     "norm.weight": ((5,), ShardRule()),
     "q_norm.weight": ((7,), ShardRule(gradient="partial")),
@@ -64,7 +65,8 @@ def strategies(draw: st.DrawFn, num_layers: int) -> Strategy:
             ranges, seconds = ranges[:half], [*reversed(ranges[half:])]
         for (first, last), second in zip(ranges, seconds, strict=True):
             tp, sp = draw(st.sampled_from([1, 2, 4, 6])), draw(st.integers(1, 3))
-            stages.append(Stage(tuple(range(rank, rank + tp * sp)), first, last, tp, sp, second))
+            ep = draw(st.sampled_from([1, tp, tp * sp]))
+            stages.append(Stage(tuple(range(rank, rank + tp * sp)), first, last, tp, sp, second, ep))
             rank += tp * sp
         pipelines.append(Pipeline(tuple(stages)))
     return Strategy(tuple(pipelines))
@@ -99,8 +101,7 @@ def test_pull_gives_each_rank_what_its_stage_needs_once(case: tuple[ModelPlan, S
         layout.validate()
         for rank in range(strategy.num_ranks):
             stage = stage_of(strategy, rank)
-            tp_rank = stage.coordinates(rank)[0]
-            slots = plan.slots(bucket, stage, tp_rank)
+            slots = plan.slots(bucket, stage, stage.holder(rank))
             assert {slot.param.name for slot in slots} == plan.needed(stage) & {p.name for p in bucket.params}
             assert layout.held(rank) == sum(slot.numel for slot in slots)
             assert layout.sizes[rank] == end_of_slots(slots)
@@ -114,15 +115,15 @@ def test_pull_gives_each_rank_what_its_stage_needs_once(case: tuple[ModelPlan, S
 
 @settings(max_examples=50)
 @given(CASES)
-def test_whole_parameters_are_covered_by_each_tensor_parallel_group(case: tuple[ModelPlan, Strategy]) -> None:
+def test_whole_parameters_are_covered_by_each_group_that_shares_them(case: tuple[ModelPlan, Strategy]) -> None:
     plan, strategy = case
     for bucket in plan.buckets:
         layout = plan.pull_layout(bucket, strategy)
         for pipeline in strategy.pipelines:
             for stage in pipeline.stages:
-                for sp_rank in range(stage.sp):
+                for first in range(0, len(stage.ranks), stage.holders):
                     held = np.zeros(bucket.numel, dtype=int)
-                    for rank in stage.ranks[sp_rank * stage.tp : (sp_rank + 1) * stage.tp]:
+                    for rank in stage.ranks[first : first + stage.holders]:
                         for piece in layout.pieces[rank]:
                             held[piece.start : piece.stop] += 1
                     assert_covers(plan, bucket, stage, held)
@@ -137,16 +138,20 @@ def assert_covers(plan: ModelPlan, bucket, stage: Stage, held: np.ndarray) -> No
         if param.name not in plan.needed(stage):
             expected = 0
         elif param.rule.dim is None:
-            expected = stage.tp
+            expected = stage.holders
+        elif param.rule.by_width is not None:
+            expected = stage.holders // stage.ep
         else:
             expected = max(1, stage.tp // param.rule.units) if param.rule.units else 1
+            expected *= stage.holders // stage.tp
         assert (counts == expected).all(), (param, stage)
 
 
 @settings(max_examples=50)
 @given(CASES)
 def test_contributions_add_up_to_the_gradient(case: tuple[ModelPlan, Strategy]) -> None:
-    """Numbers instead of counts: true gradients per pipeline and sp rank, shared as autograd would leave them."""
+    """Numbers instead of counts: true gradients per pipeline and sp rank, shared as autograd would leave them. What all
+    ranks of a stage share has met the tokens of all of them."""
     plan, strategy = case
     random = np.random.default_rng(0)
     for bucket in plan.buckets:
@@ -155,11 +160,11 @@ def test_contributions_add_up_to_the_gradient(case: tuple[ModelPlan, Strategy]) 
         pushed, true = np.zeros(bucket.numel), np.zeros(bucket.numel)
         for pipeline in strategy.pipelines:
             for stage in pipeline.stages:
-                for sp_rank in range(stage.sp):
-                    gradient = random.integers(1, 1000, bucket.numel).astype(float)
-                    true += gradient * needed_mask(plan, bucket, stage)
-                    for tp_rank, rank in enumerate(stage.ranks[sp_rank * stage.tp : (sp_rank + 1) * stage.tp]):
-                        local = local_gradient(plan, bucket, stage, tp_rank, gradient)
+                gradients = random.integers(1, 1000, (stage.sp, bucket.numel)).astype(float)
+                true += gradients.sum(0) * needed_mask(plan, bucket, stage)
+                for sp_rank, gradient in enumerate(gradients):
+                    for rank in stage.ranks[sp_rank * stage.tp : (sp_rank + 1) * stage.tp]:
+                        local = local_gradient(plan, bucket, stage, stage.holder(rank), gradient, gradients.sum(0))
                         for piece in layout.pieces[rank]:
                             length = piece.stop - piece.start
                             pushed[piece.start : piece.stop] += local[piece.offset : piece.offset + length]
@@ -171,10 +176,12 @@ def needed_mask(plan: ModelPlan, bucket, stage: Stage) -> np.ndarray:  # type: i
     return np.concatenate([np.full(param.numel, float(param.name in needed)) for param in bucket.params])
 
 
-def local_gradient(plan: ModelPlan, bucket, stage: Stage, tp_rank: int, gradient: np.ndarray) -> np.ndarray:  # type: ignore[no-untyped-def,type-arg]
+def local_gradient(
+    plan: ModelPlan, bucket, stage: Stage, holder: int, gradient: np.ndarray, of_all: np.ndarray
+) -> np.ndarray:  # type: ignore[no-untyped-def,type-arg]
     """What a rank's gradient buffer holds: its shard; for shared heads and partial gradients its part of the sum."""
     starts = dict(zip([p.name for p in bucket.params], np.cumsum([0, *(p.numel for p in bucket.params)]), strict=False))
-    slots = plan.slots(bucket, stage, tp_rank)
+    slots = plan.slots(bucket, stage, holder)
     local = np.full(end_of_slots(slots), np.nan)  # between the slots nobody may look
     for slot in slots:
         param, rule = slot.param, slot.param.rule
@@ -183,8 +190,11 @@ def local_gradient(plan: ModelPlan, bucket, stage: Stage, tp_rank: int, gradient
             holders = stage.tp
         elif rule.dim is not None and rule.units:
             holders = max(1, stage.tp // rule.units)
-        own = gradient[starts[param.name] : starts[param.name] + param.numel]
-        cut = [own[lo:hi] for lo, hi in param.shard_intervals(tp_rank, stage.tp)]
+        met = of_all if rule.by_width is not None and stage.ep > stage.tp else gradient
+        own = met[starts[param.name] : starts[param.name] + param.numel]
+        if rule.by_width is not None and stage.ep < stage.tp:
+            holders = stage.tp  # never so: a plan refuses tp without ep
+        cut = [own[lo:hi] for lo, hi in param.shard_intervals(*param.share(stage, holder))]
         local[slot.offset : slot.offset + slot.numel] = np.concatenate(cut) / holders
     return local
 
@@ -234,7 +244,7 @@ def test_shard_intervals_are_slices_of_the_parameter() -> None:
         full = np.arange(param.numel).reshape(shape)
         split = np.moveaxis(full.reshape(*shape[: rule.dim], rule.parts, -1, *shape[rule.dim + 1 :]), rule.dim, 0)
         flat = np.moveaxis(split, rule.dim + 1, 1).reshape(-1)
-        for tp in (1, 2, 4, 6):
+        for tp in (1, 2, 3, 6) if rule.by_width else (1, 2, 4, 6):
             for tp_rank in range(tp):
                 mine = np.concatenate([flat[lo:hi] for lo, hi in param.shard_intervals(tp_rank, tp)])
                 rows = shape[rule.dim] // rule.parts

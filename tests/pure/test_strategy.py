@@ -11,7 +11,15 @@ from ds_hydra.pipe.shape import LayerRange, ParallelScheme, PipelineShape, Stage
 from ds_hydra.pipe.stage import StagePlace
 from ds_hydra.zero_hetero.errors import PlanError
 
-SCHEMES = st.builds(ParallelScheme, st.integers(1, 8), st.integers(1, 6), st.integers(1, 8))
+
+@st.composite
+def schemes(draw: st.DrawFn) -> ParallelScheme:
+    """Any uniform scheme."""
+    tp, sp = draw(st.integers(1, 8)), draw(st.integers(1, 8))
+    return ParallelScheme(tp, draw(st.integers(1, 6)), sp, draw(st.sampled_from([1, 1, tp, tp * sp])))
+
+
+SCHEMES = schemes()
 NAMES = st.from_regex(r"\A[a-z0-9][a-z0-9_.-]{0,6}\Z")
 
 
@@ -28,7 +36,11 @@ def pipelines(draw: st.DrawFn) -> PipelineShape:
             list(zip(ranges[:size], reversed(ranges[size:]), strict=True)) if visits == 2 else [(r,) for r in ranges]
         )
     degree, device = st.integers(1, 3), st.just("") | NAMES
-    stages = [StageShape(draw(degree), draw(degree), held, draw(device)) for held in layers]
+    degrees = [(draw(degree), draw(degree)) for _ in layers]
+    stages = [
+        StageShape(tp, sp, held, draw(device), draw(st.sampled_from([1, tp, tp * sp])))
+        for (tp, sp), held in zip(degrees, layers, strict=True)
+    ]
     return PipelineShape(tuple(stages), draw(st.just("1f1b") | NAMES))
 
 
@@ -61,6 +73,8 @@ def test_reading(text: str, schemes: list[tuple[int, int, int]]) -> None:
         ("(tp2[0:2,6:8] > tp2[2:6])/zero-bubble", "(tp2[0:2,6:8] > tp2[2:6])/zero-bubble"),
         ("(tp2@H100 > PP2@l40) + tp1pp3@a800-80g/zb_2", "(tp2@h100 > pp2@l40) + pp3@a800-80g/zb_2"),
         ("tp2[0:4]", "tp2[0:4]"),
+        ("ep2tp2 + sp4tp2ep8 + sp2ep2pp3 + tp2ep1", "tp2ep2 + tp2sp4ep8 + pp3sp2ep2 + tp2"),
+        ("(tp2ep2[0:2]@h20 > sp2ep2[2:4])/list", "(tp2ep2[0:2]@h20 > sp2ep2[2:4])/list"),
     ],
 )
 def test_printing(text: str, printed: str) -> None:
@@ -98,7 +112,9 @@ def test_terms_that_cannot_be_read(text: str) -> None:
         StrategyShape.parse(text)
 
 
-@pytest.mark.parametrize(("text", "words"), [("0*tp1", "count must be at least 1"), ("tp0", "at least 1")])
+@pytest.mark.parametrize(
+    ("text", "words"), [("0*tp1", "count must be at least 1"), ("tp0", "at least 1"), ("ep0", "at least 1")]
+)
 def test_zeros(text: str, words: str) -> None:
     with pytest.raises(PlanError, match=words):
         StrategyShape.parse(text)
@@ -117,6 +133,12 @@ def test_zeros(text: str, words: str) -> None:
 )
 def test_layers_that_make_no_model(text: str, words: str) -> None:
     with pytest.raises(PlanError, match=words):
+        StrategyShape.parse(text)
+
+
+@pytest.mark.parametrize("text", ["tp4ep2", "ep2", "tp2sp4ep4", "sp4ep2", "(tp2 > tp2ep4)"])
+def test_experts_are_spread_over_tensor_parallel_ranks_or_over_all_of_a_stage(text: str) -> None:
+    with pytest.raises(PlanError, match=r"ep=\d beside tp=.*over its tensor parallel ranks, or over all of its ranks"):
         StrategyShape.parse(text)
 
 

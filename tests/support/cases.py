@@ -24,6 +24,7 @@ from tests.support.case import (
     Case,
 )
 from tests.support.changed_models import CHANGED, CHANGED_LINEARS
+from tests.support.expert_cases import spread
 from tests.support.families import BALANCED, FAMILIES, LAYER_LIST, OTHER_SIZES
 from tests.support.losses import OWN
 from tests.support.mixed_cases import mixed
@@ -57,6 +58,7 @@ UNDER_STRICT = {
     "phases that change": "blocking one_queue",
     "V, slices": "blocking connect",
     "states": "blocking connect",
+    "spread, slices": "blocking connect",
     "groups of heads, one key head": "lazy one_queue",
     "groups of unequally many heads": "lazy one_queue",
 }
@@ -321,6 +323,7 @@ CASES: tuple[Case, ...] = (
     *_balanced(),
     *boxed(),
     *states(),
+    *spread(),
     *in_groups(),
     *over_nodes(),
     *mixed(),

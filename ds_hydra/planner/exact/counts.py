@@ -144,7 +144,7 @@ def _in_bins(batch: Batch, shares: Floats) -> tuple[Floats, Bools]:
 def scheme_of(shape: PipelineShape) -> ParallelScheme:
     """The degrees of a pipeline whose stages are alike but for their layers."""
     first = shape.stages[0]
-    return ParallelScheme(first.tp, shape.pp, first.sp)
+    return ParallelScheme(first.tp, shape.pp, first.sp, first.ep)
 
 
 def _place_order(shape: PipelineShape) -> tuple[int, int, int, int]:

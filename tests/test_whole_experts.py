@@ -1,0 +1,239 @@
+"""Whole experts spread over the ranks of a stage: their values and gradients, who is refused, and what is found out."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.costs.shape_costs import spreading_rows
+from ds_hydra.engine.fingerprint import model_fingerprint
+from ds_hydra.pipe import expert_parallel, row_collectives
+from ds_hydra.pipe.expert_parallel import _own_experts
+from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.models.experts import find_experts, for_strategies
+from ds_hydra.pipe.placement import place_strategy
+from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
+from ds_hydra.pipe.stage import StageModule
+from ds_hydra.plan.schemes import feasible_schemes
+from ds_hydra.zero_hetero.errors import ConfigError, PlanError
+from tests.support.checks import check, strategies
+from tests.support.families import build_model
+from tests.support.tiny_families import class_names, tiny_model
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def experts_of(family: str, implementation: str) -> Any:
+    """A layer's stacks of four experts, in FP32, which all implementations know."""
+    model = build_model(family, torch.float32)
+    model.config._experts_implementation = implementation
+    return model.model.layers[0].mlp.experts
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("chosen", ["all", "few", "one"])
+def test_parts_of_two_ranks_add_up_to_all_experts(family: str, implementation: str, chosen: str) -> None:
+    """Also where one rank's experts are chosen by no token; every parameter has a gradient on each."""
+    generator = torch.Generator().manual_seed(2)
+    rows, width = torch.randn((9, 64), generator=generator), {"all": 4, "few": 3, "one": 1}[chosen]
+    index = torch.stack([torch.randperm(width, generator=generator)[: min(2, width)] for _ in range(9)])
+    weights = torch.rand(index.shape, generator=generator)
+    asked = torch.randn((9, 64), generator=generator)
+
+    def run(forward: Callable[..., Tensor], module: Any) -> list[Tensor]:
+        hidden, of = rows.clone().requires_grad_(), weights.clone().requires_grad_()
+        out = forward(hidden, index, of)
+        names, parameters = zip(*sorted(module.named_parameters()), strict=True)
+        return [out.detach(), *torch.autograd.grad(out, [hidden, of, *parameters], asked)]
+
+    whole = experts_of(family, implementation)
+    expected = run(whole.forward, whole)
+    parts = []
+    for first in (0, 2):
+        half = experts_of(family, implementation)
+        half.num_experts = 2
+        for name, parameter in list(half._parameters.items()):
+            half._parameters[name] = torch.nn.Parameter(parameter.detach()[first : first + 2].clone())
+        forward = half.forward
+        parts.append(run(lambda *given, f=first, own=forward: _own_experts(own, f, 2, *given), half))
+    for place, right in enumerate(expected):
+        one, other = (part[place] for part in parts)
+        found = one + other if place < 3 else torch.cat([one, other])
+        assert (found - right).abs().max() <= 1e-5 * right.abs().max().clamp(min=1.0), place
+
+
+FAMILIES = ("qwen3_moe", "gpt_oss", "mixtral, balanced")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_they_train_as_one_process_does(family: str) -> None:
+    asked = strategies("tp2ep2pp2/v", "tp4ep4", "sp4ep4", "tp2sp2ep4pp2", "tp2sp2ep2")
+    result = check(build_model(family, torch.float64), *map(str, asked), keep=False)
+    assert result.objections() == []
+    assert result.usable(asked) == tuple(asked)
+
+
+def a_token_is_dropped() -> Any:
+    """Each rank leaves out the last of the tokens that chose one of its experts, as where an expert is full."""
+
+    def dropping(forward: Any, first: int, count: int, hidden: Tensor, chosen: Tensor, *rest: Any) -> Tensor:
+        kept = chosen.clone()
+        own = ((chosen >= first) & (chosen < first + count)).nonzero()
+        if len(own) > 1:
+            kept[tuple(own[-1])] = -1
+        return _own_experts(forward, first, count, hidden, kept, *rest)
+
+    return mock.patch.object(expert_parallel, "_own_experts", dropping)
+
+
+@contextlib.contextmanager
+def an_experts_gradient_counts_twice() -> Iterator[None]:
+    original = StageModule.install
+
+    def install(self: StageModule, slot: Any, buffer: Tensor) -> Any:
+        new = slot.param.name not in self.parameters
+        parameter = original(self, slot, buffer)
+        if new and slot.param.rule.by_width is not None and self.place.stage.ep > 1:
+            parameter.register_hook(lambda gradient: 2 * gradient)
+        return parameter
+
+    with mock.patch.object(StageModule, "install", install):
+        yield
+
+
+def gradients_of_tokens_stay_where_they_are() -> Any:
+    """Of a token's gradient, what experts of other sequence parallel ranks have is lost."""
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        start, stop = ctx.pack.local
+        return grad[start:stop], None
+
+    return mock.patch.object(row_collectives._AllOfRow, "backward", staticmethod(backward))
+
+
+def weights_of_routes_have_a_ranks_gradient() -> Any:
+    """What the router's weights are multiplied by on other ranks does not reach the router."""
+    return mock.patch("ds_hydra.pipe.tensor_parallel.copy_to_ranks", lambda x, group: x)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "text", "told"),
+    [
+        (a_token_is_dropped, "tp2ep2", r"the loss is .* off, and model\.layers\.\d+\.mlp\S* is the first module"),
+        (a_token_is_dropped, "sp2ep2", "the loss is .* off"),
+        (an_experts_gradient_counts_twice, "tp2ep2", r"the gradient of \S*experts\.\S+ is"),
+        (an_experts_gradient_counts_twice, "tp2sp2ep4", r"the gradient of \S*experts\.\S+ is"),
+        (gradients_of_tokens_stay_where_they_are, "sp2ep2", "the gradient of"),
+        (weights_of_routes_have_a_ranks_gradient, "tp2ep2", "the gradient of"),
+    ],
+)
+def test_what_would_train_otherwise_is_refused_before_step_0(mutant: Any, text: str, told: str) -> None:
+    with mutant():
+        (objection,) = check(build_model("qwen3_moe", torch.float32), text, "pp2", keep=False).objections()
+    assert re.search(rf"{text}: .*{told}.*take ep out of hydra\.strategies", objection)
+
+
+def planned(family: str, *texts: str) -> CausalLM:
+    return for_strategies(CausalLM(build_model(family, torch.float32)), strategies(*texts))
+
+
+@pytest.mark.parametrize(
+    ("family", "texts", "told"),
+    [
+        ("qwen3_moe, balanced", ["tp4ep4"], r"ep=4 does not divide the model's 6 experts, .*use an ep of 2, 3, 6"),
+        ("llama", ["tp2ep2"], "ep=2: LlamaForCausalLM has no experts to spread; use strategies without ep"),
+        ("qwen3_moe", ["tp2ep2 + tp2"], "tp2 cuts experts by width, .* write tp2ep2 in its place"),
+        ("qwen3_moe", ["2*tp2", "tp2sp2ep2"][::-1], "tp2 cuts experts by width, .* write tp2ep2 in its place"),
+    ],
+)
+def test_degrees_that_do_not_fit_are_refused_with_their_numbers(family: str, texts: list[str], told: str) -> None:
+    plan = planned(family, *texts).plan
+    with pytest.raises(PlanError, match=told):
+        for shape in strategies(*texts):
+            plan.check(place_strategy(shape, shape.num_ranks, plan.num_layers))
+
+
+def test_a_job_that_cuts_by_width_runs_no_strategy_that_does_not() -> None:
+    plan, (shape,) = planned("qwen3_moe", "tp2").plan, strategies("tp2ep2")
+    with pytest.raises(PlanError, match="ep=2: the job is set up for experts that are cut by width"):
+        plan.check(place_strategy(shape, 2, plan.num_layers))
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("JetMoeForCausalLM", r"JetMoeForCausalLM publishes no plan \(ep_plan\) of stacks of whole experts"),
+        ("DbrxForCausalLM", "DbrxForCausalLM publishes no plan"),
+        ("Llama4ForCausalLM", "Llama4ForCausalLM publishes no plan"),
+        ("LongcatFlashForCausalLM", "LongcatFlashForCausalLM publishes no plan"),
+        ("MuseSparkForCausalLM", "is in the same module as stacks of experts"),
+    ],
+)
+def test_families_whose_experts_cannot_be_spread_are_told(name: str, told: str) -> None:
+    assert re.search(told, find_experts(tiny_model(name, class_names()[name])).obstacle)
+
+
+def test_experts_of_a_stage_are_whole_and_one_interval_of_the_masters() -> None:
+    plan = planned("qwen3_moe", "tp2sp2ep4").plan
+    (shape,) = strategies("tp2sp2ep4")
+    strategy = place_strategy(shape, 4, plan.num_layers)
+    bucket = next(bucket for bucket in plan.buckets if bucket.name == "layers.1")
+    for holder in range(4):
+        shapes = {s.param.name.rpartition(".")[2]: s.shape for s in plan.slots(bucket, strategy.stage_of(0), holder)}
+        assert shapes["gate_up_proj"] == (1, 96, 64), "one of four, as wide as it is"
+        assert shapes["down_proj"] == (1, 64, 48)
+    stacks = [param for param in bucket.params if "experts" in param.name]
+    assert [list(p.shard_intervals(1, 4)) for p in stacks] == [[(p.numel // 4, p.numel // 2)] for p in stacks]
+    assert model_fingerprint(plan) == model_fingerprint(planned("qwen3_moe", "tp2").plan), "a cost table is for both"
+
+
+def test_a_table_of_experts_that_are_cut_by_width_prices_whole_ones() -> None:
+    table = CostTable(
+        (SchemeCost(ParallelScheme(2, 2), 1e-6, 0.2, 1.0, 100), SchemeCost(ParallelScheme(), 1e-6, 0.1, 1.0, 9))
+    )
+    asked = [ParallelScheme(2, 2, 1, 2), ParallelScheme(4, 1, 1, 4), ParallelScheme()]
+    found = spreading_rows(table, asked)
+    assert [str(cost.scheme) for cost in found.costs] == ["tp2pp2", "tp1", "tp2pp2ep2"]
+    assert (found[asked[0]].b, found[asked[0]].derived) == (0.2, "that of tp2pp2")
+    assert spreading_rows(found, asked) is found
+
+
+def test_schemes_of_a_plan_are_of_one_kind() -> None:
+    by_width, whole = (feasible_schemes(planned("qwen3_moe", text).plan, 4, 4) for text in ("tp2", "tp2ep2"))
+    assert {scheme.ep for scheme in by_width} == {1}
+    assert {str(scheme) for scheme in whole if scheme.pp == 1} == {
+        "tp1", "sp2", "sp2ep2", "sp4", "sp4ep4", "tp2ep2", "tp2sp2ep2", "tp2sp2ep4", "tp4ep4"
+    }  # fmt: skip
+
+
+def test_a_width_that_products_cannot_take_names_ep() -> None:
+    from ds_hydra.pipe.models.refusals import refuse_misaligned_experts
+
+    source = planned("mixtral", "tp2")
+    specs = [source.specs[name] for name in source.specs if "experts" in name]
+    model = build_model("mixtral", torch.float32)
+    model.config._experts_implementation = "grouped_mm"
+    with pytest.raises(ConfigError, match="write tp4ep4, which leaves whole experts, or build the model with"):
+        refuse_misaligned_experts(model, [s for s in specs if s.shape[1] % 4 == 0][:1], 4, torch.int8)
+    spread = planned("mixtral", "tp4ep4")
+    refuse_misaligned_experts(model, [spread.specs[s.name] for s in specs], 4, torch.int8)
+
+
+def test_text_of_schemes_in_a_strategy() -> None:
+    (pipeline,) = StrategyShape.parse("tp2sp4ep8").pipelines
+    assert pipeline.scheme == ParallelScheme(2, 1, 4, 8)
+    strategy = place_strategy(StrategyShape((pipeline,)), 8, 2)
+    assert [strategy.stage_of(rank).holder(rank) for rank in range(8)] == list(range(8))
