@@ -167,8 +167,8 @@ def _scattered(x: Tensor, pack: Pack) -> Tensor:
     for place, part in zip(padded, x.split(pack.tokens), strict=True):
         place[: len(part)] = part
     start, stop = pack.local
-    own = start_sum(padded.view(pack.sp * most, -1), pack.sp_group).wait()
-    return own[: stop - start].view(stop - start, *x.shape[1:])
+    own, shape = start_sum(padded.view(pack.sp * most, -1), pack.sp_group).wait(), (stop - start, *x.shape[1:])
+    return own if own.shape == shape else own[: stop - start].view(shape).clone()  # others may write to no view
 
 
 def all_of_row(x: Tensor, dim: int, pack: Pack) -> Tensor:
