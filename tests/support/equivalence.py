@@ -21,6 +21,9 @@ from ds_hydra.engine import models
 from ds_hydra.engine.models import model_source
 from ds_hydra.pipe import head_loss, loss
 from ds_hydra.pipe.loss import IGNORED
+from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.models.experts import for_strategies
+from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.plan.phase import THEN
@@ -196,6 +199,9 @@ def traced_once(case: Case) -> Iterator[None]:
         return
     options = case.options
     source = _source(case.family, model_dtype(case), case.frozen, options, case.own_loss, case.sp_groups)
+    texts = [part for text in case.strategies for part in text.split(THEN)]
+    assert isinstance(source, CausalLM), "all others are"
+    source = for_strategies(source, map(StrategyShape.parse, texts))
     nameless = mock.patch.object(models, "fingerprint", return_value=None)  # none tells another of it
     with mock.patch.object(HydraEngine, "source_of", return_value=source), nameless:
         yield
