@@ -181,7 +181,7 @@ def place_pipeline(shape: PipelineShape, first_rank: int, num_layers: int) -> Pi
     rank = first_rank
     for stage, (own, *second) in zip(shape.stages, _layers_of_stages(shape, num_layers), strict=True):
         ranks = tuple(range(rank, rank + stage.num_ranks))
-        stages.append(Stage(ranks, *own, stage.tp, stage.sp, *second, ep=stage.ep))
+        stages.append(Stage(ranks, *own, stage.tp, stage.sp, second[0] if second else None, stage.ep))
         rank += stage.num_ranks
     return Pipeline(tuple(stages), shape.schedule)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec, ShardRule, end_of_slots, make_buckets
+from ds_hydra.pipe.model_plan import Bucket, ModelPlan, ParamSpec, ShardRule, end_of_slots, make_buckets
 from ds_hydra.pipe.placement import Pipeline, Stage, Strategy, place_strategy
 from ds_hydra.pipe.shape import LayerRange, ParallelScheme, StrategyShape
 from ds_hydra.pipe.transfers import bucket_kinds, bucket_places, bucket_sizes, twins_of
@@ -19,6 +20,7 @@ from ds_hydra.zero_hetero.errors import PlanError
 from tests.support.fused_llama import llama_plan
 
 HEADS, KV_HEADS = 12, 2
+Numbers = np.ndarray[Any, np.dtype[np.float64]]
 LAYER = {
     "q.weight": ((24, 5), ShardRule(0, units=HEADS)),
     "k.weight": ((4, 5), ShardRule(0, units=KV_HEADS)),
@@ -177,8 +179,8 @@ def needed_mask(plan: ModelPlan, bucket, stage: Stage) -> np.ndarray:  # type: i
 
 
 def local_gradient(
-    plan: ModelPlan, bucket, stage: Stage, holder: int, gradient: np.ndarray, of_all: np.ndarray
-) -> np.ndarray:  # type: ignore[no-untyped-def,type-arg]
+    plan: ModelPlan, bucket: Bucket, stage: Stage, holder: int, gradient: Numbers, of_all: Numbers
+) -> Numbers:
     """What a rank's gradient buffer holds: its shard; for shared heads and partial gradients its part of the sum."""
     starts = dict(zip([p.name for p in bucket.params], np.cumsum([0, *(p.numel for p in bucket.params)]), strict=False))
     slots = plan.slots(bucket, stage, holder)
