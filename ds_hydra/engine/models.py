@@ -14,7 +14,7 @@ from torch import nn
 from ds_hydra.pipe.loss import TokenLoss
 from ds_hydra.pipe.models.adapted import base_of
 from ds_hydra.pipe.models.causal_lm import CausalLM
-from ds_hydra.pipe.models.experts import for_strategies
+from ds_hydra.pipe.models.experts import spreading_experts
 from ds_hydra.pipe.models.facts import ModelFacts
 from ds_hydra.pipe.models.layer_list import LayerList
 from ds_hydra.pipe.shape import StrategyShape
@@ -53,7 +53,8 @@ def model_source(
         return LayerList(model, options)
     if isinstance(model, PreTrainedModel):
         source = CausalLM(model, options, token_loss=loss_fn, facts=facts)
-        return for_strategies(source, shapes)
+        stages = (stage for shape in shapes for pipeline in shape.pipelines for stage in pipeline.stages)
+        return spreading_experts(source) if any(stage.ep > 1 for stage in stages) else source
     kind = type(model).__name__
     what = "a module whose layers ds_hydra cannot find" if isinstance(model, nn.Module) else "not a module"
     raise ConfigError(

@@ -12,10 +12,10 @@ import numpy as np
 from torch import Tensor
 
 from ds_hydra.pipe.models.causal_lm import CausalLM
-from ds_hydra.pipe.models.experts import for_strategies
+from ds_hydra.pipe.models.experts import spreading_experts
 from ds_hydra.pipe.models.positions import special_tokens
 from ds_hydra.pipe.models.refusals import known_tokens
-from ds_hydra.pipe.shape import PipelineShape, StrategyShape
+from ds_hydra.pipe.shape import PipelineShape
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.self_check.layer_lists import short_layer_list
@@ -93,7 +93,9 @@ def _of_model(
     small = small_copy(model, schemes, memory_bytes, positions=POSITIONS + min(longest, LONGEST), vocabulary=vocabulary)
     try:
         with doubled():
-            source = for_strategies(CausalLM(small.model, options), [StrategyShape(tuple(schemes))])
+            source = CausalLM(small.model, options)
+            if any(stage.ep > 1 for shape in schemes for stage in shape.stages):
+                source = spreading_experts(source)
     except Exception as error:
         raise RefusedError(told(error)) from error
     known = known_tokens(small.model)

@@ -25,7 +25,7 @@ from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec, ShardRule, make_bucke
 from ds_hydra.pipe.models.balancing import Balancing, asks_for_balance, find_balancing
 from ds_hydra.pipe.models.causal_stage import CausalStage
 from ds_hydra.pipe.models.cut import hand_on
-from ds_hydra.pipe.models.experts import STYLE, Experts, find_experts, outside_of
+from ds_hydra.pipe.models.experts import STYLE, Experts
 from ds_hydra.pipe.models.facts import ModelFacts
 from ds_hydra.pipe.models.flow import Flow, trace
 from ds_hydra.pipe.models.functions import Functions
@@ -102,7 +102,7 @@ class CausalLM:
         self.layers_path = find_layers(model)
         self.vocab_size: int | None = known_tokens(model)
         self._published_plan: Mapping[str, str] = dict(model.tp_plan or {})
-        self.experts, self.spreads_experts = find_experts(model), False
+        self.experts: Experts | None = None  # that are spread as whole ones, if any are
         refuse_dynamic_rotary(model)
         values = stand_in_values(model)
         device = next(iter(values.values())).device
@@ -141,7 +141,6 @@ class CausalLM:
         for path in paths:
             attention.let_attend_alone(self.template.get_submodule(path), self.boxes.attention)
         self._published_plan = without(self._published_plan, paths)
-        self.experts = outside_of(self.experts, paths, self.template)
 
     def _examine(self, model: Any, *, by_one_rank: bool) -> None:
         """Find what runs of parts of the model tell, as far as the options ask for it [Note: kinds of layers]."""
@@ -263,7 +262,7 @@ class CausalLM:
     def _plan(self) -> None:
         """Buckets and shard rules, those of parameters that the published plan does not name among them."""
         config, model, flow, unnamed, tokens = self.text_config, self.template, self.flow, self.unnamed, self.tokens
-        spread = self.experts if self.spreads_experts else Experts()
+        spread = self.experts or Experts()
         self.style_plan = without(self._published_plan, unnamed.whole) | dict.fromkeys(spread.modules, STYLE)
         found = Heads(config, model, self.flow.heads, attends=not self.boxes or bool(self.flow.heads))
         ends = ends_of(model)
@@ -301,7 +300,7 @@ class CausalLM:
             found.heads, found.kv_heads, found.cut(self.style_plan, specs, f"{self.layers_path}."),
             no_tp=styled or unnamed.obstacle, no_pp=self._pipeline_obstacle(), no_slices=flow.no_slices,
             no_token_sharding=tokens.obstacle, unread=flow.unread, carried=self.boxes.carried,
-            **({"no_ep": self.experts.obstacle, "experts": spread.counts} if self.spreads_experts else {}),
+            **({} if self.experts is None else {"no_ep": spread.obstacle, "experts": spread.counts}),
         )  # fmt: skip
         self.specs = specs
 

@@ -74,7 +74,7 @@ class CausalStage(StageModule):
         self._pack_weights(source.functions.packed, names)
         specs = {path: source.specs[name] for path, name in source.aliases.items()}
         rank = (source.style_plan, specs, place.tp_rank, place.stage.tp, place.tp_group)
-        if place.stage.ep > 1:
+        if source.experts is not None and place.stage.ep > 1:
             spread_experts(model, source.experts.modules, place, lambda: self._pack)
         parallel = (
             TokenSharding(

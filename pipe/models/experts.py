@@ -53,14 +53,18 @@ def find_experts(model: Any) -> Experts:
     return Experts(modules, frozenset(stacks), tuple(counts))
 
 
-def for_strategies(source: CausalLM, strategies: Iterable[StrategyShape]) -> CausalLM:
-    """The same model; where one of these strategies has an `ep`, its experts are spread as whole ones, and in none of
-    them cut by width."""
-    if not any(stage.ep > 1 for strategy in strategies for pipeline in strategy.pipelines for stage in pipeline.stages):
-        return source
+def spreading_experts(source: CausalLM) -> CausalLM:
+    """The same model, whose experts are spread as whole ones where stages have an `ep`, and never cut by width."""
     other = copy.copy(source)
-    other.spreads_experts = True
+    boxes = source.boxes.paths(source.layers_path)
+    other.experts = outside_of(find_experts(source.template), boxes, source.template)
     return other.planned(source.unnamed, source.tokens)
+
+
+def for_strategies(source: CausalLM, strategies: Iterable[StrategyShape]) -> CausalLM:
+    """The source of a job with these strategies: one that spreads experts if any of them has an `ep`."""
+    stages = (stage for strategy in strategies for pipeline in strategy.pipelines for stage in pipeline.stages)
+    return spreading_experts(source) if any(stage.ep > 1 for stage in stages) else source
 
 
 def outside_of(experts: Experts, boxes: Collection[str], model: nn.Module) -> Experts:
