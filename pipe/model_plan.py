@@ -42,6 +42,7 @@ from ds_hydra.zero_hetero.layout import ALIGNMENT, Layout, Piece, padded
 Gradient = Literal["complete", "partial"]
 Names = Annotated[frozenset[str], PlainSerializer(sorted)]  # equal in every process, whatever Python's hashes there
 
+BY_WIDTH = "the job is set up for experts that are cut by width; name an ep in hydra.strategies"
 LOGITS_AT_ONCE = 1 << 25
 """Elements, 128 MiB in FP32, of what a loss holds at a time beside the logits. Where autograd goes through these, a
 micro-batch with more computes its head twice, in blocks of as many."""
@@ -179,7 +180,7 @@ class ModelPlan:
     no_pp: str = ""  # the same of pipeline stages
     no_slices: str = ""  # the same of sequences that are cut into slices
     no_token_sharding: str = "nothing is known of it"  # the same of ranks that share tokens [Note: token sharding]
-    no_ep: str = "the job is set up for experts that are cut by width"  # of whole experts that are spread over ranks
+    no_ep: str = BY_WIDTH  # the same of whole experts that are spread over ranks
     experts: tuple[int, ...] = ()  # how many there are, where they are spread as whole ones [Note: whole experts]
     unread: Names = frozenset()  # parameters for which no loss was seen to have a gradient
     carried: tuple[int, ...] = ()  # bytes of the states that a slice hands on in each layer; none: layers have none

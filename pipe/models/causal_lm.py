@@ -21,7 +21,7 @@ from torch import Tensor
 from ds_hydra.pipe.adapters import adapter_rule, ends_of, plain_name
 from ds_hydra.pipe.attention import interface as attention
 from ds_hydra.pipe.loss import TokenLoss
-from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec, ShardRule, make_buckets
+from ds_hydra.pipe.model_plan import BY_WIDTH, ModelPlan, ParamSpec, ShardRule, make_buckets
 from ds_hydra.pipe.models.balancing import Balancing, asks_for_balance, find_balancing
 from ds_hydra.pipe.models.causal_stage import CausalStage
 from ds_hydra.pipe.models.cut import hand_on
@@ -262,7 +262,7 @@ class CausalLM:
     def _plan(self) -> None:
         """Buckets and shard rules, those of parameters that the published plan does not name among them."""
         config, model, flow, unnamed, tokens = self.text_config, self.template, self.flow, self.unnamed, self.tokens
-        spread = self.experts or Experts()
+        spread = self.experts or Experts(obstacle=BY_WIDTH)
         self.style_plan = without(self._published_plan, unnamed.whole) | dict.fromkeys(spread.modules, STYLE)
         found = Heads(config, model, self.flow.heads, attends=not self.boxes or bool(self.flow.heads))
         ends = ends_of(model)
@@ -300,7 +300,7 @@ class CausalLM:
             found.heads, found.kv_heads, found.cut(self.style_plan, specs, f"{self.layers_path}."),
             no_tp=styled or unnamed.obstacle, no_pp=self._pipeline_obstacle(), no_slices=flow.no_slices,
             no_token_sharding=tokens.obstacle, unread=flow.unread, carried=self.boxes.carried,
-            **({} if self.experts is None else {"no_ep": spread.obstacle, "experts": spread.counts}),
+            no_ep=spread.obstacle, experts=spread.counts,
         )  # fmt: skip
         self.specs = specs
 
