@@ -58,8 +58,8 @@ class ShardRule:
     `dim` is cut (None: every rank holds the whole parameter) in each of `parts` fused parts, in whole `units` (heads;
     None: single rows). If there are fewer units than ranks, several ranks hold each unit and their gradients add up.
     For an uncut parameter, `gradient` says whether each rank's gradient is "complete" (the same everywhere) or
-    "partial" (to be summed). Stacked experts that are spread as whole ones are cut by the stage's `ep`
-    [Note: whole experts]: `by_width` are dim and parts by which tensor parallel ranks would have cut them.
+    "partial" (to be summed). Stacked experts that are spread as whole ones [Note: whole experts] are cut by the stage's
+    `ep`: `by_width` are dim and parts by which tensor parallel ranks would have cut them.
     """
 
     dim: int | None = None
