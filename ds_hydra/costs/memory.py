@@ -36,7 +36,6 @@ from ds_hydra.zero_hetero.errors import ConfigError
 from ds_hydra.zero_hetero.nodes import Cluster, NodeSize
 
 Shape = ParallelScheme | PipelineShape
-
 _MOST_TOKENS = 1 << 40
 
 
@@ -76,7 +75,7 @@ class Needs:
     head: int  # the sum of the gradient of the head's weight, while it is made
     head_kept: int  # of one that another micro-batch may hold meanwhile [Note: head and loss as one]
     tied: bool  # whether it stays until the embeddings' gradient, that of the same weight, is there
-    embeddings: int  # their gradient, at the end of a backward
+    embeddings: int  # their gradient, at the end of a backward; where tied also the sum, a tensor of its own
     logits: float  # elements for a token
     blocks: tuple[tuple[int, int], ...]  # elements of these that are there at once at most, with bytes of each
     per_token: float  # activations that are kept, of all micro-batches under way
@@ -250,6 +249,7 @@ class JobMemory:
             for one in alike
         )
         of_head, rows, wide = self._width_of(self.plan.last), math.ceil(self.vocab / stage.tp), max(4, self.param_bytes)
+        of_first, tied = self._width_of(self.plan.first), shape.pp == 1 and bool(self.plan.first & self.plan.last)
         shards = stage.tp if self.plan.token_sharding else 1
         head = rows * of_head.trained * (wide if self.plain_head else 2 * self.param_bytes) if last else 0
         # Several forwards before a backward: never where whole micro-batches run under 1F1B and its like.
@@ -265,8 +265,8 @@ class JobMemory:
             scratch=held.scratch,
             head=head,
             head_kept=head if waits else 0,
-            tied=shape.pp == 1 and bool(self.plan.first & self.plan.last),
-            embeddings=rows * self._width_of(self.plan.first).trained * self.param_bytes if index == 0 else 0,
+            tied=tied,
+            embeddings=rows * of_first.trained * self.param_bytes * (1 + tied) if index == 0 else 0,
             logits=rows / stage.sp if last else 0.0,
             blocks=self._blocks(rows, wide) if last else (),
             per_token=alive * per_batch,

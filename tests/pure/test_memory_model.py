@@ -146,6 +146,18 @@ def test_the_embeddings_gradient_counts_where_a_small_micro_batch_ends_beside_ot
     assert first.on_top(many, given_back=many * kept) == many * first.transient
 
 
+def test_the_gradient_of_a_tied_weight_is_there_three_times_at_the_end_of_a_backward() -> None:
+    """That of the head, that of the embeddings and their sum, which autograd makes apart."""
+    plan = job(1).plan
+    tied = replace(job(1), plan=replace(plan, last=plan.last | plan.first)).needs(ParallelScheme(), 0)
+    alone = job(1).needs(ParallelScheme(), 0)
+    assert (tied.embeddings, tied.tied, alone.tied) == (2 * alone.embeddings, True, False)
+    assert tied.on_top(1, given_back=100) == tied.head + 2 * alone.embeddings - 100
+    assert not replace(job(2), plan=replace(plan, last=plan.last | plan.first)).needs(ParallelScheme(pp=2), 0).tied, (
+        "on two ranks"
+    )
+
+
 @pytest.mark.parametrize("is_one", [True, False])
 def test_a_forward_keeps_the_gradient_of_the_heads_weight_until_its_backward(is_one: bool) -> None:
     """Slices a0 and a1 and a whole sequence b: only a1 and, after it, b make theirs in the forward, so a0's is made
