@@ -137,6 +137,8 @@ def figures(run: list[EmulatedStep]) -> list[tuple[float, ...]]:
 
 
 def test_a_table_without_a_needed_scheme_is_refused() -> None:
+    with pytest.raises(ConfigError, match="sp4ep4 spreads experts over sequence parallel ranks"):
+        emulated_job("sp4ep4").check()
     with pytest.raises(ConfigError, match="no entry for tp4, which the strategies use"):
         emulate(emulated_job("tp4"), 1)
 
