@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from threading import Thread
+from time import sleep
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_hydra.pipe.row_collectives import start_sum
 from ds_hydra.profiling.allocations import Allocations
@@ -44,9 +46,12 @@ def test_what_was_sent_is_gone_with_the_last_thread_that_lets_go_of_it_and_gloos
         with Allocations(torch.device("cpu"), sends=True) as found:
             held = [block()]
             dist.broadcast(held[0], src=0)
+            there = StorageWeakRef(held[0].untyped_storage())
             thread = Thread(target=held.clear)
             thread.start()
             thread.join()
+            while not there.expired():  # gloo's thread may still have the operation that is over
+                sleep(0.001)
             torch.empty(0)  # any operation
             found.mark()
             sent = block()[:, None]
