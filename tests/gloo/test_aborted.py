@@ -76,7 +76,7 @@ def aborted(rank: int, folder: Path) -> list[tuple[str, list[str], str, int, int
         freeing.resume()
         dist.destroy_process_group()
         freeing.forget()
-        deadline = time.monotonic() + 2.0  # for threads that are about to end
+        deadline = time.monotonic() + 20.0  # for threads that are about to end, on a busy machine
         while (left := [name for name, part in parts.items() if part() is not None]) and time.monotonic() < deadline:
             time.sleep(0.05)
         time.sleep(0.1)
