@@ -59,7 +59,7 @@ def link_pairs(plan: ModelPlan, strategy: Strategy, node_size: NodeSize) -> Pair
 
 def teams_of(strategy: Strategy, node_size: NodeSize) -> Iterator[tuple[int, ...]]:
     """Teams of the pulls and pushes under one strategy, in one order; those of one step have no rank in common."""
-    found = twins_of(strategy, node_size)
+    found = [twins for twins in twins_of(strategy, node_size) if len(twins.ranks) > 1]
     yield from (one.ranks for twins in found for one in twins.pulling if len(one.ranks) > 1)
     yield from (one.ranks for twins in found for one in twins.pushing if len(one.ranks) > 1)
 
