@@ -98,7 +98,7 @@ def longest_of(rank: int, model: Path, table: Path) -> int:
     logging.getLogger("ds_hydra").setLevel(logging.ERROR)
     rank_environment(rank)
     block = {"tokens_per_step": 64, "strategies": ["2*tp1"], "cost_table": str(table), "steps_file": None,
-             "planner": {"ahead": 0, "chunks": "off"}, "self_check": "off"}  # fmt: skip
+             "planner": {"ahead": 0}, "self_check": "off", "chunks": "off"}  # fmt: skip
     config = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}, "hydra": block}
     job = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=torch.float32)
     engine: Any = ds_hydra.initialize(model=job, training_data=[[3] * 20] * 4, config=config)[0]
