@@ -19,8 +19,9 @@ from ds_hydra.pipe.models.rebinding import rebind_functions
 from ds_hydra.zero_hetero.errors import ConfigError
 
 # Parameters of a model that is run with numbers at once. Without them torch computes shapes in Python, which takes up
-# to a hundred times as long as to compute a few numbers, and as long for a tiny model as for a large one.
-FEW_PARAMETERS = 2**21
+# to a hundred times as long as to compute a few numbers, and as long for a tiny model as for a large one. With 2**21
+# what such runs leave until it is collected took 60 MB, on the rank that looks at the model.
+FEW_PARAMETERS = 2**19
 
 
 def copy_to_meta(model: Any) -> Any:
