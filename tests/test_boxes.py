@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ds_hydra.pipe import row_collectives
 from ds_hydra.pipe.models import boxed_layers as running
 from ds_hydra.pipe.models import three_ways
 from ds_hydra.pipe.models.boxed_stage import StageBoxes
@@ -28,6 +27,7 @@ from ds_hydra.self_check.precision import doubled
 from ds_hydra.self_check.runs import run_pipeline, uneven_data
 from tests.support.boxed_models import BOXED
 from tests.support.families import build_model
+from tests.support.mutants import gradients_of_other_ranks_are_dropped
 
 DATA = uneven_data(97, [(6, 33, 2, 6), (12,)])
 _HALF_AGAIN = tuple(replace(batch, recompute=0.5) for batch in DATA.microbatches)
@@ -94,14 +94,6 @@ def rows_are_put_back_in_another_order() -> Any:
         return right(self, {s: outs.get(of_length[self.run.pack.lengths[s]], outs[s]) for s in outs})
 
     return mock.patch.object(running._Cut, "joined", joined)
-
-
-def gradients_of_other_ranks_are_dropped() -> Any:
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        start, stop = ctx.pack.local
-        return grad[start:stop], None
-
-    return mock.patch.object(row_collectives._AllOfRow, "backward", staticmethod(backward))
 
 
 def layers_computed_again_know_no_sequences() -> Any:

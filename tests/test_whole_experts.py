@@ -16,7 +16,7 @@ from torch import Tensor
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.shape_costs import spreading_rows
 from ds_hydra.engine.fingerprint import model_fingerprint
-from ds_hydra.pipe import expert_parallel, row_collectives
+from ds_hydra.pipe import expert_parallel
 from ds_hydra.pipe.expert_parallel import _own_experts
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.models.experts import find_experts, for_strategies
@@ -28,6 +28,7 @@ from ds_hydra.plan.schemes import feasible_schemes
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tests.support.checks import check, strategies
 from tests.support.families import build_model
+from tests.support.mutants import gradients_of_other_ranks_are_dropped
 from tests.support.tiny_families import class_names, tiny_model
 
 
@@ -115,16 +116,6 @@ def an_experts_gradient_counts_twice() -> Iterator[None]:
         yield
 
 
-def gradients_of_tokens_stay_where_they_are() -> Any:
-    """Of a token's gradient, what experts of other sequence parallel ranks have is lost."""
-
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        start, stop = ctx.pack.local
-        return grad[start:stop], None
-
-    return mock.patch.object(row_collectives._AllOfRow, "backward", staticmethod(backward))
-
-
 def weights_of_routes_have_a_ranks_gradient() -> Any:
     """What the router's weights are multiplied by on other ranks does not reach the router."""
     return mock.patch("ds_hydra.pipe.tensor_parallel.copy_to_ranks", lambda x, group: x)
@@ -137,7 +128,7 @@ def weights_of_routes_have_a_ranks_gradient() -> Any:
         (a_token_is_dropped, "sp2ep2", "the loss is .* off"),
         (an_experts_gradient_counts_twice, "tp2ep2", r"the gradient of \S*experts\.\S+ is"),
         (an_experts_gradient_counts_twice, "tp2sp2ep4", r"the gradient of \S*experts\.\S+ is"),
-        (gradients_of_tokens_stay_where_they_are, "sp2ep2", "the gradient of"),
+        (gradients_of_other_ranks_are_dropped, "sp2ep2", "the gradient of"),
         (weights_of_routes_have_a_ranks_gradient, "tp2ep2", "the gradient of"),
     ],
 )

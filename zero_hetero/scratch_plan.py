@@ -156,11 +156,10 @@ def twin_push_bytes(plan: TwinPush, element_bytes: tuple[int, int], grad_bytes: 
     cast, total = grad_bytes != element_bytes[0], element_bytes[1]
     leave = {of_alone: push_scratch(plan.leave, cast=of_alone and grad_bytes != total) for of_alone in (False, True)}
     found = leave[True] * total
-    for twins, part in zip(plan.twins, plan.parts, strict=True):
-        if part and len(twins.ranks) > 1:
-            ranks = np.array(twins.ranks)
-            besides = end_of(twin_push_windows(len(ranks), part, 0, element_bytes, cast=cast))
-            found[ranks] = besides + leave[False][ranks] * total
+    for members, part in plan.teams:
+        ranks = np.array(members)
+        besides = end_of(twin_push_windows(len(ranks), part, 0, element_bytes, cast=cast))
+        found[ranks] = besides + leave[False][ranks] * total
     return found
 
 

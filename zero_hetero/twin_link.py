@@ -18,8 +18,9 @@ from ds_hydra.zero_hetero.lane import Lane
 from ds_hydra.zero_hetero.link import SUM_BLOCK_ON_CPU, Handle, Link
 from ds_hydra.zero_hetero.mover import Hop, Operations
 from ds_hydra.zero_hetero.scratch_plan import Window, end_of, piece_of, twin_push_windows
+from ds_hydra.zero_hetero.transfer_plan import TransferPlan
 from ds_hydra.zero_hetero.transport import Transport
-from ds_hydra.zero_hetero.twin_plan import TwinPull, TwinPush
+from ds_hydra.zero_hetero.twin_plan import Shared, TwinPull, TwinPush
 
 LEAVE_TAG = 1 << 20
 """Added to the tag of a push: what leaves is of another dtype than what is traded."""
@@ -64,41 +65,48 @@ class Steps:
             self._over = True
 
 
-class TwinPullLink:
-    """Runs one rank's part of a `TwinPull`; see `Mover`. The destination buffer has the twins' padded size."""
+class _TwinLink:
+    """One rank's part of what twins share, and of the transfer beside it: what enters, or leaves."""
 
-    def __init__(self, plan: TwinPull, rank: int, transport: Transport, *, collectives: Collectives, lane: Lane):
-        self.rank = rank
-        self.enter = Link(plan.enter, rank, transport)
-        found = plan.part_of(rank)
-        self.members, self.part = (found[0].ranks, found[1]) if found is not None else ((rank,), 0)
+    def __init__(
+        self, plan: Shared, beside: TransferPlan, rank: int, transport: Transport, collectives: Collectives, lane: Lane
+    ):
+        self.rank, self._beside = rank, Link(beside, rank, transport)
+        self.members, self.part = plan.part_of(rank)
         self._collectives, self._lane = collectives, lane
 
     @property
     def sent_numel(self) -> int:
         """Elements that this rank sends to others, in both steps, if it sends to each by itself."""
-        return self.enter.sent_numel + (len(self.members) - 1) * self.part
+        return self._beside.sent_numel + (len(self.members) - 1) * self.part
 
     @property
     def received_numel(self) -> int:
         """Elements that this rank receives from others, in both steps."""
-        return self.enter.received_numel + (len(self.members) - 1) * self.part
+        return self._beside.received_numel + (len(self.members) - 1) * self.part
+
+
+class TwinPullLink(_TwinLink):
+    """Runs one rank's part of a `TwinPull`; see `Mover`. The destination buffer has the twins' padded size."""
+
+    def __init__(self, plan: TwinPull, rank: int, transport: Transport, *, collectives: Collectives, lane: Lane):
+        super().__init__(plan, plan.enter, rank, transport, collectives, lane)
 
     @property
     def operations(self) -> Operations:
         """See `Mover.operations`."""
-        return Operations(self.enter.operations.messages, (len(self.members),) if self.part else ())
+        return Operations(self._beside.operations.messages, (len(self.members),) if self.part else ())
 
     @property
     def pull_scratch(self) -> int:
         """Elements of scratch memory that a pull takes: parts are gathered in place."""
-        return self.enter.pull_scratch
+        return self._beside.pull_scratch
 
     def pull(self, src: Tensor, dst: Tensor, *, tag: int = 0, scratch: Tensor | None = None) -> Steps:
         """See `Mover.pull`."""
         later = [partial(self._gather, dst, tag)] if self.part else []
         # Both steps may use one tag: a transport delivers what has one tag in the order in which it was sent.
-        return Steps(self.enter.pull(src, dst, tag=tag, scratch=scratch), later, self._lane)
+        return Steps(self._beside.pull(src, dst, tag=tag, scratch=scratch), later, self._lane)
 
     def _gather(self, buffer: Tensor, tag: int) -> Handle:
         parts = buffer.narrow(0, 0, len(self.members) * self.part)
@@ -106,56 +114,40 @@ class TwinPullLink:
 
     def hops(self, src: Tensor, dst: Tensor) -> tuple[Hop, ...]:
         """See `Mover.hops`."""
-        found = list(self.enter.hops(src, dst))
+        found = list(self._beside.hops(src, dst))
         if self.part:
             places = [
                 Envelope.of_intervals(peer, [(index * self.part, self.part)]) for index, peer in enumerate(self.members)
             ]
-            own = places[self.members.index(self.rank)]
-            sends = [own._replace(peer=peer) for peer in self.members if peer != self.rank]
-            found.append(
-                Hop(self.rank, tuple(sends), tuple(place for place in places if place is not own), (), dst, dst)
-            )
+            own = places.pop(self.members.index(self.rank))
+            sends = tuple(own._replace(peer=place.peer) for place in places)
+            found.append(Hop(self.rank, sends, tuple(places), (), dst, dst))
         # All ranks number the steps of all buckets alike, also those who have fewer steps [Note: checksum].
         return *found, *[Hop(self.rank, (), (), (), dst, dst)] * (_STEPS - len(found))
 
 
-class TwinPushLink:
+class TwinPushLink(_TwinLink):
     """Runs one rank's part of a `TwinPush`; sources have the twins' padded size. See `Mover.push`.
 
     Every contribution to a trade, a rank's own too, is rounded to the wire's dtype; sums leave in the masters'.
     """
 
     def __init__(self, plan: TwinPush, rank: int, transport: Transport, *, collectives: Collectives, lane: Lane):
-        self.rank = rank
-        self.leave = Link(plan.leave, rank, transport)
-        found = plan.part_of(rank)
-        self.members, self.part = (found[0].ranks, found[1]) if found is not None else ((rank,), 0)
+        super().__init__(plan, plan.leave, rank, transport, collectives, lane)
         self._piece = piece_of(len(self.members), self.part)
-        self._collectives, self._lane = collectives, lane
-
-    @property
-    def sent_numel(self) -> int:
-        """Elements that this rank sends to others, in both steps."""
-        return self.leave.sent_numel + (len(self.members) - 1) * self.part
-
-    @property
-    def received_numel(self) -> int:
-        """Elements that this rank receives from others, in both steps."""
-        return self.leave.received_numel + (len(self.members) - 1) * self.part
 
     @property
     def operations(self) -> Operations:
         """See `Mover.operations`."""
         pieces = -(-self.part // self._piece) if self.part else 0
-        return Operations(self.leave.operations.messages, (len(self.members),) * pieces)
+        return Operations(self._beside.operations.messages, (len(self.members),) * pieces)
 
     def push_bytes(self, src: torch.dtype, wire: torch.dtype, dst: torch.dtype) -> int:
         """Bytes of scratch memory that a push takes, for the dtypes of source, wire and destination."""
         return end_of(self._windows(src, wire, dst))
 
     def _windows(self, src: torch.dtype, wire: torch.dtype, dst: torch.dtype) -> tuple[Window, ...]:
-        leave = self.leave.push_scratch(cast=not self.part and src != dst)
+        leave = self._beside.push_scratch(cast=not self.part and src != dst)
         return twin_push_windows(len(self.members), self.part, leave, (wire.itemsize, dst.itemsize), cast=wire != src)
 
     def push(
@@ -170,7 +162,7 @@ class TwinPushLink:
     ) -> Handle | Steps:
         """See `Mover.push`; `scratch`: `push_bytes` bytes, the transfer's until it has been waited for."""
         wire = wire_dtype or src.dtype
-        out = partial(self.leave.push, dst=dst, wire_dtype=dst.dtype, accumulate=accumulate, tag=tag + LEAVE_TAG)
+        out = partial(self._beside.push, dst=dst, wire_dtype=dst.dtype, accumulate=accumulate, tag=tag + LEAVE_TAG)
         if not self.part:
             return out(src, scratch=scratch)
         if scratch is None:

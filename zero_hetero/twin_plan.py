@@ -90,53 +90,47 @@ class Twins:
 
 
 @dataclass(frozen=True, slots=True)
-class TwinPull:
+class Shared:
+    """How twins share a bucket."""
+
+    twins: tuple[Twins, ...]  # who gather, or trade, together
+    parts: tuple[int, ...]  # elements of a part, for each of the twins; 0: they hold nothing of the bucket
+
+    def part_of(self, rank: int) -> tuple[tuple[int, ...], int]:
+        """The ranks that a rank gathers or trades with, itself among them, and the elements of a part; 0 if it pulls
+        or pushes by itself, or nothing."""
+        return next((one for one in self.teams if rank in one[0]), ((rank,), 0))
+
+    @property
+    def teams(self) -> list[tuple[tuple[int, ...], int]]:
+        """Ranks that share a part of the work, with the elements of a part."""
+        found = zip(self.twins, self.parts, strict=True)
+        return [(twins.ranks, part) for twins, part in found if part and len(twins.ranks) > 1]
+
+
+@dataclass(frozen=True, slots=True)
+class TwinPull(Shared):
     """A bucket's pull: its parts enter, then the twins gather."""
 
     enter: TransferPlan
-    twins: tuple[Twins, ...]
-    parts: tuple[int, ...]  # elements of a part, for each of the twins; 0: they hold nothing of the bucket
-
-    def part_of(self, rank: int) -> tuple[Twins, int] | None:
-        """The twins that a rank gathers with, and the elements of a part; None if it pulls by itself, or nothing."""
-        return _part_of(self, rank)
 
     @property
     def hops(self) -> tuple[TransferPlan, ...]:
         """All that moves, step by step, each member's part sent to each other twin."""
-        gathers = _several(self)
+        gathers = self.teams
         return self.enter, *([_all_pairs(self.enter.num_ranks, gathers)] if gathers else [])
 
 
 @dataclass(frozen=True, slots=True)
-class TwinPush:
+class TwinPush(Shared):
     """A bucket's push: the twins trade and sum, then their sums leave."""
 
     leave: TransferPlan
-    twins: tuple[Twins, ...]  # who trade together
-    parts: tuple[int, ...]  # as of the pull
-
-    def part_of(self, rank: int) -> tuple[Twins, int] | None:
-        """The twins that a rank trades with, and the elements of a part; None if it pushes by itself, or nothing."""
-        return _part_of(self, rank)
 
     @property
     def hops(self) -> tuple[TransferPlan, ...]:
         """All that moves, step by step; in a trade the k-th twin receives into the places of all twins, in order."""
-        return _all_pairs(self.leave.num_ranks, _several(self), traded=True), self.leave
-
-
-def _part_of(plan: TwinPull | TwinPush, rank: int) -> tuple[Twins, int] | None:
-    for twins, part in zip(plan.twins, plan.parts, strict=True):
-        if rank in twins.ranks:
-            return (twins, part) if part and len(twins.ranks) > 1 else None
-    return None
-
-
-def _several(plan: TwinPull | TwinPush) -> list[tuple[Sequence[int], int]]:
-    """Ranks that share a part of the work, with the elements of a part."""
-    found = zip(plan.twins, plan.parts, strict=True)
-    return [(twins.ranks, part) for twins, part in found if part and len(twins.ranks) > 1]
+        return _all_pairs(self.leave.num_ranks, self.teams, traded=True), self.leave
 
 
 def plan_twin_pull(masters: Layout, held: Layout, twins: Sequence[Twins]) -> TwinPull:
@@ -148,7 +142,7 @@ def plan_twin_pull(masters: Layout, held: Layout, twins: Sequence[Twins]) -> Twi
     twins = [one for those in twins for one in those.pulling]
     parts = tuple(one.part_of(held.sizes[one.ranks[0]], held.alignment) for one in twins)
     entering = _of_parts(held, twins, parts, from_part=False)
-    return TwinPull(plan_transfer(masters, entering), tuple(twins), parts)
+    return TwinPull(tuple(twins), parts, plan_transfer(masters, entering))
 
 
 def plan_twin_push(masters: Layout, contributed: Layout, twins: Sequence[Twins]) -> TwinPush:
@@ -160,7 +154,7 @@ def plan_twin_push(masters: Layout, contributed: Layout, twins: Sequence[Twins])
     twins = [one for those in twins for one in those.pushing]
     parts = tuple(one.part_of(contributed.sizes[one.ranks[0]], contributed.alignment) for one in twins)
     leaving = _of_parts(contributed, twins, parts, from_part=True)
-    return TwinPush(plan_transfer(masters, leaving).transposed(), tuple(twins), parts)
+    return TwinPush(tuple(twins), parts, plan_transfer(masters, leaving).transposed())
 
 
 def _of_parts(held: Layout, twins: Sequence[Twins], parts: Sequence[int], *, from_part: bool) -> Layout:

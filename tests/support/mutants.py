@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from ds_hydra.pipe import collectives, contexts, stage
+from ds_hydra.pipe import collectives, contexts, row_collectives, stage
 from ds_hydra.pipe.attention.interface import ATTENTION_NAME, hydra_attention
 from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.model_plan import ShardRule
@@ -256,3 +256,13 @@ def windows_forget_a_token() -> Any:
         return right(self, k, v, start, window if window is None else max(1, window - 1))
 
     return mock.patch.object(contexts.Context, "join", join)
+
+
+def gradients_of_other_ranks_are_dropped() -> Any:
+    """Of a token's gradient, what other sequence parallel ranks have by their use of it is lost."""
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        start, stop = ctx.pack.local
+        return grad[start:stop], None
+
+    return mock.patch.object(row_collectives._AllOfRow, "backward", staticmethod(backward))
