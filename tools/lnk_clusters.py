@@ -84,7 +84,7 @@ def missed_node_aims(row: NodeRow) -> list[str]:
     """What a row of the table of clusters misses."""
     where = f"{row.num_ranks} ranks, {row.strategy}"
     missed = []
-    if row.gathered > row.needed or row.entered > NODE_SIZE / row.num_ranks * aims.MODELS_ENTERED:
+    if row.entered + row.gathered > row.needed * aims.MODELS_ENTERED:
         missed.append(f"{where}: {row.gathered} + {row.entered} models enter a node, {row.needed} needed")
     if max(row.plan_ms, row.twins_ms) > machine.limit(aims.TRANSFER_PLAN_S).here * 1e3:
         missed.append(f"{where}: planned in {row.plan_ms:.0f} ms, with twins in {row.twins_ms:.0f} ms")
