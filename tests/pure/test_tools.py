@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import aims, check, machine
+from tools import aims, check, check_tests, machine
 
 # Modules of the folder that are no checks: the commands of ds_hydra as files, and what benchmarks share.
 COMMANDS = {"check_model", "convert_checkpoint", "emulate", "memory_needs", "preview_plan", "profile_schemes", "report"}
@@ -117,3 +117,29 @@ def test_every_aim_in_seconds_is_read_through_the_machine() -> None:
     for name in timed:
         reading = [text for text in texts if f"aims.{name}" in text]
         assert all("machine.limit(" in text or "figures.limited(" in text for text in reading), name
+
+
+def test_tests_that_are_left_out_run_in_some_part() -> None:
+    options = [command[2] for command in check.commands(["check_tests"], quick=True)]
+    assert options == [str(number + 1) for number in range(check_tests.PARTS)]
+    paths = check_tests.files()
+    assert "tests/pure/test_planner_optimum.py" in paths
+    assert sorted(path for number in options for path in check_tests.part(int(number), paths)) == paths
+
+
+def test_long_tests_run_where_they_are_asked_for_and_a_failing_one_is_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\nmarkers = ['long']\n")
+    body = (
+        "import pytest\n@pytest.mark.long\n@pytest.mark.parametrize('n', [1, 2])\ndef test_it(n):\n    assert n == 1\n"
+    )
+    (tmp_path / "tests" / "test_rows.py").write_text(body + "def test_other():\n    raise KeyError\n")
+    (tmp_path / "tests" / "test_none.py").write_text("def test_other():\n    raise KeyError\n")
+    monkeypatch.setattr(check_tests, "ROOT", tmp_path)
+    assert check_tests.files(tmp_path) == ["tests/test_rows.py"]
+    passed, missed = check_tests.run(["tests/test_rows.py"])
+    assert passed == 1
+    assert [line.split(" - ")[0] for line in missed] == ["FAILED tests/test_rows.py::test_it[2]"]
+    assert check_tests.run(["tests/test_none.py"]) == (0, ["pytest ended with 5"])
