@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import threading
@@ -21,7 +22,7 @@ from ds_hydra.config.hydra_block import check_num_ranks, parse_config
 from ds_hydra.costs.shape_costs import used_schemes
 from ds_hydra.host.environment import launched_node_size, launched_number
 from ds_hydra.report.record import is_heterogeneous
-from ds_hydra.testing import free_port
+from ds_hydra.testing import free_port, rank_environment, run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -166,20 +167,58 @@ def shared_memory() -> set[str]:
     return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
 
 
-def test_script_under_the_launcher(texts: Path, tmp_path: Path) -> None:
-    hydra = {
+def job_of(folder: Path) -> dict[str, Any]:
+    """A block of two ranks, whose files are in the folder."""
+    return {
         "tokens_per_step": 300,
         "context_length": 128,
         "too_long": "truncate",
         "strategies": ["tp2", "pp2", "sp2", "2*tp1"],
         "choose": "cycle",
-        "steps_file": str(tmp_path / "steps.jsonl"),
-        "plans_file": str(tmp_path / "plans.jsonl"),
+        "steps_file": str(folder / "steps.jsonl"),
+        "plans_file": str(folder / "plans.jsonl"),
     }
+
+
+def check_files(folder: Path, steps: int) -> None:
+    """What a run of so many steps has written."""
+    records = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+    assert [record["strategy"] for record in records] == (["tp2", "pp2", "sp2", "2*tp1"] * 2)[:steps]
+    assert records[-1]["loss"] < records[0]["loss"]
+    assert len((folder / "plans.jsonl").read_text().splitlines()) == steps
+
+
+def test_script_on_two_ranks(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forks, which have all that it imports."""
+    config = config_file(tmp_path, hydra=job_of(tmp_path) | {"self_check": "off"})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    options = ["--deepspeed_config", str(config), "--data", str(texts), "--steps", "4"]
+    before = shared_memory()
+
+    def script(rank: int) -> None:
+        rank_environment(rank)
+        sys.argv = ["train.py", *options]
+        runpy.run_path(str(EXAMPLES / "train.py"), run_name="__main__")
+
+    run_ranks(script, 2, timeout=120)
+    check_files(tmp_path, 4)
+    assert shared_memory() <= before, "shared memory was left behind"
+
+
+@pytest.mark.long  # processes that begin as programs import for seconds what they need
+def test_script_under_the_launcher(texts: Path, tmp_path: Path) -> None:
     before = shared_memory()
     command = [
         *("deepspeed", "--num_gpus", "2", "--master_port", str(free_port()), str(EXAMPLES / "train.py")),
-        *("--deepspeed_config", str(config_file(tmp_path, hydra=hydra)), "--data", str(texts), "--steps", "8"),
+        *(
+            "--deepspeed_config",
+            str(config_file(tmp_path, hydra=job_of(tmp_path))),
+            "--data",
+            str(texts),
+            "--steps",
+            "8",
+        ),
     ]
     done = subprocess.run(
         command, capture_output=True, text=True, env=environment(tmp_path / "cache"), cwd=tmp_path, timeout=300
@@ -189,13 +228,11 @@ def test_script_under_the_launcher(texts: Path, tmp_path: Path) -> None:
     assert "8 steps" in done.stdout
     assert "4 strategies" in done.stdout
     assert "manifest" in done.stdout
-    records = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
-    assert [record["strategy"] for record in records[:4]] == ["tp2", "pp2", "sp2", "2*tp1"]
-    assert records[-1]["loss"] < records[0]["loss"]
-    assert len((tmp_path / "plans.jsonl").read_text().splitlines()) == 8
+    check_files(tmp_path, 8)
     assert shared_memory() <= before, "shared memory was left behind"
 
 
+@pytest.mark.long
 def test_script_on_plain_deepspeed(texts: Path, tmp_path: Path) -> None:
     plain = config_file(tmp_path, train_micro_batch_size_per_gpu=2)
     # Without this switch DeepSpeed compiles an operator that training does not use, for half a minute.

@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
 from ds_hydra.testing import Aims, compare
+from tests.support.sources import shared_source
 
 STRATEGIES = ["tp2pp2", "sp2 + 2*tp1"]
 
@@ -105,5 +106,6 @@ def test_a_new_kind_of_layer_trains_as_one_process_does(make: Callable[[], Any])
             "planner": {"ahead": 0},
         },
     }  # fmt: skip
-    found = compare(make, data(), config, num_ranks=4, steps=2)
+    with shared_source(make()):
+        found = compare(make, data(), config, num_ranks=4, steps=2)
     assert found.missed(Aims()) == []
