@@ -31,6 +31,7 @@ def small(tmp_path: Path) -> Bench:
     return Bench(CPU, full=False, seconds=60.0, folder=tmp_path)
 
 
+@pytest.mark.long
 def test_parts_run_on_a_cpu_and_say_that_no_gpu_was_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -295,6 +295,7 @@ def test_the_self_check_finds_what_is_wrong() -> None:
     assert "the gradient of" in objection
 
 
+@pytest.mark.long  # a new option's test is the same of any option
 def test_a_job_computes_as_written_what_the_self_check_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     source, strategies = source_of("llama", dtype=torch.float32, token_sharding=True), [StrategyShape.parse("tp2")]

@@ -20,6 +20,7 @@ from ds_hydra.pipe.models.facts import ModelFacts
 from ds_hydra.pipe.models.kinds import LayerKinds
 from ds_hydra.pipe.stage_options import StageOptions
 from tests.support.families import build_model
+from tests.support.long_rows import long_but
 from tests.support.small_job import small_model
 
 ALL = StageOptions(token_sharding=True, functions="recompute")
@@ -41,7 +42,9 @@ FOUND = {
 }
 
 
-@pytest.mark.parametrize("family", FOUND)
+@pytest.mark.parametrize(
+    "family", long_but(FOUND, "gpt_oss", "dropout (Phi)", "layers that share weights", "hooks of modules")
+)
 def test_one_layer_of_each_kind_tells_what_all_do(family: str) -> None:
     """Also where the one runs without numbers, as large models do, and all run with some."""
     with mock.patch.object(meta_copy, "FEW_PARAMETERS", 0):

@@ -102,7 +102,7 @@ def test_it_orders_micro_batches_by_their_times() -> None:
     assert {name: sorted(each) for name, each in kinds.items()} == dict.fromkeys(kinds, sorted(kinds["list"]))
 
 
-@pytest.mark.parametrize("which", ["pure", "compiled"])
+@pytest.mark.parametrize("which", ["pure", pytest.param("compiled", marks=pytest.mark.long)])
 def test_it_plans_slices_by_its_own_times(which: str) -> None:
     """The plan's check runs the registered order, so what the search says that the plan takes is by that order."""
     plan = planned(which)

@@ -293,6 +293,7 @@ def mixed_up(*args: Any) -> tuple[Tensor, ...]:
     return overlapped.wait(*args)[::-1]
 
 
+@pytest.mark.long  # a new option's test is the same of any option
 def test_a_job_exchanges_at_once_where_the_self_check_refuses_groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
