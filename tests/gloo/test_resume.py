@@ -12,6 +12,7 @@ from torch import Tensor
 from ds_hydra.checkpoint.folder import complete_manifests
 from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError
+from tests.support.long_rows import long_but
 from tests.support.small_job import same, sequences, small_engine, small_model, whole_state
 from tests.support.sources import shared_source
 
@@ -28,25 +29,20 @@ def undisturbed(rank: int) -> list[dict[str, Tensor]]:
     return states
 
 
-def interrupted(rank: int, folder: Path, states: list[dict[str, Tensor]]) -> list[tuple[int, int]]:
-    """Stop after a step, go on in a new engine, stop a step later, go on in a third: where states differ.
-
-    So it has gone on after each step but the last.
-    """
-    differ: list[tuple[int, int]] = []
-    for stop in range(1, STEPS - 1, 2):
-        place = folder / str(stop)
+def interrupted(rank: int, folder: Path, states: list[dict[str, Tensor]], stop: int) -> list[int]:
+    """Stop after a step, go on in a new engine, stop a step later, go on in a third: steps whose states differ."""
+    differ: list[int] = []
+    engine = small_engine(rank)
+    for _ in range(stop):
+        engine.train_batch()
+    for again in (1, STEPS - stop - 1):
+        engine.save_checkpoint(folder)
         engine = small_engine(rank)
-        for _ in range(stop):
+        engine.load_checkpoint(folder)
+        for _ in range(again):
             engine.train_batch()
-        for again in (1, STEPS - stop - 1):
-            engine.save_checkpoint(place)
-            engine = small_engine(rank)
-            engine.load_checkpoint(place)
-            for _ in range(again):
-                engine.train_batch()
-                if not same(whole_state(engine), states[engine.global_steps - 1]):
-                    differ.append((stop, engine.global_steps))
+            if not same(whole_state(engine), states[engine.global_steps - 1]):
+                differ.append(engine.global_steps)
     return differ
 
 
@@ -57,9 +53,11 @@ def states() -> list[dict[str, Tensor]]:
     return found
 
 
-def test_stopping_twice_changes_no_bit(states: list[dict[str, Tensor]], tmp_path: Path) -> None:
+@pytest.mark.parametrize("stop", long_but([1, 3], 1))
+def test_stopping_twice_changes_no_bit(stop: int, states: list[dict[str, Tensor]], tmp_path: Path) -> None:
+    """With both rows it has gone on after each step but the last."""
     assert not same(states[0], states[1])
-    assert run_ranks(interrupted, 4, tmp_path, states, timeout=200) == [[]] * 4
+    assert run_ranks(interrupted, 4, tmp_path, states, stop, timeout=200) == [[]] * 4
 
 
 def dropping_model() -> Any:
@@ -102,7 +100,7 @@ def dropped(rank: int, folder: Path) -> tuple[bool, bool]:
 
 def test_dropout_goes_on_as_if_never_stopped(tmp_path: Path) -> None:
     with shared_source(dropping_model()):
-        results = run_ranks(dropped, 4, tmp_path, timeout=200)
+        results = run_ranks(dropped, 2, tmp_path, timeout=200)
     for same_seed, other_seed in results:
         assert same_seed
         assert not other_seed
@@ -131,7 +129,12 @@ def all_batches(rank: int, steps: int, reorder: int) -> tuple[list[tuple[int, ..
 
 
 @pytest.mark.parametrize(
-    ("ranks", "steps", "reorder"), [((8, 4, 6), (2, 2, 2), 1), pytest.param((4, 2), (1, 3), 2, id="within a pair")]
+    ("ranks", "steps", "reorder"),
+    [
+        pytest.param((8, 4, 6), (2, 2, 2), 1, marks=pytest.mark.long),
+        ((3, 4), (2, 1), 1),
+        pytest.param((4, 2), (1, 3), 2, id="within a pair"),
+    ],
 )
 def test_any_number_of_ranks_goes_on(
     ranks: tuple[int, ...], steps: tuple[int, ...], reorder: int, tmp_path: Path
@@ -219,7 +222,7 @@ def second_stage(rank: int, folder: Path, steps: int, data: list[Tensor], **hydr
     return begun, state
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", long_but([2, 4], 2))
 def test_a_second_stage_begins_with_the_weights_alone(num_ranks: int, tmp_path: Path) -> None:
     """Other data, ranks and strategies: step 0 with nothing else of the first; a restart goes on with its own."""
     other = [data[: len(data) // 2 + 2] for data in sequences()]

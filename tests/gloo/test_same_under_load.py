@@ -21,7 +21,10 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "case",
-    [Case("restarted", "", beside=2, restarted=True), Case("hurt", "", {"hurt": "killed", "ahead": 1}, beside=2)],
+    [
+        pytest.param(Case("restarted", "", beside=2, restarted=True), marks=pytest.mark.long),
+        Case("hurt", "", {"hurt": "killed", "ahead": 1}, beside=2),
+    ],
     ids=lambda case: case.kind,
 )
 def test_the_same_job_beside_busy_processes(case: Case, calm: dict[str, Any], tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from tests.support.adapted_models import base_family
 from tests.support.case import FLOAT32, Case
 from tests.support.equivalence import make_engine, samples_of, traced_once
 from tests.support.families import build_model
+from tests.support.long_rows import long_but
 
 TOKENS = torch.arange(3, 40)[None]
 
@@ -86,7 +87,13 @@ def _logits(model: Any) -> Tensor:
     return logits
 
 
-@pytest.mark.parametrize("family", ["lora with biases", "lora and whole modules", "lora beside another"])
+@pytest.mark.parametrize(
+    "family",
+    long_but(
+        ["lora with biases", "lora and whole modules", "lora beside another"],
+        "lora and whole modules", "lora beside another",
+    ),
+)  # fmt: skip
 def test_peft_loads_what_was_saved(family: str, tmp_path: Path) -> None:
     """The base that it started from and the saved adapters make the model that was trained."""
     case = Case("", family, ("tp2", "pp2"), FLOAT32, steps=2).shortened()

@@ -116,6 +116,7 @@ def test_a_slow_rank_is_told_and_plans_give_it_less_until_it_recovers(folder: Pa
     assert 0.0 < largest < 1e-9
 
 
+@pytest.mark.long
 def test_restarts_and_replays_are_equal_to_the_bit(folder: Path) -> None:
     job: Any = {"steps": SAVED + 2, "exact": False, "checkpoint": {"dir": str(folder / "saved"), "keep_last": None}}
     whole = trained(folder, "apply", **job)[0]
