@@ -58,11 +58,6 @@ class EmulatedJob:
         if not shapes:
             raise ConfigError("an emulated cluster needs strategies: name at least one")
         for shape in shapes:
-            if any(stage.ep > stage.tp for pipeline in shape.pipelines for stage in pipeline.stages):
-                raise ConfigError(
-                    f"{shape} spreads experts over sequence parallel ranks, which an emulated cluster does not: name "
-                    "strategies whose ep is at most their tp"
-                )
             cluster.plan.check(place_strategy(shape, cluster.num_ranks, cluster.plan.num_layers))
         missing = sorted(set(used_schemes(shapes)) - set(cluster.table.schemes))
         if missing:

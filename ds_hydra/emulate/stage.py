@@ -97,6 +97,9 @@ class EmulatedStage(StageModule):
         held |= {"last": plan.last} if place.is_last else {}
         rules = {param.name: param.rule for bucket in plan.buckets for param in bucket.params}
         scales = {name: _scale(rule, stage.tp) for name, rule in rules.items()}
+        # Of whole experts that all ranks of a stage share out, a rank's are reached by the tokens of all of them.
+        over_all = stage.ep > stage.tp
+        self.shared_out = frozenset(name for name, rule in rules.items() if over_all and rule.by_width is not None)
         # Layers take equal shares of the time of the whole stage; the cost table does not tell embeddings and
         # head apart.
         share = 1.0 / place.pipeline.stages[place.index].num_layers
@@ -166,6 +169,16 @@ class _Part(nn.Module):
         params = {name: parameter for name, parameter in self._parameters.items() if parameter is not None}
         return _CountedGradient.apply(x, self, seconds, [self._scales[name] for name in params], *params.values())
 
+    def shared_out(self) -> list[bool]:
+        """For each parameter, whether it is of experts that all ranks of the stage share out."""
+        return [name in self._stage.shared_out for name, parameter in self._parameters.items() if parameter is not None]
+
+    def over_sequence_ranks(self, counted: Tensor) -> Tensor:
+        """The sum of what sequence parallel ranks have, ()."""
+        total = counted.clone()
+        dist.all_reduce(total, group=self._stage.place.sp_group)
+        return total
+
     def backward(self, seconds: Mapping[str, float]) -> None:
         """The time that the backward takes, or its input gradient where it is split."""
         if self._stage.begins_backward(self):
@@ -234,13 +247,16 @@ class _CountedGradient(torch.autograd.Function):
     ) -> Tensor:
         ctx.part, ctx.seconds, ctx.scales = part, seconds, scales
         ctx.shapes = [param.shape for param in params]
+        ctx.shared_out = part.shared_out()
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         ctx.part.backward(ctx.seconds)
         counted = grad[..., 0].sum()
-        gradients = [(scale * counted).expand(shape) for scale, shape in zip(ctx.scales, ctx.shapes, strict=True)]
+        of_all = ctx.part.over_sequence_ranks(counted) if any(ctx.shared_out) else counted
+        each = zip(ctx.scales, ctx.shapes, ctx.shared_out, strict=True)
+        gradients = [(scale * (of_all if shared else counted)).expand(shape) for scale, shape, shared in each]
         return (grad, None, None, None, *gradients)
 
 
