@@ -122,9 +122,42 @@ def weights_of_routes_have_a_ranks_gradient() -> Any:
     return mock.patch("ds_hydra.pipe.tensor_parallel.copy_to_ranks", lambda x, group: x)
 
 
+def _given_others(change: Callable[..., tuple[int, Tensor, Tensor]]) -> Any:
+    """Own experts are handed another first one, other experts of tokens, or other weights of these."""
+
+    def other(forward: Any, first: int, count: int, hidden: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
+        first, chosen, gates = change(first, count, chosen, gates)
+        return _own_experts(forward, first, count, hidden, chosen, gates)
+
+    return mock.patch.object(expert_parallel, "_own_experts", other)
+
+
+def ranks_of_two_groups_are_mixed() -> Any:
+    """A rank answers for the experts that its neighbour holds."""
+    return _given_others(lambda first, count, chosen, gates: (first ^ count, chosen, gates))
+
+
+def gates_are_not_scaled() -> Any:
+    return _given_others(lambda first, count, chosen, gates: (first, chosen, torch.ones_like(gates)))
+
+
+def routing_is_another_when_computed_again() -> Any:
+    """In a backward, tokens go where those before them went."""
+
+    def change(first: int, count: int, chosen: Tensor, gates: Tensor) -> tuple[int, Tensor, Tensor]:
+        again = torch._C._current_graph_task_id() != -1
+        return first, chosen.roll(1, 0) if again else chosen, gates
+
+    return _given_others(change)
+
+
 @pytest.mark.parametrize(
     ("mutant", "text", "told"),
     [
+        (ranks_of_two_groups_are_mixed, "tp2ep2", "the loss is .* off"),
+        (ranks_of_two_groups_are_mixed, "tp2sp2ep4", "the loss is .* off"),
+        (gates_are_not_scaled, "sp2ep2", "the loss is .* off"),
+        (routing_is_another_when_computed_again, "tp2ep2", "."),
         (a_token_is_dropped, "tp2ep2", r"the loss is .* off, and model\.layers\.\d+\.mlp\S* is the first module"),
         (a_token_is_dropped, "sp2ep2", "the loss is .* off"),
         (an_experts_gradient_counts_twice, "tp2ep2", r"the gradient of \S*experts\.\S+ is"),
