@@ -20,6 +20,7 @@ NAMES_OF_PEFT = "base_model.model."
 
 _PEFT_MODEL, _MIXED_MODEL = "peft.peft_model.PeftModel", "peft.mixed_model.PeftMixedModel"
 _KNOWN = frozenset({LORA_LINEAR, LORA_EMBEDDING, SAVED_WHOLE})
+_LORA_STACK = "peft.tuners.lora.layer.ParamWrapper"
 _REMEDY = "train with peft.LoraConfig, its target_modules and modules_to_save, or leave the adapter out"
 
 
@@ -87,6 +88,12 @@ def refuse_adapters(model: nn.Module) -> None:
         kind = class_path(module)
         if not kind.startswith("peft."):
             continue
+        if kind == _LORA_STACK:
+            raise ConfigError(
+                f"{path} is a {kind}: an adapter of the stack {module.parameter_name!r} of its {module.num_experts} "
+                "experts, which is not supported. PEFT makes one of target_parameters, and of target_modules that "
+                "name an expert's layers, such as up_proj: name others, such as q_proj and o_proj"
+            )
         if kind not in _KNOWN:
             raise ConfigError(f"{path} is a {kind}, which is not supported; {_REMEDY}")
         _refuse_state(path, module)
