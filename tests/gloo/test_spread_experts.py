@@ -34,15 +34,19 @@ def _resumed(rank: int, case: Case, folder: str) -> tuple[list[float], dict[str,
     return [float(engine.train_batch()) for _ in range(2)], values if rank == 0 else {}
 
 
-def test_jobs_of_both_kinds_go_on_from_the_others_checkpoint(tmp_path: Path) -> None:
+def test_jobs_of_both_kinds_and_another_ep_go_on_from_a_checkpoint(tmp_path: Path) -> None:
     with traced_once(SPREAD):
         losses, values = run_ranks(_saved, 2, SPREAD, str(tmp_path), timeout=120)[0]
         again, same = run_ranks(_resumed, 2, SPREAD, str(tmp_path), timeout=120)[0]
     by_width = replace(SPREAD, strategies=("tp2", "2*tp1"))
     with traced_once(by_width):
         found, turned = run_ranks(_resumed, 2, by_width, str(tmp_path), timeout=120)[0]
-    for other in (same, turned):
+    four = replace(SPREAD, strategies=("tp2sp2ep4", "sp4ep4"))
+    with traced_once(four):
+        on_four, moved = run_ranks(_resumed, 4, four, str(tmp_path), timeout=120)[0]
+    for other in (same, turned, moved):
         assert values.keys() == other.keys()
         assert all(torch.equal(value, other[name]) for name, value in values.items()), "to the bit"
     assert again == losses
-    assert all(abs(one - other) <= 1e-9 * abs(one) for one, other in zip(losses, found, strict=True))
+    for others in (found, on_four):
+        assert all(abs(one - other) <= 1e-9 * abs(one) for one, other in zip(losses, others, strict=True))

@@ -23,6 +23,8 @@ _EXPERTS: dict[str, Any] = {
     "output_router_logits": False,
 }
 _MIXED: dict[str, Any] = {"layer_types": ["linear_attention", "full_attention"] * 2}
+_MAMBA_2: dict[str, Any] = {"mamba_n_heads": 16, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8,
+                            "mamba_n_groups": 1}  # fmt: skip
 
 # Name -> model type and settings, as in FAMILIES. A word in brackets tells what is a box.
 BOXED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -40,12 +42,31 @@ BOXED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "lfm2": ("lfm2", _SIZES | {"layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3}),
     "bamba": (
         "bamba",
-        _SIZES | {"attn_layer_indices": [1, 3], "mamba_n_heads": 16, "mamba_d_head": 8, "mamba_d_state": 8,
-                  "mamba_chunk_size": 8, "mamba_n_groups": 1},
+        _SIZES | _MAMBA_2 | {"attn_layer_indices": [1, 3]},
     ),
     "falcon_h1": (
         "falcon_h1",
         _SIZES | {"head_dim": 8, "mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8,
                   "mamba_chunk_size": 8, "mamba_n_groups": 1},
+    ),
+}  # fmt: skip
+
+# Hybrids with experts, of which rows of the table of training cases tell.
+WITH_EXPERTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "qwen3_5_moe": ("qwen3_5_moe_text", _SIZES | _DELTA | _EXPERTS | _MIXED),
+    "granite, experts": (
+        "granitemoehybrid",
+        _SIZES | _MAMBA_2 | _MIXED | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32,
+                                      "intermediate_size": 48},
+    ),
+    "lfm2_moe": (
+        "lfm2_moe",
+        _SIZES | {"layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3, "num_experts": 4,
+                  "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_dense_layers": 1},
+    ),
+    "jamba": (
+        "jamba",
+        _SIZES | {"mamba_d_state": 8, "mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1,
+                  "num_experts": 4, "num_experts_per_tok": 2, "expert_layer_period": 2, "expert_layer_offset": 1},
     ),
 }  # fmt: skip

@@ -1,7 +1,7 @@
 """Tiny models of many families for tests: a name in, a freshly initialised model out, the same in every process.
 
-Names are keys of FAMILIES, of BALANCED, of BOXED, of HARD_MODELS, of CHANGED and CHANGED_LINEARS (a Llama that was
-changed), of ADAPTED and ADAPTED_WITHOUT_TP (a model with PEFT's adapters), "layer_list" for a DeepSpeed
+Names are keys of FAMILIES, of BALANCED, BOXED, WITH_EXPERTS, ROUTED and HARD_MODELS, of CHANGED and CHANGED_LINEARS (a
+Llama that was changed), of ADAPTED and ADAPTED_WITHOUT_TP (a model with PEFT's adapters), "layer_list" for a DeepSpeed
 `PipelineModule` with a tied layer, or the path of a Hugging Face config file.
 """
 
@@ -25,9 +25,10 @@ from ds_hydra.pipe.attention.backends import varlen_attention
 from ds_hydra.pipe.models.adapted import base_of
 from ds_hydra.pipe.rows import Pack
 from tests.support.adapted_models import adapted, base_family
-from tests.support.boxed_models import BOXED
+from tests.support.boxed_models import BOXED, WITH_EXPERTS
 from tests.support.changed_models import CHANGED, CHANGED_LINEARS
 from tests.support.hard_models import HARD_MODELS
+from tests.support.routed_models import ROUTED, SURE, made_sure
 
 VOCAB = 97
 HEADS, KV_HEADS, LAYERS = 8, 4, 4
@@ -95,7 +96,8 @@ NOT_BY_INTERFACE = frozenset({"bloom", "gptj"})  # they attend by code of their 
 def hf_config(family: str) -> Any:
     """The Hugging Face config of a family, or of a config file."""
     family = "llama" if family in CHANGED or family in CHANGED_LINEARS else base_family(family)
-    listed = FAMILIES.get(family) or HARD_MODELS.get(family) or BALANCED.get(family) or BOXED.get(family)
+    tables = (FAMILIES, HARD_MODELS, BALANCED, BOXED, WITH_EXPERTS, ROUTED)
+    listed = next((table[family] for table in tables if family in table), None)
     if listed:
         model_type, settings = listed
         return AutoConfig.for_model(model_type, **settings)
@@ -121,7 +123,8 @@ def build_model(family: str, dtype: torch.dtype, attention: str | None = None) -
     if dtype == torch.float64 and hasattr(config, "num_experts_per_tok"):
         extra["experts_implementation"] = "eager"  # the grouped one has no FP64
     model = AutoModelForCausalLM.from_config(config, **extra)
-    model = _spread(model).to(dtype)
+    model = _spread(model)
+    model = (made_sure(model) if family == SURE else model).to(dtype)
     change = CHANGED.get(family) or CHANGED_LINEARS.get(family)
     if change is not None:
         change(model)

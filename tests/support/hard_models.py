@@ -53,6 +53,10 @@ HARD_MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "dropout by a function": ("opt", _OPT | {"dropout": 0.1}),
     "dropout (Phi)": ("phi", COMMON | {"attention_dropout": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}),
     "noise on what is routed": ("mixtral", COMMON | {"num_local_experts": 4, "router_jitter_noise": 0.1}),
+    "dropout beside experts": (
+        "qwen3_moe",
+        COMMON | {"attention_dropout": 0.1, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+    ),
     "bidirectional": ("gemma3_text", COMMON | {"head_dim": 16, "use_bidirectional_attention": True}),
     "masked language model": ("bert-mlm", _BERT),
     "positions from the padding id": ("roberta", _BERT | {"pad_token_id": 1, "is_decoder": True}),
