@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -80,6 +81,7 @@ def test_fewer_ranks_go_on_in_the_same_process_as_after_a_restart(tmp_path: Path
         assert same(one[1], other[1])
 
 
+@pytest.mark.long
 def test_many_assemblies_leave_no_trace(tmp_path: Path) -> None:
     """Threads, descriptors and memory are flat; with heartbeats, a planning process and saves in the background."""
 

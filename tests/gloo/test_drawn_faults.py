@@ -11,7 +11,7 @@ from tests.support.drawn_faults import ACTIVITIES, KINDS, MODES, Case, drawn, wr
 @pytest.mark.parametrize(
     "case",
     [
-        *drawn(9)[2:5],
+        *drawn(9)[2:4],
         Case("SIGKILL", "backward", "V", 0),
         Case("memory", "planning", "ahead", 1),
         Case("bug", "planning", "ahead", 0),

@@ -87,7 +87,7 @@ def test_what_once_hung_trains_to_the_same_bits(num_ranks: int, rule: str, strat
 @pytest.mark.parametrize(
     ("rule", "strategies"),
     [
-        ("connect lazy", ["4*tp1", "tp2 + pp2"]),
+        pytest.param("connect lazy", ["4*tp1", "tp2 + pp2"], marks=pytest.mark.long),
         # Where pushes start among the collectives of tensor or sequence parallel ranks: the same on all of them.
         ("blocking", ["2*tp2", "tp2pp2", "tp2pp2/v", "2*sp2", "2*pp2"]),
     ],

@@ -14,6 +14,7 @@ from ds_hydra.testing import RankRun, run_ranks
 from tests.support.case import FLOAT32, Case
 from tests.support.cases import CASES, UNDER_STRICT
 from tests.support.equivalence import compare, difference, num_ranks, samples_of, traced_once, train
+from tests.support.long_rows import long_but
 from tests.support.random_cases import random_case
 
 QUICK = [case for case in CASES if case.quick and case.name not in UNDER_STRICT]
@@ -26,7 +27,7 @@ def test_same_as_one_process(case: Case) -> None:
     assert not missed, missed
 
 
-@pytest.mark.parametrize("seed", [9, 14, 22])
+@pytest.mark.parametrize("seed", long_but([9, 14, 22], 14))
 def test_cases_drawn_at_random(seed: int) -> None:
     case = replace(random_case(seed), steps=2)
     missed = compare(case).missed(case.aims, case.name)

@@ -18,7 +18,7 @@ def mixed() -> Iterator[Case]:
     base = Case("", "llama", ("(tp2[0:1]@slow > tp2[1:4]@fast)",), steps=3, cluster=HALVES)
     yield replace(base, name="mixed")
     yield replace(base, name="mixed, two pipelines", strategies=("(tp1[0:1]@slow > tp1[1:4]@fast) + "
-                  "(tp1[0:2]@slow > tp1[2:4]@fast)", "2*(tp1[0:1]@slow > tp1[1:4]@fast)"), quick=True)  # fmt: skip
+                  "(tp1[0:2]@slow > tp1[2:4]@fast)", "2*(tp1[0:1]@slow > tp1[1:4]@fast)"))  # fmt: skip
     yield replace(base, name="mixed, a class alone", strategies=("tp2@slow + tp2@fast", "sp2@slow + 2*tp1@fast"))
     yield replace(base, name="mixed, tp and sp", strategies=("(sp2[0:1]@slow > tp2[1:4]@fast)",
                   "(tp2[0:2]@fast > sp2[2:4]@slow)"))  # fmt: skip

@@ -77,7 +77,7 @@ def _sliced() -> Iterator[Case]:
     """Long sequences in slices, which run in turns, with short ones beside and between them."""
     base = _SLICED
     for strategy in ("tp1", "tp2", "pp2", "sp2", "pp4", "tp2pp2sp2", "sp4 + tp2pp2", "2*pp4"):
-        yield replace(base, name=f"slices {strategy}", family="qwen3", strategies=(strategy,), quick=strategy == "pp4")
+        yield replace(base, name=f"slices {strategy}", family="qwen3", strategies=(strategy,))
     for family in (
         "llama_tied", "mistral", "gemma2", "gemma3_text", "phi3", "mixtral", "qwen3_moe", "cohere", "gpt_neox", "gpt2",
         "gpt_oss", "longrope", "positions from the padding id", "embeddings of each layer",
@@ -85,9 +85,9 @@ def _sliced() -> Iterator[Case]:
         frozen = NO_GRADIENT if family in UNUSUAL else ()
         yield replace(
             base, name=f"slices, {family}", family=family, frozen=frozen,
-            amplifies=family in AMPLIFYING, quick=family == "mixtral",
+            amplifies=family in AMPLIFYING,
         )  # fmt: skip
-    yield replace(base, name="slices fp32", family="qwen3", dtype=FLOAT32, quick=True)
+    yield replace(base, name="slices fp32", family="qwen3", dtype=FLOAT32)
     yield replace(base, name="slices fp32 sgd", dtype=FLOAT32, optimizer="SGD")
     yield replace(base, name="slices bf16", dtype=BFLOAT16)
     yield replace(base, name="slices, checkpointed", family="mistral", activation_checkpointing=True, quick=True)
@@ -117,7 +117,7 @@ def _sliced() -> Iterator[Case]:
 def _listed() -> Iterator[Case]:
     """Orders made from costs, with whole sequences and with slices, mixed with 1F1B."""
     base = Case("", "llama", LIST)
-    yield replace(base, name="list", family="llama_tied", quick=True)
+    yield replace(base, name="list", family="llama_tied")
     for family in ("qwen3", "gemma2", "mixtral", "gpt2", "gpt_oss", "layer_list"):
         yield replace(base, name=f"list, {family}", family=family)
     yield replace(base, name="list fp32", dtype=FLOAT32, optimizer="SGD")
@@ -258,8 +258,8 @@ def _recomputed() -> Iterator[Case]:
     yield replace(whole, name="recomputed on 8 ranks", strategies=CHANGING_8)
     yield replace(sliced, name="recomputed slices", family="gemma2")
     yield replace(sliced, name="recomputed slices, list", family="mixtral", strategies=LIST[:3])
-    yield replace(sliced, name="recomputed slices, V", family=deep, quick=True,
-                  strategies=("pp4/v", "tp2pp2/v"), steps=2)  # fmt: skip
+    yield replace(sliced, name="recomputed slices, V", family=deep, strategies=("pp4/v", "tp2pp2/v"),
+                  steps=2)  # fmt: skip
     yield replace(sliced, name="recomputed slices, V mixtral", family="mixtral", strategies=V[:3])
     yield replace(sliced, name="recomputed slices, V, dropout", family="dropout (Phi)", draws=True,
                   frozen=NO_GRADIENT, strategies=V[:2], steps=2, quick=True)  # fmt: skip
