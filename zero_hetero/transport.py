@@ -3,9 +3,13 @@
 A transport decides nothing: both sides took peers, order and sizes from the same plan.
 
 [Note: bounded receives] All pulls of a step start at once, one per bucket, and a model has dozens of buckets. With the
-receives of all of them open, ranks that share cores spend twice the time on the same bytes. So over gloo only a few
-exchanges have open receives. The next one opens when an earlier one is waited for, and a step waits for its buckets
-in the order in which it started them.
+receives of all of them open, ranks that share cores spend twice the time on the same bytes. So over gloo on one machine
+only a few exchanges have open receives. The next one opens when an earlier one is waited for, and a step waits for its
+buckets in the order in which it started them.
+
+Between machines there is no such bound. gloo tells a peer of an open receive over the connection of the pair, behind
+all that it sends to that peer itself. A receive that opens late is told of when the cable has carried what this rank
+sends, and the peer sends only then: the cable would carry one direction after the other.
 
 The bound cannot lock the ranks up. Sends are never held back, so a rank needs nothing of its peers but that they have
 started; and waiting for an exchange opens its receives, and those of all that started before it, whatever the bound.

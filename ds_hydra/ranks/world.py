@@ -31,7 +31,7 @@ from ds_hydra.zero_hetero.lane import DeviceLane, HostLane, Lane
 from ds_hydra.zero_hetero.nodes import Cluster, NodeSize
 from ds_hydra.zero_hetero.transport import TorchTransport, Transport
 
-_OPEN_RECEIVES = 2  # buckets whose receives are open at once on gloo, which becomes slower with more of them
+_OPEN_RECEIVES = 2  # buckets whose receives are open at once on gloo, where all ranks share a machine
 _CONNECT_TAG = 1 << 23
 
 Pair = tuple[int, int]  # (sender, receiver)
@@ -109,7 +109,7 @@ class World:
         edges = everyone if gloo else make(range(num_ranks), options=nccl_options(background=True, urgent=True))
         # Twins trade while the model's collectives run, and all that shares a communicator ends in one order.
         groups, teams = (GroupCache(rank, partial(make_apart, options)) for options in (urgent, quiet))
-        links = TorchTransport(pulls, max_open_receives=_OPEN_RECEIVES)
+        links = TorchTransport(pulls, max_open_receives=_OPEN_RECEIVES if len(cluster.sizes) == 1 else None)
         return cls(
             rank=rank,
             num_ranks=num_ranks,
