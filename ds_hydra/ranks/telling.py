@@ -20,7 +20,8 @@ class Telling:
     """
 
     # Collectives of one process group are matched by their order alone, messages between two ranks by their tag. So a
-    # text goes from rank to rank, along a tree: of 8 ranks, 0 sends to 1, 2 and 4, then 1 to 3 and 5, 2 to 6, 3 to 7.
+    # text goes from rank to rank, along a tree: of 8 ranks, 0 sends to 4, 2 and 1, then 4 to 6 and 5, 2 to 3, 6 to 7.
+    # Of 4 ranks on a node, only one gets it from another node.
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, num_ranks: int, *, tag: int):
         self.rank, self.num_ranks, self._group, self._tag = rank, num_ranks, group, tag
@@ -41,11 +42,10 @@ class Telling:
     def _passed_on(self, data: bytes) -> bytes:
         """Rank 0's bytes; those of the others only say how many they are."""
         message = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        # Rank 5, in bits 101, gets it from rank 1, without the highest bit, and sends to those that have a higher one.
-        first = 1 << self.rank.bit_length()
         if self.rank != 0:
-            _wait(dist.irecv(message, group=self._group, group_src=self.rank - first // 2, tag=self._tag))
-        sent = [self._send(message, self.rank + step) for step in _doublings(first, self.num_ranks - self.rank)]
+            sender = self.rank & (self.rank - 1)
+            _wait(dist.irecv(message, group=self._group, group_src=sender, tag=self._tag))
+        sent = [self._send(message, receiver) for receiver in told_by(self.rank, self.num_ranks)]
         for work in sent:
             _wait(work)
         return bytes(message.numpy())
@@ -54,9 +54,12 @@ class Telling:
         return dist.isend(message, group=self._group, group_dst=receiver, tag=self._tag)
 
 
-def _doublings(first: int, stop: int) -> list[int]:
-    """first, 2 first, 4 first, ... below stop."""
-    return [first << bits for bits in range(stop.bit_length()) if first << bits < stop]
+def told_by(rank: int, num_ranks: int) -> list[int]:
+    """The ranks to which a rank passes a text on, in order: rank 12, in bits 1100, to 14 and 13, those to whose number
+    it is without the lowest bit.
+    """
+    steps = (1 << bit for bit in reversed(range(((rank & -rank or num_ranks) - 1).bit_length())))
+    return [rank + step for step in steps if rank + step < num_ranks]
 
 
 def _wait(work: dist.Work | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ds_hydra.ranks.channel import peers_of
+from ds_hydra.ranks.telling import told_by
 from ds_hydra.watchdog.tree import places
 from ds_hydra.watchdog.watchdog import beat_seconds
 
@@ -44,3 +45,13 @@ def test_small_messages_connect_few_ranks() -> None:
     for num_ranks in (33, 64, 1000, 1024):
         assert max(len(peers_of(rank, num_ranks)) for rank in range(num_ranks)) <= 20
         assert all(rank in peers_of(peer, num_ranks) for rank in (0, 5) for peer in peers_of(rank, num_ranks))
+
+
+def test_a_text_is_told_once_to_each_rank_and_enters_a_node_once() -> None:
+    assert [told_by(rank, 8) for rank in range(4)] == [[4, 2, 1], [], [3], []]
+    for num_ranks in (1, 2, 3, 7, 8, 63, 64):
+        told = [(rank, receiver) for rank in range(num_ranks) for receiver in told_by(rank, num_ranks)]
+        assert sorted(receiver for _, receiver in told) == list(range(1, num_ranks))
+        assert all(receiver in peers_of(rank, num_ranks) for rank, receiver in told)
+        entered = [receiver // 8 for rank, receiver in told if rank // 8 != receiver // 8]
+        assert sorted(entered) == list(range(1, -(-num_ranks // 8)))
