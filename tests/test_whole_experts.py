@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,9 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from ds_hydra.config.hydra_block import HydraConfig
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.costs.shape_costs import spreading_rows
+from ds_hydra.costs.shape_costs import of_one_kind, spreading_rows
+from ds_hydra.costs.table_file import TableFile
 from ds_hydra.engine.fingerprint import model_fingerprint
+from ds_hydra.engine.job import Job
+from ds_hydra.engine.models import spread_where_cheaper
 from ds_hydra.pipe import expert_parallel
 from ds_hydra.pipe.expert_parallel import _own_experts
 from ds_hydra.pipe.models.causal_lm import CausalLM
@@ -233,6 +238,33 @@ def test_a_table_of_experts_that_are_cut_by_width_prices_whole_ones() -> None:
     assert [str(cost.scheme) for cost in found.costs] == ["tp2pp2", "tp1", "tp2pp2ep2"]
     assert (found[asked[0]].b, found[asked[0]].derived) == (0.2, "that of tp2pp2")
     assert spreading_rows(found, asked) is found
+
+
+def _row(text: str, b: float) -> SchemeCost:
+    return SchemeCost(ParallelScheme.parse(text), 1e-6, b, 1.0, 100)
+
+
+def test_proposals_spread_experts_where_that_was_not_measured_to_be_slower(tmp_path: Path) -> None:
+    source = CausalLM(build_model("experts for eight", torch.float32))
+    by_width = CostTable((_row("tp1", 0.3), _row("tp2", 0.2), _row("sp2", 0.2), _row("tp4", 0.1)))
+    slower = replace(by_width, costs=(*by_width.costs, _row("tp2ep2", 0.3), _row("tp4ep4", 0.1)))
+    faster = replace(by_width, costs=(*by_width.costs, _row("tp2ep2", 0.1), _row("tp4ep4", 0.11), _row("sp2ep2", 0.1)))
+    for name, table, spread in (("slower", slower, False), ("faster", faster, True), ("alone", by_width, True)):
+        TableFile(table).save(path := tmp_path / f"{name}.json")
+        config = HydraConfig(tokens_per_step=100, cost_table=str(path))
+        job = Job(config, source, None, mock.Mock(), None, None, mock.Mock(), 0.0)
+        plan = spread_where_cheaper(job).source.plan
+        assert bool(plan.experts) is spread, name
+        rows = of_one_kind(table, feasible_schemes(plan, 4, 4))
+        for cost in rows.costs:
+            (shape,) = strategies(str(cost.scheme))
+            plan.check(place_strategy(shape, shape.num_ranks, plan.num_layers))
+        assert ("that of tp4" in {cost.derived for cost in rows.costs}) is (name == "alone")
+        for fixed in (
+            replace(job, config=replace(config, strategies=("tp2",))), replace(job, pre_step=mock.Mock()),
+            replace(job, source=CausalLM(build_model("mixtral", torch.float32))),
+        ):  # fmt: skip
+            assert spread_where_cheaper(fixed).source is fixed.source
 
 
 def test_schemes_of_a_plan_are_of_one_kind() -> None:

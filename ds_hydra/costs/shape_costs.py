@@ -54,6 +54,35 @@ def spreading_rows(table: CostTable, schemes: Iterable[ParallelScheme]) -> CostT
     return replace(table, costs=(*table.costs, *added)) if added else table
 
 
+def of_one_kind(table: CostTable, schemes: Iterable[ParallelScheme]) -> CostTable:
+    """The rows of a table for proposed strategies of a model that may run these `schemes`: whole experts over tensor
+    parallel ranks where it spreads them, priced as `spreading_rows`, and else none that spread any."""
+    spreads = [scheme for scheme in schemes if scheme.ep > 1]
+    # Over sequence parallel ranks whole experts have collectives that those without have not: only what is measured.
+    table = spreading_rows(table, (scheme for scheme in spreads if scheme.ep == scheme.tp))
+    kept = tuple(
+        cost
+        for cost in table.costs
+        if not isinstance(cost.scheme, ParallelScheme)
+        or (cost.scheme.tp == 1 or cost.scheme.ep > 1 if spreads else cost.scheme.ep == 1)
+    )
+    return table if len(kept) == len(table.costs) else replace(table, costs=kept)
+
+
+def whole_are_cheaper(table: CostTable) -> bool:
+    """Whether experts that tensor parallel ranks hold as whole ones take no longer than such as are cut by width, in
+    the mean of the schemes that were measured with both; of a table without any they are taken to, since their products
+    are as many and as wide as the experts."""
+    known = {cost.scheme: cost for cost in table.costs}
+    ratios = [
+        whole.load_ms([row.util_length]) / row.load_ms([row.util_length])
+        for scheme, row in known.items()
+        if isinstance(scheme, ParallelScheme) and scheme.tp > 1 and scheme.ep == 1
+        and (whole := known.get(replace(scheme, ep=scheme.tp))) is not None
+    ]  # fmt: skip
+    return sum(ratios) <= len(ratios)
+
+
 def of_class(table: CostTable, device: str) -> CostTable:
     """The rows of a table as those of devices of one class: `tp4pp2` becomes `tp4pp2@h20`. PlanError for rows that name
     another one."""

@@ -13,7 +13,7 @@ from ds_hydra.costs.analytic import ASSUMED, ModelShape, analytic_cost_table
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.costs.job_fingerprint import JobFingerprint
 from ds_hydra.costs.memory import JobMemory, gibibytes
-from ds_hydra.costs.shape_costs import spreading_rows, used_schemes, with_shapes
+from ds_hydra.costs.shape_costs import of_one_kind, spreading_rows, used_schemes, with_shapes
 from ds_hydra.costs.table_file import TableFile, check_job, read_table_file, told
 from ds_hydra.engine.fingerprint import describe_job
 from ds_hydra.engine.fits import job_memory, rank_memory, within_memory
@@ -106,7 +106,8 @@ def job_cost_table(
         return class_tables(config.cost_table, job, own, cluster)
     found = read_table_file(config.cost_table)
     check_job(found, job, repr(config.cost_table))
-    table = spreading_rows(found.table, used_schemes(config.shapes))
+    listed = used_schemes(config.shapes)
+    table = spreading_rows(found.table, listed) if listed else of_one_kind(found.table, schemes)
     missing = sorted(set(used_schemes(config.shapes)) - set(table.schemes))
     if missing:
         raise ConfigError(

@@ -23,7 +23,7 @@ from ds_hydra.engine.fingerprint import device_name
 from ds_hydra.engine.guard import Guard
 from ds_hydra.engine.initial import give_buffers
 from ds_hydra.engine.job import Job
-from ds_hydra.engine.models import look_once, model_source
+from ds_hydra.engine.models import look_once, model_source, spread_where_cheaper
 from ds_hydra.engine.own_loss import same_on_all, try_loss
 from ds_hydra.engine.part_by_part import EngineInParts
 from ds_hydra.engine.pre_step import Callback, PreStepCallback
@@ -71,7 +71,7 @@ class HydraEngine(EngineInParts):
             guard = self._guard(channel, parsed.hydra)
             with guard.assembling():
                 self._read(channel, parsed, self.given_back(model), loss_fn, arguments)
-                self.job = replace(self.job, pre_step=pre_step_callback)
+                self.job = spread_where_cheaper(replace(self.job, pre_step=pre_step_callback))
         with guard.assembling():
             self._signals = Signals(self.global_rank)
             joined = False

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from dataclasses import astuple
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import astuple, replace
 from functools import partial
 from typing import Any
 
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
+from ds_hydra.costs.shape_costs import whole_are_cheaper
+from ds_hydra.costs.table_file import read_table_file
+from ds_hydra.engine.job import Job
 from ds_hydra.pipe.loss import TokenLoss
 from ds_hydra.pipe.models.adapted import base_of
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.models.experts import spreading_experts
 from ds_hydra.pipe.models.facts import ModelFacts
 from ds_hydra.pipe.models.layer_list import LayerList
-from ds_hydra.pipe.shape import StrategyShape
+from ds_hydra.pipe.shape import PipelineShape, StrategyShape
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.ranks.channel import Channel
@@ -25,6 +28,8 @@ from ds_hydra.self_check.cache import fingerprint
 from ds_hydra.zero_hetero.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+
+_USUAL = 8  # ranks that share a stage, at most, and in powers of two
 
 
 def model_source(
@@ -60,6 +65,31 @@ def model_source(
     raise ConfigError(
         f"the model is a {kind}, {what}: give a Hugging Face causal language model or a DeepSpeed PipelineModule"
     )
+
+
+def spread_where_cheaper(job: Job) -> Job:
+    """The job, whose experts are spread as whole ones if the planner proposes strategies and the cost table does not
+    say that this takes longer [Note: whole experts].
+
+    Not where strategies come from elsewhere too: from recorded plans, the user's own callback, or for other ranks. And
+    only of numbers of experts that eight divides, as the usual degrees then do. ConfigError for a table that cannot be
+    read.
+    """
+    config, source = job.config, job.source
+    fixed = config.shapes or config.replay or config.elastic or job.pre_step
+    if fixed or any(nodes.device for nodes in config.cluster) or isinstance(config.cost_table, Mapping):
+        return job
+    if not isinstance(source, CausalLM) or source.experts is not None:
+        return job
+    other = spreading_experts(source)
+    if other.experts is None or other.experts.obstacle or any(count % _USUAL for count in other.experts.counts):
+        return job
+    if config.cost_table is not None:
+        table = read_table_file(config.cost_table).table
+        of_classes = any(isinstance(cost.scheme, PipelineShape) for cost in table.costs)
+        if of_classes or not whole_are_cheaper(table):
+            return job
+    return replace(job, source=other)
 
 
 def look_once(
