@@ -18,6 +18,7 @@ from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tests.support.elastic_cells import COURSES, MODES, PHASES, PLACES, PLAIN, STEPS, Cell, Course, Judge, drawn
 from tests.support.elastic_job import Loss, run_elastic
+from tests.support.long_rows import long_but
 from tests.support.small_job import sequences, small_engine
 
 
@@ -30,11 +31,11 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Judge:
     "cell",
     [
         Cell("SIGSEGV", "pull", "coordinator", "plain"),
-        Cell("exception", "forward", "middle", "plain"),
+        pytest.param(Cell("exception", "forward", "middle", "plain"), marks=pytest.mark.long),
         Cell("SIGKILL", "update", "coordinator", "plain"),  # all have voted: the others complete the step
         Cell("os._exit", "saving", "middle", "slices"),
         Cell("SIGSTOP", "push", "coordinator", "plain"),
-        Cell("SIGKILL", "joining", "middle", "plain"),
+        pytest.param(Cell("SIGKILL", "joining", "middle", "plain"), marks=pytest.mark.long),
     ],
     ids=str,
 )
@@ -46,7 +47,7 @@ _EVERY_TIME = ("a second one while voted", "a second one while rebuilding", "a s
                "a share and its copy")  # fmt: skip
 
 
-@pytest.mark.parametrize("name", _EVERY_TIME)
+@pytest.mark.parametrize("name", long_but(_EVERY_TIME, "a second one while voted", "a share and its copy"))
 def test_what_befalls_a_job(name: str, judge: Judge) -> None:
     """`tools.check_elastic` has all courses, and two at once in its quick form."""
     (course,) = (one for one in COURSES if one.name == name)

@@ -80,7 +80,12 @@ def expected() -> Any:
 
 @pytest.mark.parametrize(
     ("share", "strict"),
-    [(quarter, None), (all_on(0), None), (all_on(3), Rules(connect=True)), (halves, Rules(blocking=True))],
+    [
+        pytest.param(quarter, None, marks=pytest.mark.long),
+        (all_on(0), None),
+        (all_on(3), Rules(connect=True)),
+        (halves, Rules(blocking=True)),
+    ],
 )
 def test_the_update_is_that_of_map_style_data(expected: Any, share: Any, strict: Rules | None) -> None:
     drawn, (state,), losses = expected
