@@ -34,6 +34,8 @@ def memory_over_time(memory: JobMemory, plan: PipelinePlan, times: StageTimes) -
     ends = (needs.per_token / needs.alive - sum(layers) * needs.layer) / len(layers)
     contexts = _Contexts(plan, needs, memory.param_bytes)
     head = _Head(contexts, needs, alone=not memory.plain_head)
+    # Costs have one key for a V and for plain pipelines, whose last stage has the head, as a V's first one has.
+    ends_model = times.stage.ranges[-1].last == memory.plan.num_layers
     held = float(needs.states)
     curve = [(times.start, held)]
     for (kind, microbatch, part), start, stop in times.actions:
@@ -48,7 +50,7 @@ def memory_over_time(memory: JobMemory, plan: PipelinePlan, times: StageTimes) -
         # come last, in the backward of the first part.
         back = kind in ("backward", "input_gradient")
         end = freed if back and part == 0 else math.inf
-        own = head.of(kind, microbatch) if part == len(layers) - 1 else _NONE
+        own = head.of(kind, microbatch) if ends_model and part == len(layers) - 1 else _NONE
         on_top = needs.on_top(size, again=back and again == 1.0, given_back=end, head=own.made, logits=own.logits)
         # Contexts grow layer by layer, while a backward gives back what these kept.
         curve.append((start, held + on_top + max(0.0, made - freed)))

@@ -190,6 +190,20 @@ def test_a_forward_keeps_the_gradient_of_the_heads_weight_until_its_backward(is_
     assert [held - states for _, held in curve[1::2]] == [is_one * one * needs.head for one in (0, 1, 0, 1, 1, 0)]
 
 
+@pytest.mark.parametrize(("shape", "of_head"), [("pp2", 1), ("pp2/v", 0)])
+def test_only_the_stage_that_ends_the_model_makes_its_head(shape: str, of_head: int) -> None:
+    """Of a plain pipeline that is the last stage, of a V the first; costs have one key for both."""
+    kept = {(1, 1): Activations(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)}
+    strategy = place_strategy(StrategyShape.parse(shape), 2, 8)
+    memory = replace(job(2), activations=kept).together({StrategyShape.parse(shape): strategy})
+    pipeline = PipelinePlan(PipelineShape.parse(shape), (MicroBatchPlan((Span(0, 0, 1),)),), 1.0)
+    for index, stage in enumerate(strategy.pipelines[0].stages):
+        forward = TimedAction(Action("forward", 0, len(stage.ranges) - 1), 0.0, 0.0)
+        times = StageTimes(stage, index, (), 0.0, (), 0.0, actions=(forward,))
+        (_, states), (_, held), _ = memory_over_time(memory, pipeline, times)
+        assert (held - states >= memory.needs(ParallelScheme(pp=2), index).head > 0) == (index == of_head)
+
+
 def test_a_stage_keeps_as_many_micro_batches_as_its_schedule_says(monkeypatch: pytest.MonkeyPatch) -> None:
     def one_at_a_time(batches: Batches, num_stages: int) -> tuple[Order, ...]:
         return (slots_from_text(" ".join(f"F{m} B{m}" for m in range(len(batches))))[0],) * num_stages
