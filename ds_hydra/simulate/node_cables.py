@@ -5,7 +5,8 @@ Pure.
 Hosts in a cloud often have one network card for all of their ranks. Transfers that are on it together have equal parts,
 each until it is through: of 1, 2 and 4 bytes at a byte a second the first is through after 3 s, the second after 5 s
 and the last after 7 s, where each alone would take as long as it has bytes. What an exchange puts on the cable begins
-when that of the exchange before is through, whichever communicator it is of.
+when that of the exchange before is through, whichever communicator it is of. What ranks of a node send to each other
+goes through its memory, beside the cable, and waits for nothing that is on it.
 """
 
 from __future__ import annotations

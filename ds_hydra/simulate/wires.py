@@ -10,14 +10,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ds_hydra.simulate.links import LinkModel
 from ds_hydra.simulate.node_cables import NodeCables
+from ds_hydra.simulate.routes import Floats, Ints, Routes, begins_of, counts_of
 from ds_hydra.zero_hetero.transfer_plan import TransferPlan
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 _ROUNDING = 1e-12  # of sums of wire times, relative
 
@@ -46,6 +43,7 @@ class Parcels(NamedTuple):
     each: int
     leaving: Floats
     entering: Floats
+    near: Parcels | None = None  # what goes to ranks of the same node, if that is apart [Note: a node's cable]
 
     @classmethod
     def of_plan(
@@ -60,9 +58,22 @@ class Parcels(NamedTuple):
         remote = np.flatnonzero(src != dst)
         if len(remote) < len(src):
             src, dst, length = src[remote], dst[remote], length[remote]
+        if not links.node_cable:
+            return cls._of_columns(src, dst, length, plan.num_ranks, links, element_bytes, known)
+        crosses = links.of_pairs(src, dst)[2]
+        near, far = (
+            cls._of_columns(src[own], dst[own], length[own], plan.num_ranks, links, element_bytes, known)
+            for own in (~crosses, crosses)
+        )
+        return far._replace(near=near)
+
+    @classmethod
+    def _of_columns(
+        cls, src: Ints, dst: Ints, length: Ints, n: int, links: LinkModel, element_bytes: int, known: list[Routes]
+    ) -> Parcels:
         routes = next((one for one in known if one.join(src, dst)), None)
         if routes is None:
-            routes = Routes.of(src, dst, plan.num_ranks, links)
+            routes = Routes.of(src, dst, n, links)
             known.append(routes)
         elements = length[routes.slices]
         if len(routes.first) < len(elements):
@@ -73,7 +84,7 @@ class Parcels(NamedTuple):
         if not links.apart:
             far = wire * routes.crosses
             leaving, entering = _totals(far, routes.first_out), _totals(far[routes.order], routes.first_in)
-            gone = ((before + wire) / np.repeat(sent, _counts(routes.first_out, len(wire))))[routes.order]
+            gone = ((before + wire) / np.repeat(sent, counts_of(routes.first_out, len(wire))))[routes.order]
         before += routes.latency
         wire, lead = wire[routes.order], before[routes.order]
         received, earlier = _running(wire, routes.first_in)
@@ -83,80 +94,11 @@ class Parcels(NamedTuple):
         )  # fmt: skip
 
 
-class Routes(NamedTuple):
-    """Between whom the messages of a transfer plan go, whatever they hold: layers and embeddings have the same.
-
-    `src` and `dst` are the plan's columns; a message is of the slices from one of `first` on, in the order `slices`.
-    By message, as they leave: `latency` in seconds, `rate` in bytes/s and whether it `crosses` from one node to
-    another; `order` is how they come.
-    """
-
-    src: Ints
-    dst: Ints
-    slices: Ints
-    first: Ints
-    latency: Floats
-    rate: Floats
-    crosses: NDArray[np.bool_]
-    senders: Ints
-    first_out: Ints
-    order: Ints
-    receivers: Ints
-    first_in: Ints
-    sender: Ints
-    each: int
-
-    @classmethod
-    def of(cls, src: Ints, dst: Ints, n: int, links: LinkModel) -> Routes:
-        """Of slices from ranks to others, of `n`."""
-        given, far = (src, dst), (dst - src) % n
-        slices = _sorted_by(src, far, n)
-        # Slices of one pair stand next to each other now, and are one message.
-        first = _begins((src * n + far)[slices])
-        src, dst, far = (column[slices][first] for column in (src, dst, far))
-        latency, rate, crosses = links.of_pairs(src, dst)
-        first_out, order = _begins(src), _sorted_by(dst, far, n)
-        coming = dst[order]
-        first_in = _begins(coming)
-        sender = np.repeat(np.arange(len(first_out)), _counts(first_out, len(src)))[order]
-        counts = _counts(first_in, len(coming))
-        each = int(counts[0]) if len(counts) and (counts == counts[0]).all() else 0
-        return cls(
-            *given, slices, first, latency, rate, crosses, src[first_out], first_out, order, coming[first_in], first_in,
-            sender, each,
-        )  # fmt: skip
-
-    def join(self, src: Ints, dst: Ints) -> bool:
-        """Whether slices of these columns go the same ways."""
-        return np.array_equal(self.src, src) and np.array_equal(self.dst, dst)
-
-
-def _sorted_by(first: Ints, then: Ints, n: int) -> Ints:
-    """The stable order by one column of ranks and then by another, both below `n`."""
-    # Where nearly every pair of ranks has one message, each is put at its place in a table of all pairs: a million of
-    # them take a fifth of the time of sorting. Sorting 16 bit numbers takes a tenth of that of wide ones.
-    if 2 * len(first) > n * n:
-        table = np.full(n * n, -1)
-        table[first * n + then] = np.arange(len(first))
-        order = table[table >= 0]
-        if len(order) == len(first):
-            return order
-    order = np.argsort(then.astype(np.uint16), kind="stable")
-    return order[np.argsort(first[order].astype(np.uint16), kind="stable")]
-
-
-def _begins(column: Ints) -> Ints:
-    """Where each value begins, in a column in which equal ones follow each other."""
-    new = np.ones(len(column), dtype=bool)
-    np.not_equal(column[1:], column[:-1], out=new[1:])
-    return np.flatnonzero(new)
-
-
 def _running(wire: Floats, first: Ints) -> tuple[Floats, Floats]:
     """Wire time of each rank's messages, which begin at `first`, and of those that stand before each of them."""
     before = np.cumsum(wire)
     before -= wire
-    before -= np.repeat(before[first], _counts(first, len(wire)))
+    before -= np.repeat(before[first], counts_of(first, len(wire)))
     return _totals(wire, first), before
 
 
@@ -215,6 +157,7 @@ class Wires:
 
     def __init__(self, num_ranks: int) -> None:
         self.out, self.into = _Direction(num_ranks), _Direction(num_ranks)
+        self.near: Wires | None = None  # inside nodes, if that is apart
 
     @classmethod
     def pair(cls, num_ranks: int, links: LinkModel) -> tuple[Wires, Wires]:
@@ -223,12 +166,21 @@ class Wires:
         out, into = (NodeCables(num_ranks, links.node_size) if links.node_cable else None for _ in range(2))
         for own, beside in (pair, pair[::-1]):
             own.out.nodes, own.into.nodes = out, into
+            own.near = cls(num_ranks) if links.node_cable else None
             if links.one_cable:
                 own.out.beside, own.into.beside = beside.out, beside.into
         return one, other
 
     def exchange(self, parcels: Parcels, ready: Floats) -> Exchanged:
         """Send all parcels, each rank from its time `ready` (num_ranks,) on; later exchanges queue behind this one."""
+        found = self._exchange(parcels, ready)
+        if self.near is None or parcels.near is None:
+            return found
+        near = self.near._exchange(parcels.near, ready)
+        picks = (np.minimum, np.maximum) * 2
+        return Exchanged(*(pick(*both) for pick, both in zip(picks, zip(found, near, strict=True), strict=True)))
+
+    def _exchange(self, parcels: Parcels, ready: Floats) -> Exchanged:
         left_from, left = ready.copy(), ready.copy()
         came_from, came = ready.copy(), ready.copy()
         senders, receivers = parcels.senders, parcels.receivers
@@ -272,7 +224,7 @@ def _served(parcels: Parcels, heads: Floats, begin: Floats) -> Floats:
             heads, wires = (column.reshape(-1, parcels.each)[idle].ravel() for column in (heads, parcels.wire))
             first = np.arange(0, len(heads), parcels.each)
         else:
-            counts = _counts(parcels.first, len(heads))
+            counts = counts_of(parcels.first, len(heads))
             some = np.flatnonzero(np.repeat(idle, counts))
             heads, wires, first = heads[some], parcels.wire[some], np.cumsum(counts[idle]) - counts[idle]
         messages = _Messages(heads, wires, first, parcels.each, parcels.received[idle])
@@ -284,15 +236,6 @@ def _of_each(pick: np.ufunc, column: Floats, first: Ints, each: int) -> Floats:
     """The largest, or the least, entry of each receiver's messages."""
     # Rows of one length are reduced without looking up where each begins.
     return pick.reduce(column.reshape(-1, each), axis=1) if each else pick.reduceat(column, first)
-
-
-def _counts(first: Ints, end: int) -> Ints:
-    """Entries from each of these on to the next, or to the end; numpy's `diff` takes five times as long for that."""
-    counts = np.empty_like(first)
-    if len(first):
-        np.subtract(first[1:], first[:-1], out=counts[:-1])
-        counts[-1] = end - first[-1]
-    return counts
 
 
 class _Messages(NamedTuple):
@@ -319,7 +262,7 @@ def _with_pauses(messages: _Messages, least: Floats) -> Floats:
     if each:
         late = np.flatnonzero(heads.reshape(-1, each) > (least - total)[:, np.newaxis])
     else:
-        late = np.flatnonzero(heads > np.repeat(least - total, _counts(first, len(heads))))
+        late = np.flatnonzero(heads > np.repeat(least - total, counts_of(first, len(heads))))
     if not len(late):
         return least
     receiver = np.searchsorted(first, late, side="right") - 1
@@ -327,8 +270,8 @@ def _with_pauses(messages: _Messages, least: Floats) -> Floats:
     after = heads[late] - heads.min()
     order = np.argsort(receiver * (after.max() + 1.0) + after, kind="stable")
     late, receiver = late[order], receiver[order]
-    begins = _begins(receiver)
+    begins = begins_of(receiver)
     rest, before = _running(wire[late], begins)
-    stops = heads[late] + np.repeat(rest, _counts(begins, len(late))) - before
+    stops = heads[late] + np.repeat(rest, counts_of(begins, len(late))) - before
     least[receiver[begins]] = np.maximum(least[receiver[begins]], np.maximum.reduceat(stops, begins))
     return least

@@ -102,3 +102,19 @@ def test_all_ranks_of_a_node_share_its_cable() -> None:
     first = one.exchange(parcels(4, 10), np.zeros(4))
     assert first.left[:2].tolist() == first.came[2:].tolist() == [8.0, 14.0]
     assert other.exchange(parcels(1, 1), np.zeros(4)).came[2:].tolist() == [16.0, 16.0], "when those before are through"
+
+
+def test_what_stays_on_a_node_waits_for_nothing_on_its_cable() -> None:
+    """Rank 1 sends 8 bytes to rank 2 on the other node, then 1 byte to rank 0 beside it."""
+    links = LinkModel(2, Speed(0.0, 1.0), Speed(0.0, 1.0), node_cable=True)
+
+    def parcels(numel: int, to: int) -> Parcels:
+        sent, received = (
+            layout_of_intervals(numel, [(0, numel if rank == holder else 0) for rank in range(4)]) for holder in (1, to)
+        )
+        return Parcels.of_plan(plan_transfer(sent, received), links, 1)
+
+    wires, _ = Wires.pair(4, links)
+    assert wires.exchange(parcels(8, 2), np.zeros(4)).came.tolist() == [0.0, 0.0, 8.0, 0.0]
+    both = wires.exchange(parcels(1, 0), np.zeros(4))
+    assert both.came.tolist() == both.left[[1, 0, 2, 3]].tolist() == [1.0, 0.0, 0.0, 0.0]
