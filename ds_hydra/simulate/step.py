@@ -92,6 +92,10 @@ class Simulator:
         strategy, transfers = self._strategy(phase)
         pulls = pull_in_order(transfers, clock, wires, lanes=self.job.lanes)
         arrived = np.array([np.max([hop.came for hop in hops], axis=0) for hops in pulls])
+        for enter, *gather in pulls if not self.job.lanes else ():
+            # A rank computes nothing before it has begun all of its gathers, each when what it gathers has entered.
+            for step in gather:
+                arrived = np.maximum(arrived, np.where(step.came != enter.came, enter.came, 0.0))
         done = np.maximum(arrived, [np.max([hop.left for hop in hops], axis=0) for hops in pulls]).max(axis=0)
         timings = [
             self._pipeline(planned, placed, clock, arrived, done)
@@ -212,7 +216,9 @@ def push_in_order(
         assert hops is not None, "it is trained"
         begin = np.maximum(ready[bucket], over[turns, ranks])
         begin = np.maximum(begin, lane if lanes else np.where(turns > 0, computed, 0.0))
-        done[bucket] = found = _in_steps(hops, begin, [wires.teams, wires.links][-len(hops) :])
+        # On a host a rank comes to the second step of a push when it has computed, and those before are over.
+        second = 0.0 if lanes else np.maximum(computed, over[number])
+        done[bucket] = found = _in_steps(hops, begin, [wires.teams, wires.links][-len(hops) :], second)
         # The next push stands behind this one's second step, which waits for the first.
         lane = np.maximum(begin, found[0].came) if len(hops) > 1 else begin
         over[number + 1] = np.maximum(over[number], _over(found))
@@ -229,11 +235,14 @@ def _over(hops: Sequence[Exchanged]) -> Floats:
     return np.max([np.maximum(hop.came, hop.left) for hop in hops], axis=0)
 
 
-def _in_steps(hops: Sequence[Parcels], ready: Floats, wires: Sequence[Wires]) -> tuple[Exchanged, ...]:
+def _in_steps(
+    hops: Sequence[Parcels], ready: Floats, wires: Sequence[Wires], second: Floats | float = 0.0
+) -> tuple[Exchanged, ...]:
+    """Each when the one before has come; those after the first not before `second`."""
     done: list[Exchanged] = []
     for parcels, ports in zip(hops, wires, strict=True):
         done.append(ports.exchange(parcels, ready))
-        ready = np.maximum(ready, done[-1].came)  # what it brings may be there before the rank comes to it
+        ready = np.maximum(np.maximum(ready, second), done[-1].came)
     return tuple(done)
 
 

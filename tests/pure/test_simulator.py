@@ -127,6 +127,23 @@ def test_a_push_waits_for_memory_and_for_the_lane(lanes: bool, room: int, stop: 
     assert 1e3 * found.phases[0].stop == pytest.approx([stop + 2.0] * 2)
 
 
+@pytest.mark.parametrize("lanes", [True, False])
+def test_on_a_host_second_steps_begin_before_and_after_all_computing(lanes: bool) -> None:
+    """Each node of three ranks gathers what has entered it, and adds up before it sends."""
+    given = job(LinkModel(3, Speed(0.0, 1e5), Speed(0.0, 1e3)), 6, count=3, numel=48)
+    phase = Simulator(dataclasses.replace(given, lanes=lanes)).step(plan_of("6*tp1", [[2]] * 6)).phases[0]
+    computing = [phase.pipelines[rank][0] for rank in range(6)]
+    entered = np.max([enter.came for enter, _ in phase.pulls], axis=0)
+    begun = [times.waits[0][1] for times in computing]
+    assert all(begin > came - 1e-9 for begin, came in zip(begun, entered, strict=True)) != lanes
+    first = phase.pushes[2]
+    left = [first[1].left_from[rank] >= computing[rank].stop for rank in range(6)]
+    assert left == [not lanes] * 6
+    over = [np.maximum(trade.came, np.maximum(leave.came, leave.left)) for trade, leave in phase.pushes.values()]
+    for (_, leave), before in zip(list(phase.pushes.values())[1:], over, strict=False):
+        assert lanes or (leave.left_from >= before).all(), "push by push"
+
+
 def test_the_last_weight_gradients_push_layer_by_layer() -> None:
     """As above, with two micro-batches whose backwards are split: F0 until 9, then 2 ms for each of the others.
 
