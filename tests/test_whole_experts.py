@@ -244,12 +244,12 @@ def _row(text: str, b: float) -> SchemeCost:
     return SchemeCost(ParallelScheme.parse(text), 1e-6, b, 1.0, 100)
 
 
-def test_proposals_spread_experts_where_that_was_not_measured_to_be_slower(tmp_path: Path) -> None:
+def test_proposals_spread_experts_where_that_was_measured_to_be_no_slower(tmp_path: Path) -> None:
     source = CausalLM(build_model("experts for eight", torch.float32))
     by_width = CostTable((_row("tp1", 0.3), _row("tp2", 0.2), _row("sp2", 0.2), _row("tp4", 0.1)))
     slower = replace(by_width, costs=(*by_width.costs, _row("tp2ep2", 0.3), _row("tp4ep4", 0.1)))
     faster = replace(by_width, costs=(*by_width.costs, _row("tp2ep2", 0.1), _row("tp4ep4", 0.11), _row("sp2ep2", 0.1)))
-    for name, table, spread in (("slower", slower, False), ("faster", faster, True), ("alone", by_width, True)):
+    for name, table, spread in (("slower", slower, False), ("faster", faster, True), ("alone", by_width, False)):
         TableFile(table).save(path := tmp_path / f"{name}.json")
         config = HydraConfig(tokens_per_step=100, cost_table=str(path))
         job = Job(config, source, None, mock.Mock(), None, None, mock.Mock(), 0.0)
@@ -259,12 +259,19 @@ def test_proposals_spread_experts_where_that_was_not_measured_to_be_slower(tmp_p
         for cost in rows.costs:
             (shape,) = strategies(str(cost.scheme))
             plan.check(place_strategy(shape, shape.num_ranks, plan.num_layers))
-        assert ("that of tp4" in {cost.derived for cost in rows.costs}) is (name == "alone")
         for fixed in (
             replace(job, config=replace(config, strategies=("tp2",))), replace(job, pre_step=mock.Mock()),
             replace(job, source=CausalLM(build_model("mixtral", torch.float32))),
         ):  # fmt: skip
             assert spread_where_cheaper(fixed).source is fixed.source
+
+
+def test_rows_of_whole_experts_that_a_table_lacks_are_derived() -> None:
+    table = CostTable((_row("tp1", 0.3), _row("tp2", 0.2), _row("tp4", 0.1)))
+    schemes = feasible_schemes(planned("experts for eight", "tp2ep2").plan, 4, 4)
+    found = {str(cost.scheme): cost.derived for cost in of_one_kind(table, schemes).costs}
+    assert found["tp4ep4"] == "that of tp4"
+    assert "tp4" not in found
 
 
 def test_schemes_of_a_plan_are_of_one_kind() -> None:

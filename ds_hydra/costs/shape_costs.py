@@ -71,8 +71,8 @@ def of_one_kind(table: CostTable, schemes: Iterable[ParallelScheme]) -> CostTabl
 
 def whole_are_cheaper(table: CostTable) -> bool:
     """Whether experts that tensor parallel ranks hold as whole ones take no longer than such as are cut by width, in
-    the mean of the schemes that were measured with both; of a table without any they are taken to, since their products
-    are as many and as wide as the experts."""
+    the mean of the schemes that were measured with both. Not of a table without any: what is derived knows nothing of
+    experts that are chosen more often than others."""
     known = {cost.scheme: cost for cost in table.costs}
     ratios = [
         whole.load_ms([row.util_length]) / row.load_ms([row.util_length])
@@ -80,7 +80,7 @@ def whole_are_cheaper(table: CostTable) -> bool:
         if isinstance(scheme, ParallelScheme) and scheme.tp > 1 and scheme.ep == 1
         and (whole := known.get(replace(scheme, ep=scheme.tp))) is not None
     ]  # fmt: skip
-    return sum(ratios) <= len(ratios)
+    return 0 < sum(ratios) <= len(ratios)
 
 
 def of_class(table: CostTable, device: str) -> CostTable:

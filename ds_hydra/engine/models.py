@@ -68,8 +68,8 @@ def model_source(
 
 
 def spread_where_cheaper(job: Job) -> Job:
-    """The job, whose experts are spread as whole ones if the planner proposes strategies and the cost table does not
-    say that this takes longer [Note: whole experts].
+    """The job, whose experts are spread as whole ones if the planner proposes strategies and the cost table was
+    measured with both kinds and says that this takes no longer [Note: whole experts].
 
     Not where strategies come from elsewhere too: from recorded plans, the user's own callback, or for other ranks. And
     only of numbers of experts that eight divides, as the usual degrees then do. ConfigError for a table that cannot be
@@ -77,19 +77,17 @@ def spread_where_cheaper(job: Job) -> Job:
     """
     config, source = job.config, job.source
     fixed = config.shapes or config.replay or config.elastic or job.pre_step
-    if fixed or any(nodes.device for nodes in config.cluster) or isinstance(config.cost_table, Mapping):
+    table_of_all = None if isinstance(config.cost_table, Mapping) else config.cost_table
+    if fixed or any(nodes.device for nodes in config.cluster) or table_of_all is None:
         return job
     if not isinstance(source, CausalLM) or source.experts is not None:
         return job
     other = spreading_experts(source)
     if other.experts is None or other.experts.obstacle or any(count % _USUAL for count in other.experts.counts):
         return job
-    if config.cost_table is not None:
-        table = read_table_file(config.cost_table).table
-        of_classes = any(isinstance(cost.scheme, PipelineShape) for cost in table.costs)
-        if of_classes or not whole_are_cheaper(table):
-            return job
-    return replace(job, source=other)
+    table = read_table_file(table_of_all).table
+    of_classes = any(isinstance(cost.scheme, PipelineShape) for cost in table.costs)
+    return job if of_classes or not whole_are_cheaper(table) else replace(job, source=other)
 
 
 def look_once(
