@@ -199,7 +199,7 @@ def pull_in_order(
 def _gather(pull: Sequence[Parcels], steps: list[Exchanged], wires: Networks) -> None:
     """Add to the steps of a pull those that are left."""
     for parcels in pull[len(steps) :]:
-        steps += _in_steps([parcels], steps[-1].came, [wires.teams])
+        steps.append(wires.teams.exchange(parcels, steps[-1].came))
 
 
 def push_in_order(
@@ -211,18 +211,34 @@ def push_in_order(
     ranks = np.arange(len(computed))
     over = np.zeros((len(transfers.turns) + 1, len(computed)))  # when the first 0, 1, 2 ... pushes are over
     lane = np.zeros(len(computed))  # when what was begun in it is done
+    pushes = {bucket: _of_trained(transfers.pushes[bucket], wires) for bucket in transfers.order}
+    begun: dict[int, Exchanged] = {}
+    for bucket, turns in zip(transfers.order, transfers.turns, strict=True):
+        if lanes or turns.any():
+            break
+        # On a host pushes with memory from the start begin in the backward, before any comes to its second step.
+        (first, ports), *_ = pushes[bucket]
+        begun[bucket] = ports.exchange(first, ready[bucket])
     for number, (bucket, turns) in enumerate(zip(transfers.order, transfers.turns, strict=True)):
-        hops = transfers.pushes[bucket]
-        assert hops is not None, "it is trained"
         begin = np.maximum(ready[bucket], over[turns, ranks])
         begin = np.maximum(begin, lane if lanes else np.where(turns > 0, computed, 0.0))
-        # On a host a rank comes to the second step of a push when it has computed, and those before are over.
-        second = 0.0 if lanes else np.maximum(computed, over[number])
-        done[bucket] = found = _in_steps(hops, begin, [wires.teams, wires.links][-len(hops) :], second)
-        # The next push stands behind this one's second step, which waits for the first.
-        lane = np.maximum(begin, found[0].came) if len(hops) > 1 else begin
+        (first, ports), *more = pushes[bucket]
+        found = [begun.get(bucket) or ports.exchange(first, begin)]
+        lane = np.maximum(begin, found[0].came) if more else begin
+        for parcels, ports in more:
+            # What the first step brings may be there before the rank comes to the second, on a host when it has
+            # computed, and the pushes before are over. On a device the next push stands behind this second step.
+            second = lane if lanes else np.maximum(lane, np.maximum(computed, over[number]))
+            found.append(ports.exchange(parcels, second))
+        done[bucket] = tuple(found)
         over[number + 1] = np.maximum(over[number], _over(found))
     return done
+
+
+def _of_trained(hops: Sequence[Parcels] | None, wires: Networks) -> list[tuple[Parcels, Wires]]:
+    """The steps of a push, each with the ports that it goes through."""
+    assert hops is not None, "it is trained"
+    return list(zip(hops, [wires.teams, wires.links][-len(hops) :], strict=True))
 
 
 def _at(rows: list[int], ranks: slice | list[int]) -> Any:
@@ -233,17 +249,6 @@ def _at(rows: list[int], ranks: slice | list[int]) -> Any:
 def _over(hops: Sequence[Exchanged]) -> Floats:
     """When all steps have come and left, by rank."""
     return np.max([np.maximum(hop.came, hop.left) for hop in hops], axis=0)
-
-
-def _in_steps(
-    hops: Sequence[Parcels], ready: Floats, wires: Sequence[Wires], second: Floats | float = 0.0
-) -> tuple[Exchanged, ...]:
-    """Each when the one before has come; those after the first not before `second`."""
-    done: list[Exchanged] = []
-    for parcels, ports in zip(hops, wires, strict=True):
-        done.append(ports.exchange(parcels, ready))
-        ready = np.maximum(np.maximum(ready, second), done[-1].came)
-    return tuple(done)
 
 
 def _push_ready(stages: list[StageTimes], transfers: StrategyTransfers, done: Floats) -> tuple[Floats, Floats]:
