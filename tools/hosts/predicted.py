@@ -1,8 +1,8 @@
 """A job's engine and its steps over a fast cable in; what its steps over a slow one take by the simulator, out.
 
 Computing is as long as the stages' own stopwatches say of the steps over the fast cable. What such a step takes besides
-computing and the wire is no stage's: planning, the update, small messages between steps. No transfer hides it, so it
-is added to what the simulator says of the slow cable.
+computing, and waiting for pulls and pushes, is no stage's: planning, the update, small messages between steps. No
+transfer hides it, so it is added to what the simulator says of the slow cable.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ def predicted_seconds(engine: Any, settings: Settings, record: dict[str, Any]) -
     """Of each strategy, medians over its steps: a step's seconds over the slow cable, its seconds of computing on the
     slowest stage, and what is added.
     """
-    from tools.hosts.job import FAST_MEGABITS
-
     crew = engine.crew
     job = simulated_job(engine.job, crew.world, crew.prepared.found)
-    fast, slow = (_with_rate(job, settings, rate) for rate in (FAST_MEGABITS, settings.megabits))
+    slow = _with_rate(job, settings, settings.megabits)
     found = {}
     for strategy in settings.strategies:
         measured, plans = ([step for step in record[key] if step["strategy"] == strategy] for key in ("fast", "slow"))
         scales = _scales(job.table, measured)
-        simulator = Simulator(_scaled(fast, scales))
-        added = statistics.median(step["seconds"] - simulator.step(_plan(step)).step_s for step in measured)
+        simulator = Simulator(_scaled(job, scales))
+        added = statistics.median(
+            step["seconds"] - simulator.computing_s(_plan(step)) - (step["pull_ms"] + step["push_ms"]) / 1e3
+            for step in measured
+        )
         simulator = Simulator(_scaled(slow, scales))
         on_wire = statistics.median(simulator.step(_plan(step)).step_s for step in plans)
         computing = statistics.median(max(max(stages) for stages in step["stage_ms"]) for step in measured) / 1e3
