@@ -71,7 +71,8 @@ class HydraEngine(EngineInParts):
             guard = self._guard(channel, parsed.hydra)
             with guard.assembling():
                 self._read(channel, parsed, self.given_back(model), loss_fn, arguments)
-                self.job = spread_where_cheaper(replace(self.job, pre_step=pre_step_callback))
+                job = replace(self.job, pre_step=pre_step_callback)
+                self.job = job if parsed.hydra.shapes else spread_where_cheaper(job)
         with guard.assembling():
             self._signals = Signals(self.global_rank)
             joined = False
@@ -81,8 +82,7 @@ class HydraEngine(EngineInParts):
                 from ds_hydra.engine.going_on import first_assembly
 
                 joined = first_assembly(self, self.hydra_config.elastic, guard)
-            # The masters have taken the values. Dropping both references frees the model's own parameters: otherwise
-            # each rank would hold the whole model beside its share of it.
+            # The masters have taken the values. Else each rank would hold the whole model beside its share of it.
             self.job.source.values = {}
             self.release_model()
             self.watch_model()

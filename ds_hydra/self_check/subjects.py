@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from ds_hydra.pipe.models.causal_lm import CausalLM
-from ds_hydra.pipe.models.experts import find_experts, spreading_experts
+from ds_hydra.pipe.models.experts import spreading_experts
 from ds_hydra.pipe.models.positions import special_tokens
 from ds_hydra.pipe.models.refusals import known_tokens
 from ds_hydra.pipe.shape import PipelineShape
@@ -103,8 +103,9 @@ def _of_model(
     carries = any(box.state is not None for of in source.boxes.of for box in of)
     lengths = _BEYOND_A_CHUNK if carries else _LENGTHS
     data = data_of(lengths)
-    # Boxes take their sequences' part of what layers are handed, and routers choose, also where they run again.
-    if source.boxes or find_experts(small.model).modules:
+    # Boxes take their sequences' part of what layers are handed, and routers choose among experts, which are stacks of
+    # matrices, also where they run again.
+    if source.boxes or any(len(spec.shape) > 2 for spec in source.specs.values()):
         data = replace(data, microbatches=tuple(replace(batch, recompute=0.5) for batch in data.microbatches))
     plain = Plain(small.model, source.flow.draws, source.layers_path, source.balancing)
     before = {name: value.clone() for name, value in small.model.state_dict().items()}
