@@ -1,4 +1,4 @@
-"""What holds for every test: one thread a process; `gpu` tests where a device is, `long` ones where asked for."""
+"""What holds for every test: one thread a process, and `gpu` tests only where a device is."""
 
 from __future__ import annotations
 
@@ -37,11 +37,7 @@ def _what_stays_is_not_visited() -> None:
     gc.freeze()
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if "long" not in config.option.markexpr:  # `tools.check_tests` runs them
-        left_out = [item for item in items if item.get_closest_marker("long")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

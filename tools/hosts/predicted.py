@@ -35,7 +35,8 @@ def predicted_seconds(engine: Any, settings: Settings, record: dict[str, Any]) -
     """
     crew = engine.crew
     job = simulated_job(engine.job, crew.world, crew.prepared.found)
-    slow = _with_rate(job, settings, settings.megabits)
+    cable = Speed(LATENCY_S, settings.megabits * 1e6 / 8)
+    slow = replace(job, links=LinkModel(settings.ranks, INSIDE, cable, node_cable=True))
     found = {}
     for strategy in settings.strategies:
         measured, plans = ([step for step in record[key] if step["strategy"] == strategy] for key in ("fast", "slow"))
@@ -66,11 +67,6 @@ def _scales(table: CostTable, steps: Sequence[Mapping[str, Any]]) -> Scales:
                 said = sum(cost.load_ms(batch.lengths) for batch in pipeline.microbatches)
                 ratios[cost.scheme].append(statistics.mean(stages) / said)
     return {scheme: statistics.median(each) for scheme, each in ratios.items()}
-
-
-def _with_rate(job: SimulatedJob, settings: Settings, megabits: float) -> SimulatedJob:
-    cable = Speed(LATENCY_S, megabits * 1e6 / 8)
-    return replace(job, links=LinkModel(settings.ranks, INSIDE, cable, node_cable=True))
 
 
 def _scaled(job: SimulatedJob, scales: Scales) -> SimulatedJob:
