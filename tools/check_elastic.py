@@ -11,6 +11,9 @@ losses      training jobs of four ranks: faults of every kind, in every phase, o
 counted     what a loss moves, of a 32B model on 64 and 1,024 ranks: bytes, messages, seconds over links of 25 GB/s
 turns       a job that loses a rank and gets one again, over and over: from each death to the next step's plan, and
             threads, descriptors, memory and process groups that are left
+protection  what copies of masters cost on the example's model: steps with them and without, in turns in one job; bytes
+            sent and kept by the formulas; and on 64 ranks of a 32B model what of a simulated step their messages take
+hosts       a cable that is pulled, a host that dies whole, a host that joins, on two and three hosts made on this machine
 courses     two at once, a node of two, a second loss in each state of the first, 8, 7, 6, 4, 6 and 8 ranks
 
 Exits non-zero if an aim is missed.
@@ -34,6 +37,8 @@ from ds_hydra.zero_hetero.transfer_plan import plan_transfer
 from tests.support.drawn_members import tried, wrong_in
 from tests.support.simulated_members import Cluster
 from tools import aims, machine
+from tools.elastic.hosts import hosts
+from tools.elastic.protection import protection
 
 SIDES = (((0, 1), (2, 3)), ((0,), (1, 2, 3)), ((3,), (0, 1, 2)), ((1, 3), (0, 2)))
 PARAMETERS, BUCKETS, STATES, PER_NODE, LINK = 32 * 10**9, 60, 3, 8, 25e9  # of `counted`; values and two moments
@@ -196,7 +201,8 @@ def counted(quick: bool, missed: list[str]) -> list[dict[str, Any]]:
 
 PARTS = {
     "membership": membership, "partitions": partitions, "agents": agents, "losses": losses, "courses": courses,
-    "turns": turns, "counted": counted,
+    "turns": turns, "counted": counted, "protection": protection,
+    "hosts": hosts,
 }  # fmt: skip
 
 

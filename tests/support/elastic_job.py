@@ -91,7 +91,7 @@ def run_elastic(
 
     folder.mkdir(parents=True, exist_ok=True)
     block = {"elastic": elastic or {}, **hydra}
-    how = _How(folder, num_ranks, steps, tuple(losses), job, tuple(joins_in), refuses, per_host, block)
+    how = Life(folder, num_ranks, steps, tuple(losses), job, tuple(joins_in), refuses, per_host, block)
     apart = range(len(joins_in) + refuses)
     others = [_forked(partial(how.join, number), folder / f"apart{number}") for number in apart]
     left = ends(lambda rank, _: how.train(rank), num_ranks, limit_s=limit_s)
@@ -104,10 +104,15 @@ def run_elastic(
             os.waitpid(pid, 0)
         code = os.waitstatus_to_exitcode(done[1]) if done[0] else None
         left.append(End(code, 0.0, (place / "stderr0").read_text()))
-    written = [folder / f"end{rank}" for rank in range(num_ranks + len(others))]
+    return result_of(folder, [one.code for one in left], [one.told for one in left])
+
+
+def result_of(folder: Path, codes: list[int | None], told: list[str]) -> Result:
+    """What the processes of a job in this folder came to, as many as there are exit codes."""
+    written = [folder / f"end{number}" for number in range(len(codes))]
     ended = sorted((json.loads(path.read_text()) for path in written if path.exists()), key=lambda one: one["rank"])
     digests, found, noted = ([one[key] for one in ended] for key in ("digest", "losses", "noted"))
-    return Result([one.code for one in left], [one.told for one in left], digests, found, noted)
+    return Result(codes, told, digests, found, noted)
 
 
 def _forked(program: Callable[[], None], place: Path) -> tuple[int, Path]:
@@ -120,7 +125,7 @@ def _forked(program: Callable[[], None], place: Path) -> tuple[int, Path]:
 
 
 @dataclass
-class _How:
+class Life:
     """One elastic job, as each of its processes knows it."""
 
     folder: Path

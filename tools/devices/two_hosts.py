@@ -21,8 +21,7 @@ from typing import Any
 from tools import aims
 from tools.devices.table import Table
 from tools.hosts.job import Settings
-from tools.hosts.namespaces import two_hosts as made_hosts
-from tools.hosts.namespaces import why_not
+from tools.hosts.namespaces import made_hosts, why_not
 
 MEGABITS = 100.0
 STRATEGIES = {
