@@ -23,6 +23,7 @@ from ds_hydra.elastic.rounds import Rounds, State
 from ds_hydra.elastic.view import NOTHING_HELD, Member, Report
 
 TURN_S = 0.25  # seconds between two ticks
+_AT_ONCE = 4  # turns between an error that a member's leaving has caused and the news of it, at most
 
 
 class Membership(Rounds):
@@ -84,6 +85,7 @@ class Membership(Rounds):
     # Events of this process.
 
     def _tick(self) -> None:
+        self._turn += 1
         for member in [one for one, turns in self._doomed.items() if turns <= 0]:
             self._lose(member, dead=False)
         self._doomed = {one: turns - 1 for one, turns in self._doomed.items()}
@@ -118,9 +120,19 @@ class Membership(Rounds):
             self._call(planned=running)
 
     def _fail(self) -> None:
-        """An error after others have left in good order is due to them."""
-        if self.left and self._settled:
-            self._call(planned=False)
+        """An error after others have left in good order is due to them. That one has left only those know that are
+        connected to it: the coordinator, or all where it was that."""
+        if self.left & self.roster.ids or self.coordinator == self.me.id:
+            self._failing(self.me.id)
+        elif self._settled:
+            self._send(self.coordinator, m.Failing(self.roster.epoch))
+
+    def _failing(self, member: int) -> None:
+        """Training has met an error on a member. What says that another one has left may come a moment later."""
+        if self._settled:
+            self._failed[member] = self._turn
+            if self.left & self.roster.ids - {member}:
+                self._call(planned=False)
 
     # Members that are lost.
 
@@ -193,6 +205,8 @@ class Membership(Rounds):
                 self._out.append(m.KillProcess(frozen))
             case m.Bye():
                 self._bye(sender)
+            case m.Failing(epoch) if epoch == self.roster.epoch:
+                self._failing(sender)
 
     def _beat(self, sender: int, epoch: int, installed: int) -> None:
         if epoch < self.roster.epoch:
@@ -264,13 +278,16 @@ class Membership(Rounds):
     def _bye(self, sender: int) -> None:
         if self._settled:
             self.left.add(sender)
+            # Where all have an error of their own alike, they leave long after it.
+            if any(self._turn - turn <= _AT_ONCE for member, turn in self._failed.items() if member != sender):
+                self._call(planned=False)
         else:
             self._lose(sender, dead=True)
 
 
 def _epoch_of(message: Message) -> int:
     match message:
-        case m.Beat(epoch=epoch) | m.Fault(epoch=epoch) | m.Bye(epoch=epoch) | m.Propose(epoch=epoch):
+        case m.Beat(epoch=epoch) | m.Fault(epoch=epoch) | m.Bye(epoch=epoch) | m.Propose(epoch=epoch) | m.Failing(epoch=epoch):
             return epoch
         case m.Accept():
             return NOTHING_HELD

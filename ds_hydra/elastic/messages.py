@@ -129,7 +129,14 @@ class Bye:
     epoch: int
 
 
-Message = Beat | Fault | Stop | Vote | Nack | Propose | Accept | Install | Over | Kill | Bye
+@dataclass(frozen=True, slots=True)
+class Failing:
+    """My training has met an error: if a member has left, it may be due to that, and a round is needed."""
+
+    epoch: int
+
+
+Message = Beat | Fault | Stop | Vote | Nack | Propose | Accept | Install | Over | Kill | Bye | Failing
 
 
 # Events.
@@ -275,7 +282,7 @@ class Exit:
 Action = Send | Abort | GoOn | TakeToken | OpenStore | KillProcess | Exit
 
 _KINDS: Mapping[str, type] = {
-    kind.__name__: kind for kind in (Beat, Fault, Stop, Vote, Nack, Propose, Accept, Over, Kill, Bye)
+    kind.__name__: kind for kind in (Beat, Fault, Stop, Vote, Nack, Propose, Accept, Over, Kill, Bye, Failing)
 }
 
 

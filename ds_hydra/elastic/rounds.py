@@ -88,6 +88,8 @@ class Rounds:
         self._promised = _NOBODY
         self._accepted: tuple[Ballot, Roster] | None = None  # as successor of the newest roster
         self._owed: m.Stop | None = None  # whose vote is to be sent, or was
+        self._failed: dict[int, int] = {}  # members whose training has met an error in this epoch, and in which turn
+        self._turn = 0
         self._doomed: dict[int, int] = {}  # turns left to frozen members that are being killed
         self._settled_for = self._waited = self._unsettled = 0  # turns
         self._rebuilds = 0
@@ -109,6 +111,7 @@ class Rounds:
         """The installed view is over."""
         if self.state in (State.RUNNING, State.REBUILDING):
             self.state, self._unsettled, self._waited = State.ABORTING, 0, 0
+            self._failed.clear()
             self._out.append(m.Abort())
 
     # Rounds.

@@ -77,6 +77,34 @@ def test_a_second_death_in_whatever_state_is_survived(again: float) -> None:
         assert cluster.survivors == sorted({0, 1, 2, 3, 4} - {first, second})
 
 
+@pytest.mark.parametrize("coordinator", [False, True], ids=["another", "coordinator"])
+@pytest.mark.parametrize("first", ["leaves", "fails"])
+def test_an_error_that_a_member_has_left_behind_calls_a_round(first: str, coordinator: bool) -> None:
+    """That it has left, only the coordinator knows. Another one meets the error, and the coordinator may wait for that
+    one in vain, or it meets it itself."""
+    cluster = Cluster(0, 4, folder=False)
+    cluster.delay_s = 0.0  # the word of it comes before a heartbeat finds nobody
+    leaves, fails = (1.0, 1.2) if first == "leaves" else (1.2, 1.0)
+    cluster.at(leaves, lambda: cluster.leave(1))
+    cluster.at(fails, lambda: cluster.fail(0 if coordinator else 2))
+    cluster.run(30.0)
+    assert cluster.survivors == [0, 2, 3] and not cluster.end()
+    assert [len(node.views) for node in cluster.nodes.values()] == [2, 1, 2, 2]
+
+
+def test_errors_that_all_have_alike_and_those_after_an_old_leave_call_no_round() -> None:
+    cluster = Cluster(0, 4, folder=False)
+    for key in range(4):
+        cluster.at(1.0, lambda key=key: cluster.fail(key))  # type: ignore[misc]
+    cluster.at(6.0, lambda: cluster.leave(3))
+    cluster.run(30.0)
+    assert [len(node.views) for node in cluster.nodes.values()] == [1] * 4
+    cluster.at(40.0, lambda: cluster.fail(1))  # it goes on without 3 from here
+    cluster.at(50.0, lambda: cluster.fail(0))
+    cluster.run(60.0)
+    assert [len(node.views) for node in cluster.nodes.values()] == [2, 2, 2, 1]
+
+
 def test_joiners_get_new_ids_and_the_last_ranks() -> None:
     cluster = Cluster(0, 2, folder=False)
     cluster.at(1.0, lambda: cluster.join(100))

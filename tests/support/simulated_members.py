@@ -88,6 +88,18 @@ class Cluster:
     def kill(self, key: int) -> None:
         self.nodes[key].alive = False
 
+    def leave(self, key: int) -> None:
+        """It says that it leaves to those that are connected to it, and ends."""
+        node = self.nodes[key]
+        watchers = {other.key for other in self.nodes.values() if node.machine.me in other.machine.watched}
+        for other in watchers | {one.pid for one in node.machine.watched}:
+            self._send(node, other, m.Bye(node.machine.roster.epoch))
+        node.alive = False
+
+    def fail(self, key: int) -> None:
+        """Its training meets an error, as of a member that is gone."""
+        self._event(key, m.Failed())
+
     def freeze(self, key: int) -> None:
         self.nodes[key].frozen = True
 
