@@ -13,7 +13,8 @@ turns       a job that loses a rank and gets one again, over and over: from each
             threads, descriptors, memory and process groups that are left
 protection  what copies of masters cost on the example's model: steps with them and without, in turns in one job; bytes
             sent and kept by the formulas; and on 64 ranks of a 32B model what of a simulated step their messages take
-hosts       a cable that is pulled, a host that dies whole, a host that joins, on two and three hosts made on this machine
+hosts       a cable that is pulled, a host that dies whole, a host that joins; of two and three hosts made on this
+            machine
 courses     two at once, a node of two, a second loss in each state of the first, 8, 7, 6, 4, 6 and 8 ranks
 
 Exits non-zero if an aim is missed.

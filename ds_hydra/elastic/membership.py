@@ -287,7 +287,9 @@ class Membership(Rounds):
 
 def _epoch_of(message: Message) -> int:
     match message:
-        case m.Beat(epoch=epoch) | m.Fault(epoch=epoch) | m.Bye(epoch=epoch) | m.Propose(epoch=epoch) | m.Failing(epoch=epoch):
+        case m.Beat(epoch=epoch) | m.Fault(epoch=epoch) | m.Bye(epoch=epoch) | m.Propose(epoch=epoch):
+            return epoch
+        case m.Failing(epoch=epoch):
             return epoch
         case m.Accept():
             return NOTHING_HELD

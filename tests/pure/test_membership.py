@@ -88,7 +88,8 @@ def test_an_error_that_a_member_has_left_behind_calls_a_round(first: str, coordi
     cluster.at(leaves, lambda: cluster.leave(1))
     cluster.at(fails, lambda: cluster.fail(0 if coordinator else 2))
     cluster.run(30.0)
-    assert cluster.survivors == [0, 2, 3] and not cluster.end()
+    assert cluster.survivors == [0, 2, 3]
+    assert not cluster.end()
     assert [len(node.views) for node in cluster.nodes.values()] == [2, 1, 2, 2]
 
 

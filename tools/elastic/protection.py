@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from ds_hydra.simulate.llama import SHIPPED, shipped_job
 from ds_hydra.simulate.step import Simulator
 from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.layout import even_layout
+from tests.support.small_job import find_before_forks
 from tools import aims
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -53,10 +54,10 @@ class Cost(NamedTuple):
 
 def measured(turns: int, lengths: Sequence[int] = LENGTHS) -> Cost:
     """Train the example's model; each turn has every strategy once with copies and once without."""
-    import ds_hydra.engine.engine  # noqa: F401  so that forked ranks need not import it
-
+    find_before_forks()
     with TemporaryDirectory() as folder:
-        found: list[Cost] = run_ranks(partial(_rank, folder=folder, turns=turns, lengths=tuple(lengths)), RANKS, timeout=120.0 + 60.0 * turns)
+        rank = partial(_rank, folder=folder, turns=turns, lengths=tuple(lengths))
+        found: list[Cost] = run_ranks(rank, RANKS, timeout=120.0 + 60.0 * turns)
     return found[0]
 
 
@@ -87,12 +88,12 @@ def _rank(rank: int, folder: str, turns: int, lengths: Sequence[int]) -> Cost:
         for protected in (True, False) if turn % 2 else (False, True):
             update.copy = copy if protected else None
             rows[protected].append(_turn(engine))
-    pairs = [tuple(zip(with_it, without, strict=True)) for with_it, without in zip(rows[True], rows[False], strict=True)]
     update.copy = copy
     sent, kept = sent_in(engine), kept_by(copy)
     parameters = sum(bucket.numel for bucket in engine.job.source.plan.buckets)
     engine.destroy()
-    clock, cpu, thread = ([pair[at] for pair in pairs] for at in range(3))
+    both = list(zip(rows[True], rows[False], strict=True))
+    clock, cpu, thread = ([(with_it[at], without[at]) for with_it, without in both] for at in range(3))
     return Cost(clock, cpu, thread, sent, kept, parameters)
 
 
@@ -146,13 +147,11 @@ def kept_by(copy: Any) -> int:
 def protection(quick: bool, missed: list[str]) -> list[dict[str, Any]]:
     """A row for each figure: what it is, and the most that it may be."""
     found = measured(1, LENGTHS[-3:]) if quick else measured(30)
-    rows = [_row("bytes sent a step, of 4 a parameter of a share", found.sent * RANKS / found.parameters / GRADIENT,
-                 1 + aims.COPIES_FORMULA),
-            _row("bytes kept, of 16", found.kept * RANKS / found.parameters / COPIED, 1 + aims.COPIES_FORMULA)]  # fmt: skip
-    times: Mapping[str, list[tuple[float, float]]] = {
-        "clock": found.clock, "CPU of all ranks": found.cpu, "CPU of training threads": found.thread
-    }  # fmt: skip
-    for name, pairs in times.items():
+    rows = _rows(f"example on {RANKS} ranks", found.sent * RANKS / found.parameters,
+                 found.kept * RANKS / found.parameters)  # fmt: skip
+    for name, pairs in (
+        ("clock", found.clock), ("CPU of all ranks", found.cpu), ("CPU of training threads", found.thread)
+    ):  # fmt: skip
         ratio = statistics.median(with_it / without for with_it, without in pairs)
         judged = name == "clock" and not quick
         rows.append(_row(f"a step with copies over one without, {name}, {len(pairs)} pairs", ratio,
@@ -186,14 +185,20 @@ def counted(quick: bool) -> list[dict[str, Any]]:
     plan = Planner(job.table, [strategy], PlannerOptions(kernels="pure")).plan(0, range(len(batch)), batch.tolist())
     step_s = Simulator(job).step(plan).norm_s
     of = f"{SHIPPED['a800-32b'].shape.params / 1e9:.0f}B on {ranks} ranks"
+    most = None if quick else aims.COPIES_EXPOSED
     return [
-        _row(f"{of}: bytes sent a step, of 4 a parameter of a share", sent * ranks / parameters / GRADIENT,
-             1 + aims.COPIES_FORMULA),
-        _row(f"{of}: bytes kept by the memory model, of 16", kept * ranks / parameters / COPIED,
-             1 + aims.COPIES_FORMULA),
-        _row(f"{of}: GB sent a step, and kept", sent / 1e9, None) | {"at most": f"{kept / 1e9:.2f} kept"},
-        _row(f"{of}: exposed share of a simulated step of {step_s:.2f} s", exposed_s / step_s, None if quick else aims.COPIES_EXPOSED),
-    ]  # fmt: skip
+        *_rows(of, sent * ranks / parameters, kept * ranks / parameters),
+        _row(f"{of}: GB that a rank sends in a step", sent / 1e9, None),
+        _row(f"{of}: GB that it keeps", kept / 1e9, None),
+        _row(f"{of}: exposed share of a simulated step of {step_s:.2f} s", exposed_s / step_s, most),
+    ]
+
+
+def _rows(of: str, sent: float, kept: float) -> list[dict[str, Any]]:
+    """Of bytes for each parameter of a rank's share."""
+    most = 1 + aims.COPIES_FORMULA
+    return [_row(f"{of}: bytes sent in a step over {GRADIENT} a parameter of a share", sent / GRADIENT, most),
+            _row(f"{of}: bytes kept over {COPIED}", kept / COPIED, most)]  # fmt: skip
 
 
 def _row(figure: str, value: float, most: float | None) -> dict[str, Any]:
