@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ds_hydra.pipe.attention.sinks import OnCpu, OnGpu, has_log_sum_exp, visible, with_sinks
 from ds_hydra.pipe.contexts import Context
 from ds_hydra.pipe.dropout import AttentionDropout
 from ds_hydra.pipe.pinned import on_device
@@ -27,6 +28,7 @@ from ds_hydra.pipe.ulysses import HeadGroup, over_heads
 from ds_hydra.zero_hetero.errors import ConfigError
 
 QUERY_BLOCK = 1024  # rows of scores held at once where a mask or a softcap needs them in memory
+LEAST_BLOCK = 256  # the same with a window, where fewer rows see fewer keys
 
 
 class Segments(NamedTuple):
@@ -129,9 +131,11 @@ def _attend(
             f"the attention backend {backend!r} draws dropout ({dropout.rate}) by itself, differently on every layout: "
             "set attention_dropout to 0 in the model's config, or use the backend 'sdpa'"
         )
+    attend = BACKENDS[backend] if backend else choose_backend(q, v, softcap)
+    if sinks is not None and attend is torch_varlen and dropout is None:
+        return with_sinks(q, k, v, sinks, OnGpu(scale, _bounds(segments, q.device), window))
     if sinks is not None or dropout is not None:
         return per_sequence_sdpa(q, k, v, segments, scale, window, softcap, sinks=sinks, dropout=dropout)
-    attend = BACKENDS[backend] if backend else choose_backend(q, v, softcap)
     return attend(q, k, v, segments, scale, window, softcap)
 
 
@@ -201,10 +205,11 @@ def per_sequence_sdpa(
 ) -> Tensor:  # fmt: skip
     """One scaled_dot_product_attention per sequence: any device, any dtype, every feature.
 
-    With dropout, a softcap or sinks the probabilities stand in memory, in blocks of query rows.
+    With dropout, a softcap, or sinks where `has_log_sum_exp` says no, the probabilities stand in memory, in blocks of
+    query rows.
     """
     outs: list[Tensor] = []
-    shown = softcap is not None or sinks is not None or dropout is not None
+    shown = softcap is not None or dropout is not None or (sinks is not None and not has_log_sum_exp(q, v))
     start = 0
     # A sequence alone is not cut out of its row: the backward would copy it.
     parts = (x.split(sizes) if len(sizes) > 1 else (x,)
@@ -213,7 +218,9 @@ def per_sequence_sdpa(
         qs, ks, vs = (x.transpose(0, 1).unsqueeze(0) for x in rows)
         if shown or queries < keys or (window is not None and window < keys):
             drop = None if dropout is None else partial(dropout, first_token=start)
-            out = _blocked(qs, ks, vs, scale, window, softcap, sinks=sinks, drop=drop)
+            out = _blocked(qs, ks, vs, scale, window, softcap, sinks=sinks, drop=drop, shown=shown)
+        elif sinks is not None:
+            out = with_sinks(qs, ks, vs, sinks, OnCpu(scale, range(queries), range(keys), None))
         else:  # which lets the first query see the first key only: right for a whole sequence alone
             out = _sdpa(qs, ks, vs, is_causal=True, scale=scale, enable_gqa=qs.shape[1] != ks.shape[1])
         outs.append(out.squeeze(0).transpose(0, 1))
@@ -237,29 +244,31 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 def _blocked(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None,
-    *, sinks: Tensor | None, drop: Callable[..., Tensor] | None,
+    *, sinks: Tensor | None, drop: Callable[..., Tensor] | None, shown: bool,
 ) -> Tensor:  # fmt: skip
     """One sequence, or a slice with all keys so far, in blocks of query rows, each against the keys it can see.
 
-    q (1, heads, T, d), k (1, kv_heads, past + T, d) and v likewise -> (1, heads, T, d_v).
+    q (1, heads, T, d), k (1, kv_heads, past + T, d) and v likewise -> (1, heads, T, d_v). `shown`: the probabilities
+    stand in memory.
     """
     # A mask or a softcap needs the scores in memory. 32 heads of a sequence of 32,768 tokens have 128 GiB of them in
-    # FP32; a block of 1,024 rows has 4 GiB at most. With a window of 256 tokens the rows 1024..2047 see only the keys
-    # 769..2047, since row 1024 sees itself and the 255 before it: the block needs 160 MiB.
+    # FP32; a block of 1,024 rows has 4 GiB at most. With a window of 256 tokens the rows 1024..1279 see only the keys
+    # 769..1279, since row 1024 sees itself and the 255 before it: the block needs 16 MiB.
+    size = QUERY_BLOCK if window is None else min(QUERY_BLOCK, max(LEAST_BLOCK, window))
     length = q.shape[2]
     past = k.shape[2] - length
     queries_per_key = q.shape[1] // k.shape[1]
     outs: list[Tensor] = []
-    for start in range(0, length, QUERY_BLOCK):
-        stop = min(start + QUERY_BLOCK, length)
+    for start in range(0, length, size):
+        stop = min(start + size, length)
         first = 0 if window is None else max(0, past + start - window + 1)
-        rows = torch.arange(past + start, past + stop, device=q.device)[:, None]
-        columns = torch.arange(first, past + stop, device=q.device)[None]
-        seen = columns <= rows
-        if window is not None:
-            seen &= columns > rows - window
+        rows, columns = range(past + start, past + stop), range(first, past + stop)
         qb, kb, vb = q[:, :, start:stop], k[:, :, first : past + stop], v[:, :, first : past + stop]
-        if softcap is None and sinks is None and drop is None:
+        if sinks is not None and not shown:
+            outs.append(with_sinks(qb, kb, vb, sinks, OnCpu(scale, rows, columns, window)))
+            continue
+        seen = visible(rows, columns, window, q.device)
+        if not shown:
             grouped = queries_per_key > 1
             outs.append(_sdpa(qb, kb, vb, attn_mask=seen, scale=scale, enable_gqa=grouped))
             continue

@@ -78,3 +78,24 @@ def sliced(backend: str, inputs: list[Tensor], window: int | None, sizes: tuple[
         out.float().sin().sum().backward()
     grads = [x.grad for x in (q, k, v)]
     return [x.detach().float().cpu() for x in (torch.cat(outs), *grads) if x is not None]
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize("window", [None, 33])
+def test_sinks_by_the_kernel_match_probabilities_in_fp32(kv_heads: int, window: int | None) -> None:
+    """Packs and, with them, a sequence of one token: output and all gradients, those of the sinks too."""
+    if _torch_varlen() is None:
+        pytest.skip("torch's varlen_attn is not in this torch")
+    generator = torch.Generator().manual_seed(0)
+    shapes = *((sum(LENGTHS), heads, 64) for heads in (8, kv_heads, kv_heads)), (8,)
+    wide = [torch.randn(shape, generator=generator).cuda() for shape in shapes]
+
+    def run(inputs: list[Tensor]) -> list[Tensor]:
+        q, k, v, sinks = leaves = [x.detach().clone().requires_grad_() for x in inputs]
+        out = varlen_attention(q, k, v, Pack(LENGTHS), window=window, sinks=sinks)
+        out.float().sin().sum().backward()
+        return [x.detach().float().cpu() for x in (out, *(leaf.grad for leaf in leaves)) if x is not None]
+
+    got, expected = run([x.bfloat16() for x in wide]), run(wide)
+    for one, other in zip(got, expected, strict=True):
+        assert (one - other).abs().max() <= aims.GPU_ATTENTION * other.abs().max()

@@ -28,7 +28,7 @@ from tests.support.expert_cases import spread
 from tests.support.families import BALANCED, FAMILIES, LAYER_LIST, OTHER_SIZES
 from tests.support.losses import OWN
 from tests.support.mixed_cases import mixed
-from tests.support.scheduled_cases import in_groups, over_nodes, scheduled
+from tests.support.scheduled_cases import in_groups, over_nodes, scheduled, with_sinks
 
 FIXED_STRATEGIES = (
     "tp1",
@@ -326,6 +326,7 @@ CASES: tuple[Case, ...] = (
     *spread(),
     *in_groups(),
     *over_nodes(),
+    *with_sinks(),
     *mixed(),
 )
 assert len({case.name for case in CASES}) == len(CASES), "every row has a name of its own"

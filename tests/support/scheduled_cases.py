@@ -272,3 +272,21 @@ def _recomputed() -> Iterator[Case]:
     yield replace(sliced, name="recomputed slices in phases",
                   strategies=("2*pp2/v then tp2pp2/v", "4*tp1 then pp4/list"))  # fmt: skip
     yield replace(sliced, name="recomputed slices, V on 8 ranks", strategies=V_8)
+
+
+def with_sinks() -> Iterator[Case]:
+    """Attention with sinks, by the log-sum-exp of kernels that know none, in windows of 8 tokens and without."""
+    base = Case("", "gpt_oss", ("tp2pp2", "sp2 + 2*tp1", "tp4", "tp2sp2"), steps=4)
+    ones = (1, 30, 1, 1, 9, 8, 200) * 4  # also the only sequences of a rank
+    yield replace(base, name="sinks, sequences of one token", lengths=ones, tokens_per_step=60, steps=2,
+                  quick=True)  # fmt: skip
+    sliced = replace(base, strategies=("tp2pp2/v", "sp2 + pp2/list", "tp2sp2/list", "sp4"), slices=True)
+    yield replace(sliced, name="sinks, slices")
+    yield replace(sliced, name="sinks, slices computed again", recompute=True)
+    yield replace(sliced, name="sinks, slices, checkpointed", activation_checkpointing=True, node_size=2)
+    yield replace(sliced, name="sinks, slices, split", strategies=("pp2/zb-h1 + tp2/list", "tp2pp2/zb-h1"))
+    yield replace(base, name="sinks, frozen", frozen=("sinks",))
+    yield replace(base, name="sinks, all tokens", token_sharding=False)
+    yield replace(base, name="sinks, phases", strategies=("4*tp1 then 2*tp2 then tp4", "2*sp2 then sp4"))
+    yield replace(base, name="sinks fp32", dtype=FLOAT32, optimizer="SGD")
+    yield replace(base, name="sinks on 8 ranks", strategies=("tp4sp2", "sp4 + tp2pp2", "sp2tp2pp2/v"), slices=True)
