@@ -112,6 +112,7 @@ class StageRuntime:
         self.present: Action | None = None  # what it computes; of several weight gradients the first
         self.losses: dict[int, Tensor] = {}  # of this stage's micro-batches in the last run, on the last stage
         self.router_loss = torch.zeros((), dtype=torch.float64, device=device)  # of all of them, in the last run
+        self.imbalances: tuple[tuple[float, ...], ...] = ()  # of spread experts in the last run, by part and layer
 
     def run(
         self,
@@ -136,6 +137,7 @@ class StageRuntime:
         self.losses, self.router_loss = {}, torch.zeros_like(loss)
         for part in self.parts:
             part.take_router_loss()  # of a run that an error has ended
+            part.take_imbalances()
         for queue in self._queues:
             if queue is not None:
                 queue.forget()
@@ -155,6 +157,7 @@ class StageRuntime:
         with self._lap("send"):
             self._end_sends(run, 0)
         self._activity.now = "push"
+        self.imbalances = tuple(part.take_imbalances() for part in self.parts)
         for taken in [part.take_router_loss() for part in self.parts]:
             if taken is not None:
                 self.router_loss = self.router_loss + taken

@@ -231,6 +231,11 @@ class StageModule:
         """
         return None
 
+    def take_imbalances(self) -> tuple[float, ...]:
+        """For each layer of the model, up to the last whose experts are spread over ranks: the rows of this rank's
+        experts since they were taken last, over those that they have where routing is even; 0: none were routed."""
+        return ()
+
     def forward(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
         """Received hidden states (1, T_local, H) or None -> hidden states, or the loss on the last stage."""
         raise NotImplementedError("stages are built by their model's source")

@@ -97,12 +97,14 @@ def test_they_train_as_one_process_does(family: str) -> None:
 def a_token_is_dropped() -> Any:
     """Each rank leaves out the last of the tokens that chose one of its experts, as where an expert is full."""
 
-    def dropping(forward: Any, first: int, count: int, hidden: Tensor, chosen: Tensor, *rest: Any) -> Tensor:
+    def dropping(
+        forward: Any, first: int, count: int, hidden: Tensor, chosen: Tensor, *rest: Any, **more: Any
+    ) -> Tensor:
         kept = chosen.clone()
         own = ((chosen >= first) & (chosen < first + count)).nonzero()
         if len(own) > 1:
             kept[tuple(own[-1])] = -1
-        return _own_experts(forward, first, count, hidden, kept, *rest)
+        return _own_experts(forward, first, count, hidden, kept, *rest, **more)
 
     return mock.patch.object(expert_parallel, "_own_experts", dropping)
 
@@ -130,7 +132,7 @@ def weights_of_routes_have_a_ranks_gradient() -> Any:
 def _given_others(change: Callable[..., tuple[int, Tensor, Tensor]]) -> Any:
     """Own experts are handed another first one, other experts of tokens, or other weights of these."""
 
-    def other(forward: Any, first: int, count: int, hidden: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
+    def other(forward: Any, first: int, count: int, hidden: Tensor, chosen: Tensor, gates: Tensor, **_: Any) -> Tensor:
         first, chosen, gates = change(first, count, chosen, gates)
         return _own_experts(forward, first, count, hidden, chosen, gates)
 

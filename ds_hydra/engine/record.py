@@ -68,6 +68,8 @@ def step_record(
         step=step,
         loss=outcome.loss,
         router_loss=outcome.router_loss,
+        expert_imbalance=fmean(outcome.expert_imbalances or [0.0]),
+        worst_expert_imbalance=max(outcome.expert_imbalances, default=0.0),
         grad_norm=outcome.grad_norm,
         learning_rate=learning_rate,
         num_tokens=plan.num_tokens,

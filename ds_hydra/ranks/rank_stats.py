@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from ds_hydra.ranks.channel import Channel
+
+Floats = npt.NDArray[np.float64]
 
 
 class RankStats(NamedTuple):
@@ -27,19 +31,22 @@ class RankStats(NamedTuple):
 
 
 def gather_stats(
-    mine: Sequence[RankStats], channel: Channel, *, beside: Tensor | None = None
-) -> tuple[tuple[tuple[RankStats, ...], ...], Tensor | None]:
+    mine: Sequence[RankStats], channel: Channel, *, routed: Floats, beside: Tensor | None = None
+) -> tuple[tuple[tuple[RankStats, ...], ...], Floats, Tensor | None]:
     """All ranks' figures, in rank order, for each phase of a step; every rank must call it with its own.
 
-    `beside`, int64 of one shape on all ranks or None on all, goes along; all ranks' rows of it are returned.
+    `routed` (phases, layers) and `beside`, int64 of one shape on all ranks or None on all, go along; all ranks'
+    of the first, (ranks, phases, layers), and rows of the second are returned.
     """
     figures = torch.tensor(mine, dtype=torch.float64).flatten()  # one message, however many phases
-    bits = figures.view(torch.int64)
+    numbers = len(figures)
+    bits = torch.cat((figures, torch.from_numpy(routed).flatten())).view(torch.int64)
     table = channel.rows(bits if beside is None else torch.cat((bits, beside)))
     stats, rows = table[:, : len(bits)].view(torch.float64), table[:, len(bits) :]
+    stats, shares = stats[:, :numbers], stats[:, numbers:].reshape(len(table), *routed.shape).numpy()
     phases = stats.reshape(len(table), len(mine), len(RankStats._fields)).transpose(0, 1)
     found = tuple(tuple(RankStats(*row) for row in rows) for rows in phases.tolist())
-    return found, None if beside is None else rows
+    return found, shares, None if beside is None else rows
 
 
 def unequal_pairs(checksums: Tensor, channel: Channel) -> list[tuple[int, int]]:

@@ -41,6 +41,8 @@ class StepRecord:
     step_ms: float  # measured, from the plan to the start of the masters' update
     predicted_ms: float  # of the slowest pipeline, each phase's, before messages
     router_loss: float = 0.0  # the part of the loss that a mixture of experts' routers have
+    expert_imbalance: float = 0.0  # largest rank's rows over even ones, in the mean of layers; 0: none are spread
+    worst_expert_imbalance: float = 0.0  # the same of the layer where it is the largest
     recomputed: float = 0.0  # share of all layers of all tokens that backwards computed again
     num_padding: int = 0  # padding tokens, computed in addition to num_tokens
     total_steps: int | None = None  # hydra.total_steps
@@ -165,6 +167,7 @@ def _parts(record: StepRecord) -> dict[str, str]:
         "strategy": record.strategy,
         "again": f"again {record.recomputed:.0%}" if record.recomputed else "",
         "time": f"{record.step_ms:,.0f} ms" + ("" if error is None else f" (pred {error:+.0%})"),
+        "experts": f"experts {record.expert_imbalance:.1f}x" if record.expert_imbalance else "",
         "wait": f"wait {record.slowest_wait_ms / ms:.0%}",
         "speed": f"{_thousands(record.tokens_per_second)} tok/s",
         "flops": f"{record.tflops:.0f} TFLOP/s" if record.tflops else "",
@@ -176,7 +179,7 @@ def _parts(record: StepRecord) -> dict[str, str]:
     return {name: text for name, text in parts.items() if text}
 
 
-_GIVE_WAY = ("rate", "norm", "padding", "memory", "flops", "again", "plan")  # first what is missed least
+_GIVE_WAY = ("rate", "norm", "padding", "memory", "flops", "again", "experts", "plan")  # first what is missed least
 _MUCH_PADDING = 0.01  # share of the computed tokens
 _LEAST_STRATEGY = 12  # characters of a strategy that are shown whatever else the line has to say
 
@@ -197,6 +200,8 @@ def monitor_events(record: StepRecord, num_sequences_so_far: int) -> list[Event]
     values: dict[str, float | None] = {
         "Train/Samples/train_loss": record.loss,
         "Train/Samples/router_loss": record.router_loss or None,
+        "Train/Hydra/expert_imbalance": record.expert_imbalance or None,
+        "Train/Hydra/worst_expert_imbalance": record.worst_expert_imbalance or None,
         "Train/Samples/lr": record.learning_rate,
         "Train/Samples/grad_norm": record.grad_norm,
         "Train/Samples/elapsed_time_ms_step": record.step_ms,

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
 from ds_hydra.pipe.placement import Strategy
-from ds_hydra.ranks.rank_stats import RankStats
+from ds_hydra.ranks.rank_stats import Floats, RankStats
 
-Floats = npt.NDArray[np.float64]
+if TYPE_CHECKING:
+    from ds_hydra.step.phase_run import PhaseRun
 
 
 class PhaseOutcome(NamedTuple):
@@ -22,6 +22,7 @@ class PhaseOutcome(NamedTuple):
 
     strategy: Strategy
     stats: tuple[RankStats, ...]  # of every rank
+    imbalances: tuple[float, ...] = ()  # of each pipeline's layers whose experts are spread: `largest_of_ranks`
 
 
 WANTED = 4  # added to what a signal has asked a rank for: a process waits to join
@@ -57,6 +58,11 @@ class Outcome:
         return sum(rank.router_loss for rank in self.stats)
 
     @property
+    def expert_imbalances(self) -> list[float]:
+        """Of every layer of every pipeline whose experts are spread over ranks, in every phase."""
+        return [each for phase in self.phases for each in phase.imbalances]
+
+    @property
     def skipped(self) -> bool:
         return not math.isfinite(self.grad_norm)
 
@@ -69,6 +75,24 @@ class Outcome:
     def wanted(self) -> bool:
         """Whether a process waits to join."""
         return any(rank.request >= WANTED for rank in self.stats)
+
+
+def routed_of(runs: Sequence[PhaseRun], num_layers: int) -> Floats:
+    """What each phase's experts of this rank have computed, (phases, layers) as of `StageModule.take_imbalances`; no
+    layers where no strategy spreads experts, which all ranks know."""
+    stages = (stage for run in runs for pipeline in run.runtime.strategy.pipelines for stage in pipeline.stages)
+    found = np.zeros((len(runs), num_layers * any(stage.ep > 1 for stage in stages)))
+    for of_phase, run in zip(found, runs, strict=True):
+        for part in run.imbalances:
+            of_phase[: len(part)] = np.maximum(of_phase[: len(part)], part)
+    return found
+
+
+def largest_of_ranks(strategy: Strategy, routed: Floats) -> tuple[float, ...]:
+    """Of what all ranks' experts have computed in a phase, (ranks, layers), the largest of each pipeline's ranks in
+    each layer whose experts they share."""
+    shares = [routed[list(pipeline.ranks)].max(axis=0) for pipeline in strategy.pipelines]
+    return tuple(float(each) for of_layers in shares for each in of_layers if each > 0)
 
 
 def mean_of(losses: tuple[Floats, Floats], sequences: slice = slice(None)) -> float:

@@ -50,6 +50,7 @@ class PhaseRun:
     losses: Mapping[int, Tensor]  # of its micro-batches, where its stage is the last
     laps: Laps
     num_padding: int
+    imbalances: tuple[tuple[float, ...], ...] = ()  # of experts spread over ranks, by part of its stage and layer
 
     def stats(
         self, loss: float, router_loss: float, spent: Mapping[Kind, Spent], *, peak_memory_bytes: int, request: int

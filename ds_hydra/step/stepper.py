@@ -21,7 +21,7 @@ from ds_hydra.step.arena import Arena, PeakMemory
 from ds_hydra.step.batching import RankBatches, build_batches
 from ds_hydra.step.built import Built, build_together
 from ds_hydra.step.forwards import Forwards
-from ds_hydra.step.outcome import Outcome, PhaseOutcome
+from ds_hydra.step.outcome import Floats, Outcome, PhaseOutcome, largest_of_ranks, routed_of
 from ds_hydra.step.phase_run import PhaseRun
 from ds_hydra.step.runtimes import Runtimes
 from ds_hydra.zero_hetero.clock import Laps
@@ -256,14 +256,17 @@ class Stepper:
         self._activity.now = "planning"
         row = coming()
         self._activity.now = "report"
-        stats, rows = self._stats(step, runs, applied, row)
+        stats, routed, rows = self._stats(step, runs, applied, row)
         # Explaining takes messages between all ranks. They all come here together, since the norm is equal on them to
         # the bit, and the gradients are still there: a skipped step leaves them as they were.
         if not math.isfinite(applied.norm):
             self._update.explain(step, plan, runs)
         kept = [one for part in parts for one in part.kept]
         return Outcome(
-            tuple(PhaseOutcome(run.runtime.strategy, of_ranks) for run, of_ranks in zip(runs, stats, strict=True)),
+            tuple(
+                PhaseOutcome(run.runtime.strategy, of_ranks, largest_of_ranks(run.runtime.strategy, shares))
+                for run, of_ranks, shares in zip(runs, stats, routed.swapaxes(0, 1), strict=True)
+            ),
             sum(part.weight for part in parts),
             applied.norm,
             sum(run.runtime.pull_bytes for run in runs),
@@ -293,7 +296,8 @@ class Stepper:
         self._activity.now = "pull"
         loss, laps = runtime.train(self.normalised(batches, normaliser, scale), known, **how)
         ran = runtime.stage_runtime
-        return PhaseRun(runtime, loss / scale, ran.router_loss / scale, ran.losses, laps, batches.num_padding)
+        losses, padding = (loss / scale, ran.router_loss / scale), batches.num_padding
+        return PhaseRun(runtime, *losses, ran.losses, laps, padding, ran.imbalances)
 
     def phases(self, built: Built) -> list[tuple[StrategyRuntime, RankBatches, Batches]]:
         """What runs each phase, its micro-batches, and what the schedule of this rank's pipeline has to know.
@@ -325,8 +329,9 @@ class Stepper:
 
     def _stats(
         self, step: int, runs: Sequence[PhaseRun], applied: Applied, row: Tensor | None
-    ) -> tuple[tuple[tuple[RankStats, ...], ...], Tensor | None]:
-        """Every rank's figures of each phase, those of the update with the last; and every rank's `row`, if any."""
+    ) -> tuple[tuple[tuple[RankStats, ...], ...], Floats, Tensor | None]:
+        """Every rank's figures of each phase, those of the update with the last; what its experts computed; its `row`,
+        if any."""
         if self.keep_laps is not None:
             laps = [*(lap for run in runs for lap in run.laps.laps), *applied.laps.laps]
             self.keep_laps(step, Laps(applied.laps.clock, laps))
@@ -337,4 +342,5 @@ class Stepper:
             run.stats(loss, of_routers, seconds, peak_memory_bytes=peak, request=request)
             for run, loss, of_routers, seconds in zip(runs, applied.losses, applied.router_losses, spent, strict=True)
         ]
-        return gather_stats(mine, self._world.channel, beside=row)
+        routed = routed_of(runs, self._source.plan.num_layers)
+        return gather_stats(mine, self._world.channel, routed=routed, beside=row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from torch import Tensor
 from ds_hydra.pipe.adapters import ends_of
 from ds_hydra.pipe.attention.interface import tell_pack
 from ds_hydra.pipe.collectives import gather_last_dim
-from ds_hydra.pipe.expert_parallel import spread_experts
+from ds_hydra.pipe.expert_parallel import Routed, spread_experts
 from ds_hydra.pipe.head_loss import HeadLoss
 from ds_hydra.pipe.loss import blockwise_loss, own_token_losses, token_losses
 from ds_hydra.pipe.models.balancing import Routers
@@ -74,8 +75,11 @@ class CausalStage(StageModule):
         self._pack_weights(source.functions.packed, names)
         specs = {path: source.specs[name] for path, name in source.aliases.items()}
         rank = (source.style_plan, specs, place.tp_rank, place.stage.tp, place.tp_group)
+        self._routed: dict[int, list[Routed]] = defaultdict(list)  # by layer
         if source.experts is not None and place.stage.ep > 1:
-            spread_experts(model, source.experts.modules, place, lambda: self._pack)
+            spread = spread_experts(model, source.experts.modules, place, lambda: self._pack)
+            for path, routed in spread.items():
+                self._routed[int(path.removeprefix(f"{source.layers_path}.").partition(".")[0])].append(routed)
         parallel = (
             TokenSharding(
                 *rank, linear=self.linear, queue=self.linear_queue, whereabouts=self._draws, packed=self.packed
@@ -159,6 +163,10 @@ class CausalStage(StageModule):
 
     def take_router_loss(self) -> Tensor | None:
         return None if self._routers is None else self._routers.take()
+
+    def take_imbalances(self) -> tuple[float, ...]:
+        last = max(self._routed, default=-1)
+        return tuple(max((each.take() for each in self._routed[layer]), default=0.0) for layer in range(last + 1))
 
     def _token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Of the last stage: the loss of each token, equal on all tensor parallel ranks."""

@@ -56,6 +56,7 @@ def test_line() -> None:
     assert "| 800 ms | wait" in format_line(replace(RECORD, expected_ms=None)), "nothing is known of the costs yet"
     assert "| norm - |" in format_line(replace(RECORD, grad_norm=None))
     assert "| 11.2k tok/s | 312 TFLOP/s |" in format_line(replace(RECORD, tflops=312.4))
+    assert "| experts 1.8x | wait 0%" in format_line(replace(RECORD, expert_imbalance=1.83))
     unusual = replace(RECORD, planning_hidden=False, skipped=True, recomputed=0.125)
     for words in ("| again 12% |", "| plan late 12 ms |", "| SKIPPED: not finite"):
         assert words in format_line(unusual)
@@ -70,7 +71,7 @@ def test_lines_fit_a_terminal(steps: int, strategy: str) -> None:
                      peak_memory_bytes=79 << 30, slowest_wait_ms=12345.0)  # fmt: skip
     for one in (
         record,
-        replace(record, tflops=612.3),
+        replace(record, tflops=612.3, expert_imbalance=12.3),
         replace(record, skipped=True, planning_hidden=False, recomputed=0.5),
     ):
         line = format_line(one, 360000.0)
