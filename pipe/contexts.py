@@ -46,6 +46,7 @@ class Context:
         self.total = total
         self._rows: tuple[Tensor, ...] = ()  # keys and values (total, kv_heads, d)
         self._sums: tuple[Tensor, ...] = ()  # of their gradients, of those tokens that may still get more
+        self._sums_from = 0  # the first of these tokens
         self._written = 0  # tokens whose keys and values have been there
         self._open = total  # the next backward is that of the slice that stops here
         self._groups: dict[int, Context] = {}
@@ -91,13 +92,21 @@ class Context:
             )
         self._open = start
         # In FP32 at least: many slices may add to a row, and each sum in 16 bit would lose bits.
-        self._sums = self._sums or tuple(
-            torch.zeros(stop, *x.shape[1:], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-            for x in gradients
-        )
-        for total, x in zip(self._sums, gradients, strict=True):
-            total[first:stop] += x
-        own = tuple(total[start:stop].to(x.dtype) for total, x in zip(self._sums, gradients, strict=True))
+        sums, before = self._sums, self._sums_from
+        if not sums or before != first:  # with a window: of the rows that this slice saw, and no others
+            sums = tuple(
+                torch.zeros(len(x), *x.shape[1:], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+                for x in gradients
+            )
+            for total, seen in zip(sums, self._sums, strict=bool(self._sums)):
+                total[before - first :] += seen[: stop - before]
+        for total, x in zip(sums, gradients, strict=True):
+            total[: stop - first] += x
+        own = tuple(total[start - first : stop - first].to(x.dtype) for total, x in zip(sums, gradients, strict=True))
+        # With a window only the rows that slices before may add to are kept; without one they stay where they are, as
+        # all of them are.
+        self._sums = tuple(total[: start - first].clone() for total in sums) if first else sums
+        self._sums_from = first
         if start == 0:
             self._rows = self._sums = ()
         return own

@@ -219,6 +219,25 @@ def test_a_window_needs_only_the_rows_within_it() -> None:
     assert k[:, 0, 0].tolist() == v[:, 1, 2].tolist() == [17.0, 18.0, 19.0, 20.0, 21.0, 22.0, 23.0, 24.0]
 
 
+@pytest.mark.parametrize(("window", "most"), [(4, 8), (12, 16), (None, 30)])
+def test_a_window_needs_sums_of_gradients_of_the_rows_within_it(window: int | None, most: int) -> None:
+    """A slice of 5 tokens sees 3 or 11 before it; the sums are those of the rows that each slice saw."""
+    context = Context(30)
+    rows = torch.randn(30, 1, 2, dtype=FLOAT64, requires_grad=True)
+    joined = [
+        context.join(rows[start : start + 5], rows[start : start + 5], start, window) for start in range(0, 30, 5)
+    ]
+    held = []
+    for index in reversed(range(6)):
+        k, v = joined[index]
+        torch.autograd.backward((k, v), (torch.full_like(k, 10.0**index), torch.zeros_like(v)))
+        held.append(max((len(total) for total in vars(context)["_sums"]), default=0))
+    assert max(held) <= most
+    assert rows.grad is not None
+    seen = [[index for index in range(row // 5, 6) if row >= 5 * index - (window or 31) + 1] for row in range(30)]
+    assert rows.grad[:, 0, 0].tolist() == [sum(10.0**index for index in each) for each in seen]
+
+
 def test_gradients_in_16_bit_are_summed_in_32() -> None:
     """Of 1 + 300 times 1/512, BF16 would keep 1: half of its last place is 1/256."""
     slices = 300
