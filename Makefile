@@ -78,7 +78,7 @@ check-verl: $(STAMP)
 		rm -rf $$SITE/tests; \
 		(cd $(VENV)/lib/python*/site-packages && pwd) > $$SITE/below.pth; \
 	done
-	$(VERL)/bin/python -m pytest tests/hosts/test_verl.py
+	$(VERL)/bin/python -m pytest tests/hosts/test_verl.py tests/hosts/test_verl_updates.py
 
 # Ray brings packages of its own, of versions of its own choice; they stand above those of .venv.
 check-ray: $(STAMP) kernels

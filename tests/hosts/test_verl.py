@@ -23,9 +23,7 @@ from tests.support.verl_on_cpu import on_cpu
 on_cpu()
 import numpy as np
 from tensordict import TensorDict
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import ActorConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
@@ -35,6 +33,7 @@ from verl.workers.utils.losses import ppo_loss, sft_loss
 from ds_hydra.hosts import verl as hosted
 from ds_hydra.hosts.verl import HydraEngineConfig
 from ds_hydra.zero_hetero.errors import ConfigError
+from tests.support.verl_batches import answers, jagged, policy_batch, save_model, tokens
 
 ADAMW: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
 LENGTHS = (9, 31, 4, 17)
@@ -45,40 +44,13 @@ CLIP = 1.0
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("model")
-    model = small_model().double()
-    model.save_pretrained(place)
-    words = Tokenizer(WordLevel({f"w{number}": number for number in range(97)}, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w2").save_pretrained(place)
+    save_model(place)
     return place
-
-
-def tokens(step: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return [torch.randint(3, 97, (length,), generator=generator) for length in LENGTHS]
-
-
-def jagged(rows: list[Tensor]) -> Tensor:
-    offsets = torch.tensor([0, *np.cumsum([len(row) for row in rows])])
-    return torch.nested.nested_tensor_from_jagged(torch.cat(rows), offsets=offsets)
-
-
-def answers(rows: list[Tensor], values: list[Tensor]) -> Tensor:
-    """Right padded (B, R): the part of each row that is the response."""
-    return torch.nn.utils.rnn.pad_sequence(
-        [value[len(row) - count :] for row, value, count in zip(rows, values, RESPONSES, strict=True)],
-        batch_first=True,
-    )
-
-
-def prompts(rows: list[Tensor]) -> Tensor:
-    """Left padded (B, P)."""
-    parts = [row[: len(row) - count].flip(0) for row, count in zip(rows, RESPONSES, strict=True)]
-    return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True).flip(1)
 
 
 def batch(step: int, **more: Any) -> TensorDict:
     """Of supervised training: the responses are learnt."""
-    rows = tokens(step)
+    rows = tokens(step, LENGTHS)
     learnt = [torch.arange(len(row)) >= len(row) - count for row, count in zip(rows, RESPONSES, strict=True)]
     tensors = {
         "input_ids": jagged(rows),
@@ -90,23 +62,13 @@ def batch(step: int, **more: Any) -> TensorDict:
     })  # fmt: skip
 
 
-def policy_batch(step: int, **more: Any) -> TensorDict:
+def policy(step: int, **more: Any) -> TensorDict:
     """Of reinforcement: with advantages and what the old policy gave, at a temperature."""
-    rows = tokens(step)
+    rows = tokens(step, LENGTHS)
     generator = torch.Generator().manual_seed(100 + step)
-    mask = answers(rows, [torch.ones(len(row), dtype=torch.long) for row in rows])
-    old = answers(rows, [-torch.rand(len(row), generator=generator) - 3.5 for row in rows])
-    advantages = answers(rows, [torch.randn(len(row), generator=generator) for row in rows])
-    padded = torch.cat((prompts(rows), answers(rows, rows)), dim=1)
-    tensors = {
-        "input_ids": jagged(rows), "position_ids": jagged([torch.arange(len(row)) for row in rows]),
-        "prompts": prompts(rows), "responses": answers(rows, rows), "attention_mask": (padded != 0).long(),
-        "response_mask": mask, "loss_mask": mask, "old_log_probs": old, "advantages": advantages,
-    }  # fmt: skip
-    return tu.get_tensordict(tensors, {
-        "temperature": 0.7, "calculate_entropy": True, "compute_loss": True, "global_batch_size": len(rows),
-        "global_token_num": list(LENGTHS), "max_seq_len": max(LENGTHS), "max_response_len": max(RESPONSES), **more,
-    })  # fmt: skip
+    old = answers([-torch.rand(len(row), generator=generator) - 3.5 for row in rows], RESPONSES)
+    advantages = answers([torch.randn(len(row), generator=generator) for row in rows], RESPONSES)
+    return policy_batch(rows, RESPONSES, {"old_log_probs": old, "advantages": advantages}, **more)
 
 
 def actor() -> ActorConfig:
@@ -136,9 +98,9 @@ def hosted_run(rank: int, folder: Path) -> dict[str, Any]:
     worker = worker_of(folder, ["tp2", "2*tp1", "pp2"])
     worker.set_loss_fn(partial(sft_loss, None))
     first = worker.train_batch(batch(0, update_lr_scheduler=True))
-    inferred = worker.infer_batch(policy_batch(1, compute_loss=False))
+    inferred = worker.infer_batch(policy(1, compute_loss=False))
     worker.set_loss_fn(partial(ppo_loss, actor()))
-    second = worker.train_mini_batch(policy_batch(1, mini_batch_size=len(LENGTHS), update_lr_scheduler=True))
+    second = worker.train_mini_batch(policy(1, mini_batch_size=len(LENGTHS), update_lr_scheduler=True))
     worker.engine.to("cpu")
     found: dict[str, Any] = {"weights": dict(worker.engine.get_per_tensor_param()[0])}
     worker.engine.save_checkpoint(str(folder / "saved"), global_step=2)
@@ -193,8 +155,8 @@ def test_verls_worker_trains_as_one_process(folder: Path, monkeypatch: pytest.Mo
         plain = Plain(folder)
         first = plain.step(batch(0), partial(sft_loss, None), 0.0)
         with torch.no_grad():
-            scores = plain.output(policy_batch(1))
-        second = plain.step(policy_batch(1), partial(ppo_loss, actor()), ADAMW["lr"] / 2)
+            scores = plain.output(policy(1))
+        second = plain.step(policy(1), partial(ppo_loss, actor()), ADAMW["lr"] / 2)
     torch.testing.assert_close(ranks[0]["log_probs"], scores["log_probs"].values(), rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(ranks[0]["entropy"], scores["entropy"].values(), rtol=1e-9, atol=1e-9)
     for (loss, norm), metrics in zip((first, second), ranks[0]["metrics"], strict=True):
