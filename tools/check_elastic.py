@@ -143,7 +143,7 @@ def turns(quick: bool, missed: list[str]) -> list[dict[str, Any]]:
     """A row for each figure of a member that lives through all losses and joins: at first, and in the end."""
     from tests.support.elastic_turns import run_turns
 
-    of = 1 if quick else 50
+    of = 1 if quick else 100
     with tempfile.TemporaryDirectory() as folder:
         found = run_turns(Path(folder) / "job", of)
     own = found.noted[0] if found.noted else []

@@ -120,6 +120,33 @@ def test_two_that_die_at_once_or_one_after_the_other_leave_one_view(second: int,
     assert [one.id for one in same_last(seen, stay).members] == stay
 
 
+def test_that_a_member_has_left_an_error_tells_all_others(tmp_path: Path) -> None:
+    """Only the coordinator is connected to member 1, and its training waits for that of member 2, which has failed."""
+
+    def program(rank: int, place: Path) -> None:
+        with first_channel() as channel:
+            agent = MemberAgent.start(channel, folder=None, frozen_s=9.0, heartbeat_s=0.25)
+        if rank == 1:
+            time.sleep(1.0)  # by then it is connected
+            agent.close()
+            (tmp_path / "left").touch()
+            return
+        while not (tmp_path / "left").exists():
+            time.sleep(0.02)
+        deadline = time.monotonic() + 5.0
+        while not (agent.fault(5.0) if rank == 2 else agent.faulty):
+            assert time.monotonic() < deadline, "it has not heard of it"
+            time.sleep(0.02)
+        view = agent.park(Report(0, layout_epoch=0))
+        (tmp_path / f"{rank}.views").write_text(json.dumps([time.time(), view.to_wire()]))
+        agent.rebuilt()
+        time.sleep(0.5)  # so that none leaves while the others still find it
+
+    found = ends(program, 4, limit_s=30)
+    assert [end.code for end in found] == [0] * 4, found
+    assert [one.id for one in same_last(views(tmp_path), (0, 2, 3)).members] == [0, 2, 3]
+
+
 def test_a_process_joins_with_a_new_id(tmp_path: Path) -> None:
     _, seen, _ = run(tmp_path, 2, {}, until=3, joins=True)
     view = same_last(seen, [0, 1, 2])
