@@ -42,7 +42,8 @@ class Kernels:
             state = self._last if self._last.shape[0] == q.shape[0] else None
         if self.fault == "forgets the state":
             state = None
-        given, count = (q, k, v, g, beta), q.shape[0]
+        given: tuple[Tensor, ...] = (q, k, v, g, beta)
+        count = q.shape[0]
         if self.fault == "takes rows for one sequence" and state is None and not output_final_state:
             given = tuple(x.flatten(0, 1)[None] for x in given)
         out, final = DELTA_RULE(
@@ -74,8 +75,8 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     vars(fla)["chunk_gated_delta_rule"] = found.chunk_gated_delta_rule
     vars(fla)["ops"] = SimpleNamespace(gated_delta_rule=found, chunk_gated_delta_rule=found.chunk_gated_delta_rule)
     vars(convolutions)["causal_conv1d_fn"] = found.causal_conv1d_fn
-    for name, package in (("fla", fla), ("causal_conv1d", convolutions)):
-        monkeypatch.setitem(sys.modules, name, package)
+    monkeypatch.setitem(sys.modules, "fla", fla)
+    monkeypatch.setitem(sys.modules, "causal_conv1d", convolutions)
     for name, kernel, package, plain in (
         ("torch_chunk_gated_delta_rule", "chunk_gated_delta_rule", "fla", DELTA_RULE),
         ("causal_conv1d_fn", "causal_conv1d_fn", "causal_conv1d", CONVOLUTION),

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ds_hydra.config.hydra_block import HydraConfig
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.costs.memory import JobMemory
 from ds_hydra.costs.shape_costs import of_one_kind, spreading_rows
 from ds_hydra.costs.table_file import TableFile
 from ds_hydra.engine.fingerprint import model_fingerprint
@@ -30,6 +31,8 @@ from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.pipe.stage import StageModule
 from ds_hydra.plan.schemes import feasible_schemes
+from ds_hydra.profiling.stage_memory import kept_bytes, measure_activations
+from ds_hydra.profiling.stage_timer import StageTimer
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tests.support.checks import check, strategies
 from tests.support.families import build_model
@@ -240,6 +243,26 @@ def test_a_table_of_experts_that_are_cut_by_width_prices_whole_ones() -> None:
     assert [str(cost.scheme) for cost in found.costs] == ["tp2pp2", "tp1", "tp2pp2ep2"]
     assert (found[asked[0]].b, found[asked[0]].derived) == (0.2, "that of tp2pp2")
     assert spreading_rows(found, asked) is found
+
+
+def test_memory_is_planned_for_the_busiest_rank() -> None:
+    """What a layer keeps where all tokens choose a rank's experts is predicted from what it keeps with others."""
+    source, tokens = planned("qwen3_moe", "tp2ep2"), 256
+    kept = measure_activations(source, 2, 1, torch.device("cpu"), torch.float32, tokens)
+    assert 0 < kept.experts < kept.layer
+
+    def to_own(forward: Any, first: int, count: int, hidden: Tensor, chosen: Tensor, *rest: Any, **more: Any) -> Tensor:
+        return _own_experts(forward, first, count, hidden, first + chosen % count, *rest, **more)
+
+    with mock.patch.object(expert_parallel, "_own_experts", to_own):
+        timer = StageTimer(source, ParallelScheme(2, 3, 1, 2), 1, torch.device("cpu"), torch.float32)
+        found = kept_bytes(timer, (tokens,)) / tokens / timer.place.stage.num_layers
+    assert found == pytest.approx(kept.routed(2.0).layer, rel=0.01)
+    assert kept.routed(2.0).layer > 1.1 * kept.layer
+    for scheme in (ParallelScheme(2, 1, 1, 2), ParallelScheme(2)):
+        jobs = [JobMemory(source.plan, 2, {(2, 1): kept}, 4, vocab=97, expert_imbalance=x) for x in (1.0, 1.5, 2.0)]
+        even, usual, all_on_one = (job.needs(scheme, 0).per_token for job in jobs)
+        assert (even < usual < all_on_one) is (scheme.ep > 1)
 
 
 def _row(text: str, b: float) -> SchemeCost:

@@ -32,8 +32,9 @@ import numpy as np
 
 from ds_hydra.commands.figures import guarded, run_parts
 from ds_hydra.commands.shipped import shipped
+from ds_hydra.costs.activations import Activations
 from ds_hydra.costs.analytic import analytic_cost_table
-from ds_hydra.costs.memory import Activations, JobMemory
+from ds_hydra.costs.memory import JobMemory
 from ds_hydra.costs.table_file import TableFile
 from ds_hydra.data.length_sources import read_lengths, sample_batches
 from ds_hydra.data.sampler import TokenBudgetSampler

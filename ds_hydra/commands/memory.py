@@ -19,6 +19,7 @@ import torch
 
 from ds_hydra.commands.figures import figures_parser, finish, guarded, print_table
 from ds_hydra.commands.job_config import DTYPES, read_job
+from ds_hydra.costs.activations import EXPERT_IMBALANCE
 from ds_hydra.costs.memory import JobMemory, Shape
 from ds_hydra.engine.fits import job_memory, rank_memory
 from ds_hydra.pipe.placement import place_strategy
@@ -59,7 +60,7 @@ def run(args: argparse.Namespace, name: str) -> int:
     memory_bytes = args.device_memory * 2**30 if args.device_memory else rank_memory(device, node)
     memory = job_memory(
         source, schemes, args.gpus, memory_bytes, dtype, grad_dtype=job.grad_dtype, wire_dtype=job.wire_dtype,
-        node_size=node,
+        node_size=node, expert_imbalance=job.hydra.expert_imbalance if job.hydra else EXPERT_IMBALANCE,
     )  # fmt: skip
     if args.measure:
         tokens = 128 if args.quick else 512

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from ds_hydra.commands.profile_request import Request
+from ds_hydra.costs.activations import Activations
 from ds_hydra.costs.cost_table import CostTable
-from ds_hydra.costs.memory import Activations, JobMemory
+from ds_hydra.costs.memory import JobMemory
 from ds_hydra.costs.peak import Peak
 from ds_hydra.costs.table_file import TableFile, activations_from_record, activations_record, write_atomically
 from ds_hydra.pipe.shape import ParallelScheme

@@ -13,6 +13,7 @@ from ds_hydra.config.cluster_block import NodesConfig, read_cluster, read_tables
 from ds_hydra.config.deepspeed_settings import KNOWN_SETTINGS, screen_deepspeed_settings
 from ds_hydra.config.planner_block import PLANNER_GONE, PlannerConfig
 from ds_hydra.config.strategies import strategies_by_ranks, strategies_of
+from ds_hydra.costs.activations import EXPERT_IMBALANCE
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.pipe.stage_options import RECOMPUTE_MLP, StageOptions
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -212,6 +213,8 @@ class HydraConfig:
     they stay whole, and a replayed plan with slices is refused."""
     node_size: int | None = setting(integer(1, optional=True), None)
     """Ranks per node; None takes what the launcher says, or else the names of the hosts."""
+    expert_imbalance: float = setting(number(1.0, 1000.0), EXPERT_IMBALANCE)
+    """Rows of the busiest rank of those that share whole experts, over even ones, for which memory is planned."""
     cluster: tuple[NodesConfig, ...] = setting(read_cluster, ())
     timeout_seconds: float = setting(number(exclusive=True, maximum=86400.0), 300.0)
     """How long a collective, or on GPUs a part of a step, may wait for a rank before the job is given up. In an elastic

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from ds_hydra.costs.activations import Activations
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.costs.memory import Activations
 from ds_hydra.costs.peak import CAUSAL_FLOPS, known_devices, peak_tflops
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.shape import ParallelScheme

@@ -26,8 +26,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from ds_hydra.costs.activations import EXPERT_IMBALANCE, Activations
 from ds_hydra.costs.rank_bytes import ElementBytes, RankBytes, rank_bytes
-from ds_hydra.costs.shares import CONTEXT, RECOMPUTED, UNTIL_WEIGHT
 from ds_hydra.pipe.model_plan import HEAD_LOGITS_AT_ONCE, LOGITS_AT_ONCE, ModelPlan
 from ds_hydra.pipe.placement import Strategy, place_pipeline, place_strategy
 from ds_hydra.pipe.schedules.registry import most_alive, most_sent, weighs
@@ -37,28 +37,6 @@ from ds_hydra.zero_hetero.nodes import Cluster, NodeSize
 
 Shape = ParallelScheme | PipelineShape
 _MOST_TOKENS = 1 << 40
-
-
-@dataclass(frozen=True, slots=True)
-class Activations:
-    """Bytes per token of a whole micro-batch on one rank, for one TP and SP degree.
-
-    `layer`, `first` and `last` are kept from forward to backward, by each layer, by the embeddings and by what
-    follows the layers (logits apart); `transient` is needed while a layer computes its backward. Of what is kept the
-    share `until_weight` stays from the input's gradient to the weights' where the backward is split, and a token of a
-    slice that others follow keeps the share `context` more [Note: shares of a micro-batch]. A token of a layer that is
-    computed again keeps the share `recomputed`. `state`: bytes of a layer, not per token, that a slice which others
-    follow keeps of states that are carried on, and of their gradients.
-    """
-
-    layer: float
-    first: float
-    last: float
-    transient: float = 0.0
-    until_weight: float = UNTIL_WEIGHT
-    context: float = CONTEXT
-    recomputed: float = RECOMPUTED
-    state: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +145,7 @@ class JobMemory:
     serial: bool = True  # whether messages between stages end in the order of their start, as on NCCL
     phases: bool = False  # whether steps may have several, over which the masters' gradients add up
     copies: bool = False  # whether a rank keeps another one's masters, states and summed gradient, too
+    expert_imbalance: float = EXPERT_IMBALANCE  # rows of the busiest rank of those that share experts, over even ones
     strategies: Mapping[StrategyShape, Strategy] = field(default_factory=dict)
     arena: tuple[tuple[int, int], ...] = ()  # elements of parameters and gradients that each rank keeps room for anyway
     _cache: dict[tuple[Shape, int], Needs] = field(default_factory=dict, compare=False, repr=False)
@@ -223,7 +202,7 @@ class JobMemory:
         shape = PipelineShape.of(scheme) if isinstance(scheme, ParallelScheme) else scheme
         stage = place_pipeline(shape, 0, self.plan.num_layers).stages[index]
         try:
-            kept = self.activations[(stage.tp, stage.sp)]
+            kept = self.activations[(stage.tp, stage.sp)].routed(self.expert_imbalance if stage.ep > 1 else 1.0)
         except KeyError:
             known = ", ".join(f"tp{tp}sp{sp}" for tp, sp in sorted(self.activations))
             raise ConfigError(

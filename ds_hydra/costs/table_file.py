@@ -27,9 +27,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ds_hydra.costs.activations import Activations
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.job_fingerprint import JobFingerprint, read_job
-from ds_hydra.costs.memory import Activations
 from ds_hydra.costs.peak import SEEN, Peak, believed
 from ds_hydra.costs.shares import Shares, Terms
 from ds_hydra.costs.slow_ranks import NONE, SlowRanks

@@ -132,6 +132,7 @@ def _memory(job: Job, world: World, found: TableFile, device_bytes: float) -> Jo
         serial=world.edges.serial,
         phases=job.config.replay is not None or job.pre_step is not None,
         copies=job.config.elastic is not None and world.num_ranks > 1,
+        expert_imbalance=job.config.expert_imbalance,
     )
 
 

@@ -9,9 +9,10 @@ from dataclasses import replace
 
 import torch
 
+from ds_hydra.costs.activations import EXPERT_IMBALANCE, Activations
 from ds_hydra.costs.analytic import estimate_activations
 from ds_hydra.costs.cost_table import CostTable
-from ds_hydra.costs.memory import Activations, JobMemory, Shape, gibibytes
+from ds_hydra.costs.memory import JobMemory, Shape, gibibytes
 from ds_hydra.pipe.shape import ParallelScheme, StageShape, StrategyShape
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.planner.cutting import counts_more, longest_of
@@ -36,13 +37,14 @@ def job_memory(
     serial: bool = True,
     phases: bool = False,
     copies: bool = False,
+    expert_imbalance: float = EXPERT_IMBALANCE,
 ) -> JobMemory:
     """The memory model of a job for all (tp, sp) of the schemes, with activations measured or else estimated.
 
     `dtype` is computed in, gradients add up in `grad_dtype` (None: FP32 or wider) and travel in `wire_dtype` (None: as
     computed in); `serial` as in `Transport`; `phases`: whether a step may have several; `copies`: whether a rank keeps
-    another one's masters, too. The layers of a pipeline module do not say what is inside them, so their activations
-    count as 0 bytes.
+    another one's masters, too; `expert_imbalance` as in `JobMemory`. The layers of a pipeline module do not say what is
+    inside them, so their activations count as 0 bytes.
     """
     config, functions = (getattr(source, name, None) for name in ("text_config", "functions"))
     figures: dict[tuple[int, int], Activations] = {}
@@ -68,7 +70,7 @@ def job_memory(
         grad_bytes=grad_dtype.itemsize if grad_dtype else None,
         wire_bytes=wire_dtype.itemsize if wire_dtype else None, node_size=node_size,
         plain_head=getattr(source, "token_loss", None) is None, serial=serial, phases=phases,
-        copies=copies,
+        copies=copies, expert_imbalance=expert_imbalance,
     )  # fmt: skip
 
 

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ds_hydra.costs.activations import Activations
 from ds_hydra.costs.cost_table import SchemeCost
-from ds_hydra.costs.memory import Activations
 from ds_hydra.costs.shares import Shares, Terms
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.profiling.fit import Fit, Point

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from statistics import fmean
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ds_hydra.costs.memory import Activations
+from ds_hydra.costs.activations import Activations
 from ds_hydra.pipe.contexts import Contexts
 from ds_hydra.pipe.model_plan import LOGITS_AT_ONCE
 from ds_hydra.pipe.models.causal_lm import CausalLM
@@ -83,9 +84,42 @@ def measure_activations(
     states = plan.state_bytes_of(own.first_layer, own.last_layer)
     context = max(0.0, context - states / (own.num_layers * layer * num_tokens)) if states else context
     until_weight, again = kept_until_weight(middle, num_tokens), kept_when_recomputed(middle, num_tokens)
+    of_experts, share = kept_in_experts(middle, num_tokens)
+    layer += (1.0 - share) * of_experts
     return Activations(
-        layer, first, last, _transient(middle, num_tokens), until_weight, context, again, plan.state_bytes
-    )
+        layer, first, last, _transient(middle, num_tokens), until_weight, context, again, plan.state_bytes,
+        of_experts,
+    )  # fmt: skip
+
+
+def kept_in_experts(timer: StageTimer, num_tokens: int) -> tuple[float, float]:
+    """Bytes of a layer for each token that whole experts keep where as many tokens choose each rank's, and how many
+    times as many have chosen this one's; 0 bytes where no experts are spread, or this rank's were chosen by none."""
+    spread = getattr(timer.source, "experts", None)
+    if spread is None or timer.place.stage.ep == 1:
+        return 0.0, 1.0
+    inside: list[nn.Module] = []
+    seen: dict[int, int] = {}
+    own = {parameter.untyped_storage().data_ptr() for parameter in timer.module.parameters.values()}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if inside and storage.data_ptr() not in own:
+            seen[storage.data_ptr()] = storage.nbytes()
+        alive.append(storage)
+        return tensor
+
+    alive: list[Any] = []
+    modules = [timer.module.module.get_submodule(path) for path in spread.modules]
+    handles = [module.register_forward_pre_hook(lambda module, _: inside.append(module)) for module in modules]
+    handles += [module.register_forward_hook(lambda module, *_: inside.remove(module)) for module in modules]
+    timer.module.take_imbalances()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        timer.forward(timer.batch((num_tokens,)))
+    for handle in handles:
+        handle.remove()
+    shares = [share for share in timer.module.take_imbalances() if share]
+    return (sum(seen.values()) / num_tokens / sum(shares), fmean(shares)) if shares else (0.0, 1.0)
 
 
 def kept_until_weight(timer: StageTimer, num_tokens: int) -> float:

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from ds_hydra.costs.activations import Activations
 from ds_hydra.costs.analytic import ModelShape
-from ds_hydra.costs.memory import Activations, JobMemory
+from ds_hydra.costs.memory import JobMemory
 from ds_hydra.costs.table_file import TableFile
 from ds_hydra.pipe.model_plan import Bucket, ModelPlan, ParamSpec, ShardRule
 from ds_hydra.pipe.shape import StrategyShape

@@ -47,6 +47,7 @@ def test_strategies_by_the_ranks_that_are_left() -> None:
     assert block.strategies == ((2, ()), (3, ("3*tp1",)))
     assert parse(elastic={}).timeout_seconds == 30
     assert parse(elastic={}, timeout_seconds=20).timeout_seconds == 20
+    assert (parse().expert_imbalance, parse(expert_imbalance=2).expert_imbalance) == (1.5, 2.0)
 
 
 def test_steps_to_trace() -> None:
@@ -110,6 +111,7 @@ def test_no_block_means_plain_deepspeed() -> None:
         ({"schedules": ["1f1b"]}, ["hydra.schedules", "hydra.strategies"]),
         ({"timeout_seconds": math.nan}, ["hydra.timeout_seconds", "nan"]),
         ({"timeout_seconds": 0}, ["hydra.timeout_seconds", "above 0"]),
+        ({"expert_imbalance": 0.9}, ["hydra.expert_imbalance", "at least 1"]),
         ({"timeout_seconds": math.inf}, ["hydra.timeout_seconds", "inf"]),
         ({"planner": {"seconds": 3}}, ["hydra.planner.seconds", "remove it"]),
         ({"planner": {"node_limit": 3}}, ["hydra.planner.node_limit", "remove it"]),

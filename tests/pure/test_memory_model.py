@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from ds_hydra.costs.activations import Activations
 from ds_hydra.costs.analytic import estimate_activations
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.costs.memory import Activations, JobMemory, gibibytes
+from ds_hydra.costs.memory import JobMemory, gibibytes
 from ds_hydra.costs.shares import Shares, Terms
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.schedules.actions import Action, Order, slots_from_text

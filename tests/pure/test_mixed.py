@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_hydra.config.hydra_block import parse_config
+from ds_hydra.costs.activations import Activations
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.job_fingerprint import JobFingerprint
-from ds_hydra.costs.memory import Activations, JobMemory
+from ds_hydra.costs.memory import JobMemory
 from ds_hydra.costs.shape_costs import price, used_schemes, with_shapes
 from ds_hydra.costs.table_file import TableFile, read_table, table_record
 from ds_hydra.engine.classes import check_classes, check_rows, class_tables

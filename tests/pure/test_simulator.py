@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_hydra.costs.activations import Activations
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.costs.memory import Activations, JobMemory
+from ds_hydra.costs.memory import JobMemory
 from ds_hydra.costs.table_file import TableFile
 from ds_hydra.pipe.model_plan import Bucket, ModelPlan, ParamSpec
 from ds_hydra.pipe.placement import place_strategy

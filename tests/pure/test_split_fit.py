@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from ds_hydra.costs.activations import Activations
 from ds_hydra.costs.cost_table import SchemeCost
-from ds_hydra.costs.memory import Activations
 from ds_hydra.costs.shares import Shares, Terms
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.profiling.entry import SchemeEntry, StageEntry, entry_from_record

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ds_hydra.costs.memory import Activations, JobMemory, Needs
+from ds_hydra.costs.activations import Activations
+from ds_hydra.costs.memory import JobMemory, Needs
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
