@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ds_hydra.pipe.attention.sinks import OnCpu, OnGpu, has_log_sum_exp, visible, with_sinks
+from ds_hydra.pipe.attention.sinks import OnCpu, OnGpu, gpu_works, has_log_sum_exp, visible, with_sinks
 from ds_hydra.pipe.contexts import Context
 from ds_hydra.pipe.dropout import AttentionDropout
 from ds_hydra.pipe.pinned import on_device
@@ -132,7 +132,7 @@ def _attend(
             "set attention_dropout to 0 in the model's config, or use the backend 'sdpa'"
         )
     attend = BACKENDS[backend] if backend else choose_backend(q, v, softcap)
-    if sinks is not None and attend is torch_varlen and dropout is None:
+    if sinks is not None and attend is torch_varlen and dropout is None and gpu_works(q.device, q.dtype, q.shape[-1]):
         return with_sinks(q, k, v, sinks, OnGpu(scale, _bounds(segments, q.device), window))
     if sinks is not None or dropout is not None:
         return per_sequence_sdpa(q, k, v, segments, scale, window, softcap, sinks=sinks, dropout=dropout)

@@ -17,11 +17,17 @@ Sinks: Xiao et al. 2023 (StreamingLLM), learnt as in gpt-oss. A softmax in parts
 
 from __future__ import annotations
 
+import logging
+import math
+from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+logger = logging.getLogger(__name__)
 
 _aten = torch.ops.aten
 Gradients = tuple[Tensor, Tensor, Tensor]  # of queries, keys and values
@@ -142,3 +148,42 @@ class OnGpu(NamedTuple):
         # Kernels count the tokens to the left without the token itself.
         left = -1 if self.window is None else self.window - 1
         return {"scale": self.scale, "window_size_left": left, "window_size_right": 0}
+
+
+@cache
+def gpu_works(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether `OnGpu` gives for a slice of 3 tokens after 3 others, with and without a window, what its softmax gives.
+
+    It calls private operators of torch, which may be other kernels here than those that it was written for.
+    """
+    queries, keys = (torch.tensor([0, count], device=device, dtype=torch.int32) for count in (3, 6))
+    scale = 2.0 / head_dim  # scores like the sinks', which then have a share that counts
+
+    def waves(*shape: int) -> Tensor:  # no random numbers: the generators of a job are its own
+        made = torch.arange(math.prod(shape), device=device, dtype=torch.float32).mul(0.7).sin()
+        return made.view(shape).to(dtype).requires_grad_()
+
+    def found(attend: Callable[..., Tensor], window: int | None) -> list[Tensor]:
+        leaves = waves(3, 4, head_dim), waves(6, 2, head_dim), waves(6, 2, head_dim), waves(4)
+        with torch.enable_grad():
+            out = attend(*leaves, window)
+            return [out, *torch.autograd.grad(out, leaves, waves(*out.shape).detach())]
+
+    def by_kernel(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, window: int | None) -> Tensor:
+        return with_sinks(q, k, v, sinks, OnGpu(scale, (queries, keys, 3, 6), window))
+
+    def by_softmax(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, window: int | None) -> Tensor:
+        hidden = ~visible(range(3, 6), range(6), window, device)
+        k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
+        scores = (torch.einsum("ihd,jhd->hij", q, k) * scale).masked_fill(hidden, float("-inf"))
+        scores = torch.cat((scores, sinks[:, None, None].expand(-1, 3, 1)), dim=-1)
+        return torch.einsum("hij,jhd->ihd", scores.softmax(-1)[..., :-1], v)
+
+    try:
+        for window in (None, 2):
+            for mine, right in zip(found(by_kernel, window), found(by_softmax, window), strict=True):
+                torch.testing.assert_close(mine, right, rtol=0.0, atol=0.05 * float(right.abs().max()))
+    except Exception as error:  # operators that this torch does not have, say
+        logger.warning("attention with sinks keeps probabilities in memory, as torch's kernel gives others: %s", error)
+        return False
+    return True

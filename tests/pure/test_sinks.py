@@ -232,8 +232,26 @@ def test_gpus_with_flash_kernels_attend_to_sinks_by_them(monkeypatch: pytest.Mon
     monkeypatch.setattr(backends, "with_sinks", lambda *rows: chosen.called.append(rows[-1]))
     options: dict[str, Any] = {"scale": SCALE, "window": 3, "softcap": None, "dropout": None, "backend": None}
     monkeypatch.setattr(backends, "choose_backend", lambda q, v, softcap: backends.torch_varlen)
+    monkeypatch.setattr(backends, "gpu_works", lambda *_: True)
     q, k, v, bias, _ = given
     backends._attend(q, k, v, segments, sinks=bias, **options)
     assert isinstance(chosen.called[0], OnGpu)
     assert chosen.called[0].bounds[0].tolist() == [0, 4, 9]
     assert chosen.called[0].window == 3
+
+
+@pytest.mark.parametrize("wrong", [None, "_flash_attention_forward", "_flash_attention_backward", "lacking"])
+def test_a_kernel_is_tried_before_it_is_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, wrong: str | None
+) -> None:
+    """One that drops the score of a sink, that gives other gradients, or that this torch does not have."""
+    flash = _Flash()
+    if wrong == "lacking":
+        monkeypatch.delattr(_Flash, "_flash_attention_forward")
+    elif wrong is not None:
+        right = getattr(flash, wrong)
+        monkeypatch.setattr(flash, wrong, lambda *args, **options: tuple(1.2 * x for x in right(*args, **options)))
+    monkeypatch.setattr(sinks, "_aten", flash)
+    with torch.no_grad():
+        assert sinks.gpu_works.__wrapped__(torch.device("cpu"), torch.float32, 64) == (wrong is None)
+    assert ("keeps probabilities in memory" in caplog.text) == (wrong is not None)
