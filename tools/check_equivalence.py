@@ -114,6 +114,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         used = StrategyShape.parse(text).num_ranks
         if options.ranks not in (None, used):
             parser.error(f"strategy {text!r} uses {used} ranks, but --ranks is {options.ranks}")
+    if options.model is None and not _table(options):
+        parser.error(f"--only {options.only!r}: no case of the table has that in its name")
     return options
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import aims, check, check_tests, machine
+from tools import aims, check, check_equivalence, check_tests, machine
 
 # Modules of the folder that are no checks: the commands of ds_hydra as files, and what benchmarks share.
 COMMANDS = {"check_model", "convert_checkpoint", "emulate", "memory_needs", "preview_plan", "profile_schemes", "report"}
@@ -56,6 +56,12 @@ def test_a_quick_form_that_computes_for_long_is_missed(
     assert check.main(["--quick"]) == 1
     assert check.main([]) == 0
     assert "1 aims missed" in capsys.readouterr().out
+
+
+def test_words_that_no_case_has_are_no_success(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        check_equivalence.main(["--only", "hybrid split"])
+    assert "--only 'hybrid split': no case of the table has that in its name" in capsys.readouterr().err
 
 
 def test_bounds_stand_in_the_table_of_aims_and_every_one_is_used() -> None:
