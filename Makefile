@@ -87,15 +87,16 @@ check-ray: $(STAMP) kernels
 	for SITE in $(RAY)/lib/python*/site-packages; do (cd $(VENV)/lib/python*/site-packages && pwd) > $$SITE/below.pth; done
 	$(RAY)/bin/python -m pytest tests/hosts/test_ray.py
 
-# Of torch and DeepSpeed the oldest is what .venv has. What developers need besides stands below, in .venv. States in
-# slices are refused with the oldest transformers.
+# Of torch and DeepSpeed the oldest is what .venv has. What developers need besides stands below, in .venv, among it a
+# pandas that asks for a newer numpy. States in slices are refused with the oldest transformers.
 check-oldest: $(STAMP)
 	$(PYTHON) -m venv $(OLDEST)
 	sed -n '/^dependencies/,/^]/ s/^ *"\([a-z]*\)>=\([0-9.]*\).*/\1==\2/p' pyproject.toml \
 		| grep -v 'torch\|deepspeed' > $(OLDEST)/versions.txt
 	$(OLDEST)/bin/python -m pip --disable-pip-version-check install $(PIP_ARGS) --quiet -r $(OLDEST)/versions.txt
 	for SITE in $(OLDEST)/lib/python*/site-packages; do (cd $(VENV)/lib/python*/site-packages && pwd) > $$SITE/below.pth; done
-	$(OLDEST)/bin/python -m pytest tests/pure tests/gloo/test_training.py tests/gloo/test_resume.py -k 'not states'
+	PYTHONPATH=$(CURDIR) $(OLDEST)/bin/python -m pytest tests/pure tests/gloo/test_training.py tests/gloo/test_resume.py \
+		-k 'not states and not of_datasets'
 
 check-all: $(STAMP) kernels check-verl check-ray check-oldest
 	$(BIN)/python -m tools.check
@@ -118,7 +119,7 @@ test: $(STAMP)
 kernels: $(STAMP)
 	$(BIN)/python -c 'from ds_hydra.planner.selection import warm_up; warm_up()'
 
-test-training test-jobs test-ranks test-models test-pure: export OMP_NUM_THREADS := 1
+test-training test-jobs test-ranks test-models test-pure check-oldest: export OMP_NUM_THREADS := 1
 
 test-training: $(STAMP)
 	$(BIN)/python -m pytest tests/gloo/test_training.py tests/gloo/test_strict_training.py
