@@ -23,10 +23,12 @@ from tools.systems.as_made import AS_MADE
 from tools.systems.cells import LONG_CELLS, WIDE_CELLS, Cell, all_cells
 from tools.systems.chunking import chunks, mesh_of
 from tools.systems.costs import WaitingCost, Way, measured, table_of, waits_of
+from tools.systems.curves import FACTORS, Point
 from tools.systems.groups import mixes_of_groups
 from tools.systems.hindsight import Configuration, hindsight
 from tools.systems.measure import DEALT, NAMES, OURS, RIVALS, SAME_LAYOUT, Measured, Simulators, measure
 from tools.systems.ours import all_schemes
+from tools.systems.plots import draw_curves, draw_systems
 from tools.systems.static import OPTIONS, by_load
 from tools.systems.switching import layouts
 from tools.systems.verdicts import (
@@ -41,6 +43,7 @@ from tools.systems.verdicts import (
     system_rows,
 )
 
+ROOT = Path(__file__).parents[2]
 CELL = Cell("7b", 8, 16384, 40_000, "CommonCrawl")
 BATCHES = CELL.batches(2)
 COST = SchemeCost(ParallelScheme(1, 4), a=1.0, b=0.0, c=0.0, max_length=1000)
@@ -252,6 +255,16 @@ def test_a_comparison_that_was_stopped_goes_on_with_the_cells_of_its_file(tmp_pa
         path.write_text(text)
         with pytest.raises(ConfigError, match=r"cells.json: not figures of this tool"):
             kept_cells(path, [FLAGSHIP], 2, systems)
+
+
+def test_all_systems_and_cells_are_drawn(tmp_path: Path) -> None:
+    rivals = {name: 1100.0 for name in NAMES if name != OURS}
+    drawn = draw_systems([replace(result(**rivals), cell=cell) for cell in all_cells()], tmp_path)
+    points = [
+        Point(factor, value, dict(result(**rivals).systems)) for factor, values in FACTORS.items() for value in values
+    ]
+    drawn.append(draw_curves(points, tmp_path))
+    assert {path.name for path in drawn} == {path.name for path in (ROOT / "benchmarks").glob("systems_*.png")}
 
 
 def test_published_figures_stand_beside_ours() -> None:

@@ -11,9 +11,10 @@ from ds_hydra.report.plots import COLOURS, pyplot
 from tools.systems.cells import MIXES
 from tools.systems.curves import SYSTEMS, Point
 from tools.systems.measure import NAMES, OURS
-from tools.systems.verdicts import FLAGSHIP, Result
+from tools.systems.verdicts import FLAGSHIP, SHORT_CELLS, Result
 
 _MOST = 2.5  # gains from here on have the same colour
+_MARKERS = "osv^DPX*<>hdp"
 
 
 def draw_systems(results: Sequence[Result], folder: Path) -> list[Path]:
@@ -23,8 +24,9 @@ def draw_systems(results: Sequence[Result], folder: Path) -> list[Path]:
     flagship = next((result for result in results if result.cell == FLAGSHIP), None)
     if flagship is not None:
         drawn.append(_steps(flagship, folder / "systems_flagship.png"))
-    if len({result.cell.gpus for result in results}) > 1:
-        drawn.append(_scaling(results, folder / "systems_scaling.png"))
+    short = [result for result in results if result.cell in SHORT_CELLS]
+    if len({result.cell.gpus for result in short}) > 1:
+        drawn.append(_scaling(short, folder / "systems_scaling.png"))
     return drawn
 
 
@@ -44,7 +46,7 @@ def draw_curves(points: Sequence[Point], folder: Path) -> Path:
                 np.array([getattr(one, figure_of) / 1e3 for _, one in there])
                 for figure_of in ("mean_ms", "deviation_ms")
             )
-            axes.plot(values, mean, marker="osv^D"[index], color=COLOURS[index], label=name, linewidth=1.4)
+            axes.plot(values, mean, marker=_MARKERS[index], color=COLOURS[index], label=name, linewidth=1.4)
             axes.fill_between(values, mean - deviation, mean + deviation, color=COLOURS[index], alpha=0.15)
         axes.set_xscale("log", base=2)
         axes.set_xticks([point.value for point in own], [f"{point.value:,}" for point in own], fontsize=8)
@@ -110,7 +112,7 @@ def _scaling(results: Sequence[Result], path: Path) -> Path:
     plt = pyplot()
     mixes = [mix for mix in MIXES if any(result.cell.mix == mix for result in results)]
     figure, panels = plt.subplots(1, len(mixes), figsize=(5 * len(mixes), 4), layout="constrained", sharey=True)
-    names = [name for name in NAMES if name != OURS]
+    names = [name for name in NAMES if name != OURS and any(name in result.systems for result in results)]
     for axes, mix in zip(np.atleast_1d(panels), mixes, strict=True):
         own = [result for result in results if result.cell.mix == mix]
         groups = list(dict.fromkeys(f"{result.cell.model}\n{result.cell.gpus} GPUs" for result in own))
@@ -122,8 +124,9 @@ def _scaling(results: Sequence[Result], path: Path) -> Path:
                 ])
                 for group in groups
             ]  # fmt: skip
-            axes.plot(range(len(groups)), gains, marker="osv^DPX*<>h"[index], color=COLOURS[index % len(COLOURS)],
-                      linestyle="-" if index < len(COLOURS) else "--", label=name, linewidth=1.2)  # fmt: skip
+            marker, colour = _MARKERS[index % len(_MARKERS)], COLOURS[index % len(COLOURS)]
+            line = "-" if index < len(COLOURS) else "--"
+            axes.plot(range(len(groups)), gains, marker=marker, color=colour, linestyle=line, label=name, linewidth=1.2)
         axes.axhline(1.0, color="0.4", linewidth=1)
         axes.set_xticks(range(len(groups)), groups, fontsize=8)
         axes.set_title(mix)
