@@ -118,6 +118,7 @@ GPU_ATTENTION = 2e-2  # BF16 against FP32, relative to the largest entry
 # Post-training: check_post_training, tests/gloo/test_post_training.py.
 POST_TRAINING = 1e-9  # of losses, gradients, log-probabilities and entropies in FP64, by the largest entry
 TRL_TRAINERS = 1e-6  # TRL's own head computes in FP32: of losses, and of parameters over how far they moved
+LIVE_REWARD = 0.9  # of the last answers of a live run, in the mean; 0.5 at first, 1.0 at best
 ROLLOUTS_OVER_COUNTS = 1.3  # times of equal counts over ours
 ROLLOUTS_PLANNING = 0.01  # seconds by the clock that a simulated second of an update waits for plans, 64 GPUs
 ROLLOUTS_OVER_DYNAMIC = 0.99  # dynamic context parallelism's time over ours, each model

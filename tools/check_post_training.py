@@ -10,6 +10,7 @@
   strict     some of these under a transport that lets go on nothing before its order
   memory     bytes at once for log-probabilities and entropy of a large vocabulary, beside gathered logits; CPU time
   trl        GRPO, RLOO and DPO by TRL's trainers on two ranks, against TRL's own in one process: losses, parameters
+  live       GRPO by TRL's trainer on two ranks with a real reward, the model generates: its rewards from three seeds
   rollouts   updates of 7B and 32B on 64 simulated GPUs, by lengths of reasoning models: ours beside hosts' ways
   refusals   fields and losses that cannot be trained on: refused on all ranks alike, and nothing has changed
 
@@ -29,7 +30,7 @@ from ds_hydra.commands.figures import figures_parser, finish, print_table
 from ds_hydra.pipe.model_plan import LOGITS_AT_ONCE
 from tests.support.strict import Rules
 from tools import aims, machine
-from tools.post_training import equality, long_tail, memory, refusals, replay, trl_trainers
+from tools.post_training import equality, live, long_tail, memory, refusals, replay, trl_trainers
 from tools.post_training.plain import LOSSES
 
 Found = tuple[dict[str, object], list[str]]
@@ -140,6 +141,16 @@ def check_trl(*, quick: bool) -> Found:
     return {"trl": [row._asdict() for row in rows]}, missed
 
 
+def check_live(*, quick: bool) -> Found:
+    rows = [live.learnt(seed) for seed in range(1 if quick else 3)]
+    print_table(("seed", "reward at first", "in the end"), rows)
+    missed = [
+        f"seed {row.seed}: the reward rises from {row.first:.2f} to {row.last:.2f}, not to {aims.LIVE_REWARD}"
+        for row in rows if not row.last >= aims.LIVE_REWARD
+    ]  # fmt: skip
+    return {"live": [row._asdict() for row in rows]}, missed
+
+
 def check_refusals(*, quick: bool) -> Found:
     found = refusals.refused()
     print_table(
@@ -181,6 +192,7 @@ PARTS: dict[str, Callable[..., Found]] = {
     "strict": check_strict,
     "memory": check_memory,
     "trl": check_trl,
+    "live": check_live,
     "refusals": check_refusals,
     "rollouts": check_rollouts,
 }

@@ -44,6 +44,10 @@ class Part:
     def take_router_loss(self) -> None:
         """It has no routers."""
 
+    def take_imbalances(self) -> tuple[float, ...]:
+        """Nor experts."""
+        return ()
+
 
 class Watched(StageRuntime):
     """Notes after each turn's messages how many sends are open."""

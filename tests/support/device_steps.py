@@ -61,6 +61,10 @@ class FirstStage:
     def take_router_loss(self) -> None:
         """It has no routers."""
 
+    def take_imbalances(self) -> tuple[float, ...]:
+        """Nor experts."""
+        return ()
+
 
 class SlowNeighbour:
     """Gradients come at 30 and 60 s; sends are gone at once."""

@@ -56,7 +56,7 @@ def compare(cases: list[str]) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         model = build_model("llama", torch.float64)
         model.save_pretrained(folder)
-        _data("DPO").save_to_disk(f"{folder}/pairs")
+        _pairs().save_to_disk(f"{folder}/pairs")
         start = model.state_dict()
         rows = []
         for number, case in enumerate(cases):
@@ -95,8 +95,8 @@ def _train(
     trainer: Any = getattr(of, f"Hydra{kind}Trainer" if num_ranks > 1 else f"{kind}Trainer")(
         AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64),
         args=getattr(trl, f"{kind}Config")(**settings | own),
-        train_dataset=_data(kind) if policy else load_from_disk(f"{model}/pairs"),
-        processing_class=_tokenizer(),
+        train_dataset=prompts() if policy else load_from_disk(f"{model}/pairs"),
+        processing_class=word_tokenizer(),
         **({"reward_funcs": _reward} if policy else {}),
     )
     if policy:
@@ -121,19 +121,22 @@ def _reward(completions: list[str], **_: Any) -> list[float]:
     return [float(len(words) + sum(len(word) for word in words) % 5) for words in map(str.split, completions)]
 
 
-def _data(kind: str) -> Dataset:
-    def text(of: int, length: int) -> str:
-        return " ".join(f"w{(7 * of + 3 * token * (of + 1)) % WORDS + 3}" for token in range(length))
-
-    prompts = [{"prompt": text(number, 3 + number % 5)} for number in range(24)]
-    if kind != "DPO":
-        return Dataset.from_list(prompts)
-    chosen = [{"chosen": " " + text(number + 5, 2 + number % 7)} for number in range(24)]
-    rejected = [{"rejected": " " + text(number + 9, 1 + number % 4)} for number in range(24)]
-    return Dataset.from_list([a | b | c for a, b, c in zip(prompts, chosen, rejected, strict=True)])
+def prompts() -> Dataset:
+    """Prompts of 3 to 7 words."""
+    return Dataset.from_list([{"prompt": _text(number, 3 + number % 5)} for number in range(24)])
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
+def _pairs() -> Dataset:
+    chosen = [{"chosen": " " + _text(number + 5, 2 + number % 7)} for number in range(24)]
+    rejected = [{"rejected": " " + _text(number + 9, 1 + number % 4)} for number in range(24)]
+    return Dataset.from_list([a | b | c for a, b, c in zip(prompts(), chosen, rejected, strict=True)])
+
+
+def _text(of: int, length: int) -> str:
+    return " ".join(f"w{(7 * of + 3 * token * (of + 1)) % WORDS + 3}" for token in range(length))
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
     """A word for each id."""
     tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(96)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
