@@ -202,7 +202,8 @@ class JobMemory:
         shape = PipelineShape.of(scheme) if isinstance(scheme, ParallelScheme) else scheme
         stage = place_pipeline(shape, 0, self.plan.num_layers).stages[index]
         try:
-            kept = self.activations[(stage.tp, stage.sp)].routed(self.expert_imbalance if stage.ep > 1 else 1.0)
+            kept = self.activations[(stage.tp, stage.sp)]
+            kept = kept.routed(self.expert_imbalance) if stage.ep > 1 else kept
         except KeyError:
             known = ", ".join(f"tp{tp}sp{sp}" for tp, sp in sorted(self.activations))
             raise ConfigError(
