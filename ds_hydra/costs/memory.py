@@ -201,14 +201,11 @@ class JobMemory:
     def _count(self, scheme: Shape, index: int) -> Needs:
         shape = PipelineShape.of(scheme) if isinstance(scheme, ParallelScheme) else scheme
         stage = place_pipeline(shape, 0, self.plan.num_layers).stages[index]
-        try:
-            kept = self.activations[(stage.tp, stage.sp)]
-            kept = kept.routed(self.expert_imbalance) if stage.ep > 1 else kept
-        except KeyError:
+        found = self.activations.get((stage.tp, stage.sp))
+        if found is None:
             known = ", ".join(f"tp{tp}sp{sp}" for tp, sp in sorted(self.activations))
-            raise ConfigError(
-                f"memory model: no activation figures for tp{stage.tp}sp{stage.sp}; it has {known}"
-            ) from None
+            raise ConfigError(f"memory model: no activation figures for tp{stage.tp}sp{stage.sp}; it has {known}")
+        kept = found.routed(self.expert_imbalance) if stage.ep > 1 else found
         shape, alike = self._alike(shape)
         placed = [place_pipeline(pipeline, 0, self.plan.num_layers).stages[index] for pipeline in alike]
         held = max(
