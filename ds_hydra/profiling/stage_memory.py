@@ -5,7 +5,7 @@ What is kept is counted from the tensors that autograd saves; the most at any ti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean
@@ -19,7 +19,7 @@ from ds_hydra.pipe.contexts import Contexts
 from ds_hydra.pipe.model_plan import LOGITS_AT_ONCE
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.placement import split_layers
-from ds_hydra.pipe.rows import Chunk
+from ds_hydra.pipe.rows import Chunk, MicroBatch
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.profiling.allocations import Allocations
@@ -28,25 +28,29 @@ from ds_hydra.profiling.stage_timer import StageTimer
 
 def kept_bytes(timer: StageTimer, lengths: Sequence[int]) -> int:
     """Bytes of distinct storages that autograd keeps of a forward, parameters apart."""
-    own = {parameter.untyped_storage().data_ptr() for parameter in timer.module.parameters.values()}
+    out, seen = _forward(timer, timer.batch(lengths), lambda: True)
+    if not timer.place.is_last:
+        seen[out.untyped_storage().data_ptr()] = out.untyped_storage().nbytes()
+    return sum(seen.values())
+
+
+def _forward(timer: StageTimer, batch: MicroBatch, counts: Callable[[], bool]) -> tuple[Tensor, dict[int, int]]:
+    """What a forward gives, and bytes by address of the storages that autograd keeps of it while it `counts`,
+    parameters and what the batch is made of apart."""
+    inputs = [t for t in (batch.input_ids, batch.labels, batch.weights, batch.position_ids) if t is not None]
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*timer.module.parameters.values(), *inputs)}
     seen: dict[int, int] = {}
+    alive: list[Any] = []
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
+        if counts() and storage.data_ptr() not in own:
             seen[storage.data_ptr()] = storage.nbytes()
         alive.append(storage)  # an address is not given out twice
         return tensor
 
-    alive: list[Any] = []
-    batch = timer.batch(lengths)
-    inputs = [t for t in (batch.input_ids, batch.labels, batch.weights, batch.position_ids) if t is not None]
-    own |= {tensor.untyped_storage().data_ptr() for tensor in inputs}
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = timer.forward(batch)
-    if not timer.place.is_last:
-        seen[out.untyped_storage().data_ptr()] = out.untyped_storage().nbytes()
-    return sum(seen.values())
+        return timer.forward(batch), seen
 
 
 def step_peak(timer: StageTimer, lengths: Sequence[int]) -> int:
@@ -99,23 +103,11 @@ def kept_in_experts(timer: StageTimer, num_tokens: int) -> tuple[float, float]:
     if spread is None or timer.place.stage.ep == 1:
         return 0.0, 1.0
     inside: list[nn.Module] = []
-    seen: dict[int, int] = {}
-    own = {parameter.untyped_storage().data_ptr() for parameter in timer.module.parameters.values()}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if inside and storage.data_ptr() not in own:
-            seen[storage.data_ptr()] = storage.nbytes()
-        alive.append(storage)
-        return tensor
-
-    alive: list[Any] = []
     modules = [timer.module.module.get_submodule(path) for path in spread.modules]
     handles = [module.register_forward_pre_hook(lambda module, _: inside.append(module)) for module in modules]
     handles += [module.register_forward_hook(lambda module, *_: inside.remove(module)) for module in modules]
     timer.module.take_imbalances()
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        timer.forward(timer.batch((num_tokens,)))
+    _, seen = _forward(timer, timer.batch((num_tokens,)), lambda: bool(inside))
     for handle in handles:
         handle.remove()
     shares = [share for share in timer.module.take_imbalances() if share]
