@@ -20,6 +20,10 @@ order and others in another could wait for each other. Elsewhere later steps beg
 A gradient that autograd does not compute itself, but others later from what it leaves them, is final when they say so
 by `final()`; `arm()` is told which ones.
 
+Where a job wants each bucket's sum as soon as it is taken, to send it on, it is told of it at the same place of the
+order on every rank: of a push after the next one has started, on a device, whose queue beside computing takes the sum
+there; on a host in `finish()`.
+
 A push may have to wait for memory, too, until earlier ones are over [Note: scratch memory]. Nobody asks whether they
 are over: two ranks of a tensor parallel group may get different answers, and the one would start its next push before
 their next collective, the other after it. So the program alone says where a push starts. On a device each starts in
@@ -101,6 +105,8 @@ class Pushes:
         self._unready: list[set[int]] = [set() for _ in self.buckets]  # per bucket: parameters still to come
         self._handles: list[Movement] = []  # of the pushes that have started, in their order
         self._over = 0  # how many of them are over: their sums are taken, their memory is free
+        self._told = 0  # of how many sums `_summed` was told
+        self._summed: Callable[[int], None] | None = None
         self._mark: Any = None  # of the lane: all that was started in it
         self._places = {
             param: (index, position)
@@ -126,9 +132,11 @@ class Pushes:
             self._unready[index].add(position)
         self._issue_ready()  # those that this rank holds nothing of, as far as nothing comes before them
 
-    def fill(self, masters: Sequence[Tensor]) -> None:
-        """From now on the pushes of the buckets fill these master gradients."""
+    def fill(self, masters: Sequence[Tensor], summed: Callable[[int], None] | None = None) -> None:
+        """From now on the pushes of the buckets fill these master gradients. `summed` is told the number of each bucket
+        whose sum is taken, all ranks in one order among their pushes, so it may begin to send the sum on."""
         self.buckets = tuple(replace(one, masters=to) for one, to in zip(self.buckets, masters, strict=True))
+        self._summed = summed
 
     def finish(self, *, accumulate: bool = False) -> None:
         """Issue every push that is left, then wait for all: the master gradients are complete.
@@ -151,8 +159,9 @@ class Pushes:
             self._mark = None
         # Each is over before the sum of the next is taken, which may lie where this one's gradients were sent from. All
         # its steps come before any of the next: a rank without memory for that one starts it only then.
-        self._end(len(self._handles))
-        self._handles, self._over = [], 0
+        for count in range(1, len(self._handles) + 1):
+            self._tell(count)
+        self._handles, self._over, self._told = [], 0, 0
 
     def close(self) -> None:
         """Take the hooks off; no push is waited for."""
@@ -200,6 +209,9 @@ class Pushes:
                 self._handles.append(handle)
                 if self._lane.early:
                     finish_steps([handle])
+                    if self._summed is not None:
+                        # One behind, so that this push is on its way while the sum of the one before is taken.
+                        self._tell(len(self._handles) - 1)
                 self._mark = self._lane.mark()
 
     def _end(self, count: int) -> None:
@@ -207,6 +219,14 @@ class Pushes:
         for handle in self._handles[self._over : count]:
             handle.wait()
         self._over = max(self._over, count)
+
+    def _tell(self, count: int) -> None:
+        """Take the sums of the first `count` pushes, and say so of those of which nobody was told."""
+        self._end(count)
+        if self._summed is not None:
+            for index in self._order[self._told : count]:
+                self._summed(index)
+            self._told = max(self._told, count)
 
     def _needed(self, bucket: PushBucket) -> int:
         """Bytes of scratch memory that a bucket's push takes."""

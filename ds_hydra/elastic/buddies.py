@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from ds_hydra.zero_hetero.errors import PlanError
 from ds_hydra.zero_hetero.layout import Layout, Piece, even_layout
+from ds_hydra.zero_hetero.transfer_plan import TransferPlan, plan_transfer
 
 
 def shift_of(hosts: Sequence[str]) -> int:
@@ -22,6 +23,14 @@ def shift_of(hosts: Sequence[str]) -> int:
         return 0
     largest = max(Counter(hosts).values())
     return largest if len(set(hosts)) > 1 and largest % len(hosts) else 1
+
+
+def copy_plan(numel: int, num_ranks: int, shift: int) -> TransferPlan:
+    """What brings each rank's share of a bucket to who keeps a copy of it."""
+    own = even_layout(numel, num_ranks)
+    wards = [(rank - shift) % num_ranks for rank in range(num_ranks)]
+    kept = Layout(numel, tuple(own.pieces[ward] for ward in wards), tuple(own.sizes[ward] for ward in wards))
+    return plan_transfer(own, kept)
 
 
 def held_layout(numel: int, former: Sequence[int], members: Sequence[int], shift: int) -> Layout:

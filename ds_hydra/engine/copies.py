@@ -1,10 +1,12 @@
 """A rank's copy of another rank's masters and optimizer state: made whole once, then updated as the owner updates.
 
-[Note: copies] After each step's last push the owner sends its summed gradient, one message a bucket, and who keeps the
-copy makes the same update: of the same spans, by the same optimizer, with the same numbers, which all ranks know. That
-moves 4 bytes a parameter where sending the updated state would move 12, and it is equal to the bit: an optimizer
-whose vector instructions treat the end of an interval otherwise ends it at the same place here. The whole state moves
-only when the masters have got their values from elsewhere: at the start, from a checkpoint, after a loss.
+[Note: copies] Of each step the owner sends its summed gradient, one message a bucket, and who keeps the copy makes the
+same update: of the same spans, by the same optimizer, with the same numbers, which all ranks know. That moves 4 bytes a
+parameter where sending the updated state would move 12, and it is equal to the bit: an optimizer whose vector
+instructions treat the end of an interval otherwise ends it at the same place here. A bucket's sum leaves as soon as its
+last push of the step is over, while others are still pushed [Note: order of pushes]; of a step in parts nobody knows
+which push is the last, so there all leave before the update. The whole state moves only when the masters have got their
+values from elsewhere: at the start, from a checkpoint, after a loss.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from ds_hydra.ranks.channel import Channel
     from ds_hydra.ranks.world import World
     from ds_hydra.zero_hetero.masters import MasterShards
+    from ds_hydra.zero_hetero.transport import Work
 
 _TAG = 1 << 25  # of gradients; those of the state follow
 
@@ -61,6 +64,7 @@ class Copy:
         self.optimizer = like(optimizer, [group["params"] for group in self.masters.trained.param_groups(groups)])
         self.masters.trained.put_grads(None)
         self._revision = -1
+        self._leaving: dict[int, Work] = {}  # of this step, by bucket
 
     @property
     def stale(self) -> bool:
@@ -79,15 +83,25 @@ class Copy:
             sent += [state.to(dtype) for state in own.trained.optimizer_state(self._optimizer, key)]
             states[key] = [torch.empty_like(shard, dtype=dtype) for shard in copies.trained.shards]
             came += states[key]
-        self._exchange(sent, came, _TAG + len(self._own.trained.shards))
+        first = _TAG + len(self._own.trained.shards)
+        _wait([self._exchange(*both, first + at) for at, both in enumerate(zip(sent, came, strict=True))])
         install_optimizer(self.optimizer, build_state(copies.trained, self.optimizer, states, groups))
         # Who is past this message knows that all copies are whole.
         self._world.channel.texts("")
         self._revision = self._own.revision
 
-    def exchange_grads(self, grads: Sequence[Tensor]) -> None:
-        """Send this rank's summed gradients to its keeper, and get those of the copy; both are there on return."""
-        self._exchange(grads, self.masters.trained.grads, _TAG)
+    def leave(self, bucket: int) -> None:
+        """Begin to send this rank's summed gradient of a bucket to its keeper, and to get that of the copy."""
+        own, copied = (masters.trained.grads[bucket] for masters in (self._own, self.masters))
+        self._leaving[bucket] = self._exchange(own, copied, _TAG + bucket)
+
+    def exchange_grads(self) -> None:
+        """`leave` of all buckets that have not left in this step; all are here and there on return."""
+        for bucket in range(len(self.masters.trained.grads)):
+            if bucket not in self._leaving:
+                self.leave(bucket)
+        works, self._leaving = self._leaving, {}
+        _wait(list(works.values()))
 
     def side(self, optimizer: Optimizer) -> tuple[MasterShards, Optimizer]:
         """Masters and optimizer of the copy, with the options that the owner's optimizer has now."""
@@ -112,21 +126,19 @@ class Copy:
         """Whose copy a rank keeps."""
         return (rank + self.ward - self._world.rank) % self._world.num_ranks
 
-    def _exchange(self, sent: Sequence[Tensor], came: Sequence[Tensor], tag: int) -> None:
-        """Each tensor to the keeper, each of the other list from the ward."""
+    def _exchange(self, sent: Tensor, came: Tensor, tag: int) -> Work:
+        """One to the keeper, the other from the ward."""
         # Of one or no element, too: whether a shard is empty its owner and its keeper both know.
-        works = [
-            self._world.links.exchange(
-                [(self.keeper, one.detach())] if one.numel() else [],
-                [(self.ward, two)] if two.numel() else [],
-                tag + at,
-            )
-            for at, (one, two) in enumerate(zip(sent, came, strict=True))
-        ]
-        for work in works:
-            work.wait_receives()
-        for work in works:
-            work.wait()
+        return self._world.links.exchange(
+            [(self.keeper, sent.detach())] if sent.numel() else [], [(self.ward, came)] if came.numel() else [], tag
+        )
+
+
+def _wait(works: Sequence[Work]) -> None:
+    for work in works:
+        work.wait_receives()
+    for work in works:
+        work.wait()
 
 
 def told_state(

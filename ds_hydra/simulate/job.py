@@ -38,6 +38,8 @@ class SimulatedJob:
     gradient_bytes: int | None = None  # of gradients on their way; None: as many
     sum_bytes: int = 4  # of gradients where those of micro-batches add up
     cluster: Cluster | None = None  # which rank has a device of which class, where they are of several
+    # Each rank's sums go to the rank so far behind it, which keeps a copy [Note: buddies]; 0: to none, as for plans.
+    shift: int = 0
     lanes: bool = True  # whether pushes wait for memory beside computing, as on devices [Note: lanes]
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ from ds_hydra.simulate.links import LinkModel
 from ds_hydra.zero_hetero.nodes import Cluster
 
 _PLAN, _LINKS, _CLUSTER = TypeAdapter(ModelPlan), TypeAdapter(LinkModel), TypeAdapter(Cluster)
-_NUMBERS = ("hidden", "num_ranks", "element_bytes", "gradient_bytes", "sum_bytes", "lanes")
+_NUMBERS = ("hidden", "num_ranks", "element_bytes", "gradient_bytes", "sum_bytes", "shift", "lanes")
 
 
 def job_record(job: SimulatedJob) -> dict[str, Any]:

@@ -24,9 +24,10 @@ class PhaseTimes:
     begin: Floats
     started: Floats  # all pulls have been started
     pulled: Floats  # all that the rank pulls is there, and what others pull from it has left
-    stop: Floats  # its pushes have left, and those to its masters have come
+    stop: Floats  # its pushes have left, and those to its masters have come; sums are copied
     pulls: tuple[tuple[Exchanged, ...], ...]  # by bucket: its steps
     pushes: Mapping[int, tuple[Exchanged, ...]]
+    copies: Mapping[int, Exchanged]  # by bucket: a step's sums, to who keeps copies of masters
 
     @cached_property
     def slowest_s(self) -> float:

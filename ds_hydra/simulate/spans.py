@@ -54,7 +54,7 @@ def _messages(rank: int, times: StageTimes, of: str) -> Iterator[Span]:
 
 
 def _links(rank: int, phase: PhaseTimes, of: str) -> Iterator[Span]:
-    """Pulls and pushes, while they hold the rank's ports."""
+    """Pulls, pushes and copies of sums, while they hold the rank's ports."""
     for bucket, hops in enumerate(phase.pulls):
         for number, hop in enumerate(hops):
             yield from _ports(rank, "pull", f"pull {bucket}{_step(number)}{of}", hop, among_twins=number > 0)
@@ -62,6 +62,8 @@ def _links(rank: int, phase: PhaseTimes, of: str) -> Iterator[Span]:
         for number, hop in enumerate(hops):
             among_twins = number < len(hops) - 1
             yield from _ports(rank, "push", f"push {bucket}{_step(number)}{of}", hop, among_twins=among_twins)
+    for bucket, hop in phase.copies.items():
+        yield from _ports(rank, "push", f"copy {bucket}{of}", hop, among_twins=False)
 
 
 def _step(number: int) -> str:

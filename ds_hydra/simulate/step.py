@@ -10,7 +10,7 @@ It follows the runtime. On every rank pull, run and push of one phase come after
   push        from the last backward on where the schedule allows it, else after the slots; all steps of one bucket
               before the next [Note: order of pushes], each when there is memory for it [Note: scratch memory]: for that
               it waits in the lane where there is one, else what finds none begins when the slots are done; adding up
-              takes no time
+              takes no time; in a step's last phase sums leave for who keeps copies of masters [Note: copies]
   norm        one all-gather over all ranks, so the latest decides
   optimizer   over the rank's own masters
 
@@ -24,7 +24,8 @@ stage's time, embeddings and head none of it. Pulls and pushes do not slow down 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,8 +62,8 @@ class Simulator:
         job, clock = self.job, np.full(self.job.num_ranks, self._step.fixed_ms / 1e3)
         wires = Networks.of(job.num_ranks, job.links)
         phases = []
-        for phase in plan.phases:
-            phases.append(self._phase(phase, clock, wires))
+        for number, phase in enumerate(plan.phases):
+            phases.append(self._phase(phase, clock, wires, last=number == len(plan.phases) - 1))
             clock = phases[-1].stop
         ranks = range(job.num_ranks)
         norm_stop = clock.max() + job.links.collective_s("all_gather", ranks, _NORM_BYTES * job.num_ranks)
@@ -88,7 +89,7 @@ class Simulator:
             stop = max(stage.stop for timing in timings for stage in timing)
         return stop + job.links.collective_s("all_gather", range(job.num_ranks), _NORM_BYTES * job.num_ranks)
 
-    def _phase(self, phase: Phase, clock: Floats, wires: Networks) -> PhaseTimes:
+    def _phase(self, phase: Phase, clock: Floats, wires: Networks, *, last: bool) -> PhaseTimes:
         strategy, transfers = self._strategy(phase)
         pulls = pull_in_order(transfers, clock, wires, lanes=self.job.lanes)
         arrived = np.array([np.max([hop.came for hop in hops], axis=0) for hops in pulls])
@@ -103,17 +104,19 @@ class Simulator:
         ]
         stages = [stage for timing in timings for stage in timing]
         ready, computed = _push_ready(stages, transfers, done)
-        pushes = push_in_order(transfers, ready, computed, wires, lanes=self.job.lanes)
+        copies = transfers.copies if last else {}
+        pushes, copied = push_in_order(transfers, ready, computed, wires, lanes=self.job.lanes, copies=copies)
         stop = computed
-        for hops in pushes.values():
+        for hops in (*pushes.values(), *((hop,) for hop in copied.values())):
             stop = np.maximum(stop, _over(hops))
-        return PhaseTimes(phase, tuple(map(tuple, timings)), clock, clock, done, stop, pulls, pushes)
+        return PhaseTimes(phase, tuple(map(tuple, timings)), clock, clock, done, stop, pulls, pushes, copied)
 
     def _strategy(self, phase: Phase) -> tuple[Strategy, StrategyTransfers]:
         job, key = self.job, phase.shape
         if key not in self._strategies:
             strategy = self._placed(phase)
-            self._strategies[key] = strategy, StrategyTransfers.of(job.plan, strategy, job.links, job.elements)
+            transfers = StrategyTransfers.of(job.plan, strategy, job.links, job.elements, shift=job.shift)
+            self._strategies[key] = strategy, transfers
         return self._strategies[key]
 
     def _placed(self, phase: Phase) -> Strategy:
@@ -203,11 +206,19 @@ def _gather(pull: Sequence[Parcels], steps: list[Exchanged], wires: Networks) ->
 
 
 def push_in_order(
-    transfers: StrategyTransfers, ready: Floats, computed: Floats, wires: Networks, *, lanes: bool
-) -> dict[int, tuple[Exchanged, ...]]:
+    transfers: StrategyTransfers,
+    ready: Floats,
+    computed: Floats,
+    wires: Networks,
+    *,
+    lanes: bool,
+    copies: Mapping[int, Parcels] = MappingProxyType({}),
+) -> tuple[dict[int, tuple[Exchanged, ...]], dict[int, Exchanged]]:
     """The steps of each bucket's push, twins' trade before anything leaves; `ready` is (buckets, ranks), and at
-    `computed` (ranks,) the slots are done. See [Note: order of pushes]."""
+    `computed` (ranks,) the slots are done. See [Note: order of pushes]. And, by bucket, what sends its sums on, where
+    there are `copies`."""
     done: dict[int, tuple[Exchanged, ...]] = {}
+    copied: dict[int, Exchanged] = {}
     ranks = np.arange(len(computed))
     over = np.zeros((len(transfers.turns) + 1, len(computed)))  # when the first 0, 1, 2 ... pushes are over
     lane = np.zeros(len(computed))  # when what was begun in it is done
@@ -232,7 +243,13 @@ def push_in_order(
             found.append(ports.exchange(parcels, second))
         done[bucket] = tuple(found)
         over[number + 1] = np.maximum(over[number], _over(found))
-    return done
+        if copies and lanes and number:
+            lane, before = np.maximum(lane, over[number]), transfers.order[number - 1]
+            copied[before] = wires.links.exchange(copies[before], lane)
+    for number, bucket in enumerate(transfers.order if copies else ()):
+        if bucket not in copied:
+            copied[bucket] = wires.links.exchange(copies[bucket], np.maximum(computed, over[number + 1]))
+    return done, copied
 
 
 def _of_trained(hops: Sequence[Parcels] | None, wires: Networks) -> list[tuple[Parcels, Wires]]:

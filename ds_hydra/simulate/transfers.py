@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ds_hydra.costs.rank_bytes import ElementBytes, push_turns
+from ds_hydra.elastic.buddies import copy_plan
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.placement import Stage, Strategy
 from ds_hydra.pipe.transfers import BucketTransfers, plan_transfers, push_order
@@ -29,6 +31,7 @@ class StrategyTransfers:
     """By bucket: the steps of its pull and of its push (None: it is frozen). Equal buckets share their messages.
 
     `order` is that of the pushes [Note: order of pushes].
+    `copies`: what brings each bucket's sums to who keeps a copy of them, if anybody does.
     `turns`: how many pushes must be over on a rank before it has memory for one, (pushes, ranks), in their order.
     """
 
@@ -36,17 +39,24 @@ class StrategyTransfers:
     pushes: tuple[tuple[Parcels, ...] | None, ...]
     order: tuple[int, ...]
     turns: Column
+    copies: Mapping[int, Parcels]
 
     @classmethod
-    def of(cls, plan: ModelPlan, strategy: Strategy, links: LinkModel, element: ElementBytes) -> StrategyTransfers:
-        """Layers that travel alike have the same transfers, of which each is looked at once."""
+    def of(
+        cls, plan: ModelPlan, strategy: Strategy, links: LinkModel, element: ElementBytes, *, shift: int = 0
+    ) -> StrategyTransfers:
+        """Layers that travel alike have the same transfers, of which each is looked at once. `shift` as of a job."""
         planned = plan_transfers(plan, strategy, links.node_size)
         sizes = element.param, element.wire or element.param
         known: list[Routes] = []
         made = {id(one): _parcels(one, links, sizes, known) for one in {id(one): one for one in planned}.values()}
         pulls, pushes = zip(*(made[id(one)] for one in planned), strict=True)
         order = push_order(plan, strategy)
-        return cls(pulls, pushes, order, push_turns(plan, strategy, element, node_size=links.node_size))
+        numels = {index: plan.buckets[index].numel for index in order if shift}
+        of = {numel: Parcels.of_plan(copy_plan(numel, strategy.num_ranks, shift), links, element.master, known)
+              for numel in set(numels.values())}  # fmt: skip
+        turns = push_turns(plan, strategy, element, node_size=links.node_size)
+        return cls(pulls, pushes, order, turns, {index: of[numel] for index, numel in numels.items()})
 
 
 def bucket_uses(plan: ModelPlan, stage: Stage) -> tuple[BucketUse, ...]:

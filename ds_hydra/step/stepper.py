@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -176,7 +176,7 @@ class Stepper:
         on all ranks if there is none. With `keep_losses` the outcome has the losses of each sequence.
         """
         self.forget()
-        self.forward_backward(built, weight, step, keep_losses=keep_losses)
+        self.forward_backward(built, weight, step, keep_losses=keep_losses, last=True)
         return self.update(step, coming)
 
     def forward_backward(
@@ -187,10 +187,12 @@ class Stepper:
         *,
         normaliser: float | None = None,
         keep_losses: bool = False,
+        last: bool = False,
     ) -> None:
         """Add the gradients of a part of a step to the masters' [Note: a step in parts].
 
-        Its losses are divided by the `normaliser`, or by its `weight` where there is none.
+        Its losses are divided by the `normaliser`, or by its `weight` where there is none. `last`: nothing is added
+        to them before the update.
         """
         parts, self._parts = self._parts, []  # an error leaves none: what the masters hold is no gradient then
         if not parts:
@@ -211,7 +213,9 @@ class Stepper:
         self._running = None
         for runtime, mine, of_schedule in phases:  # see [Note: phases of a step]
             self._running = len(runs), runtime
-            how = {"accumulate": bool(parts or runs), "alone": not parts and len(phases) == 1}
+            how: dict[str, Any] = {"accumulate": bool(parts or runs), "alone": not parts and len(phases) == 1}
+            if last and self._update.copy is not None and len(runs) == len(phases) - 1:
+                how["summed"] = self._update.copy.leave
             runs.append(self._train(runtime, mine, of_schedule, normaliser or max(1, weight), **how))
             self._activity.now = "optimizer"
             # The comparison comes before the update and before another pull. Until then the masters are still what the
@@ -289,7 +293,7 @@ class Stepper:
         return self._peak.read()
 
     def _train(
-        self, runtime: StrategyRuntime, batches: RankBatches, known: Batches, normaliser: float, **how: bool
+        self, runtime: StrategyRuntime, batches: RankBatches, known: Batches, normaliser: float, **how: Any
     ) -> PhaseRun:
         """Run a phase; `normaliser` is the whole step's, `how` as of `StrategyRuntime.train`."""
         scale = self._loss_scale.value

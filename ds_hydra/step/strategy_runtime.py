@@ -236,18 +236,24 @@ class StrategyRuntime:
                 self.pulls.wait(bucket)
 
     def train(
-        self, batches: Sequence[MicroBatch], known: Batches, *, accumulate: bool = False, alone: bool = True
+        self,
+        batches: Sequence[MicroBatch],
+        known: Batches,
+        *,
+        accumulate: bool = False,
+        alone: bool = True,
+        summed: Callable[[int], None] | None = None,
     ) -> tuple[Tensor, Laps]:
         """Pull, run every micro-batch forward and backward, push.
 
         `known` is what the schedule has to know of the micro-batches. `accumulate`: add to what the master gradients
         hold, the sum of the step's earlier phases. `alone`: the step has no other phase, so the masters' gradients
-        may lie in the arena. Returns this rank's share of the loss, and its laps, to be read when the device has passed
-        them.
+        may lie in the arena. `summed` as of `Pushes.fill`. Returns this rank's share of the loss, and its laps, to be
+        read when the device has passed them.
         """
         masters = self._masters.trained
         masters.put_grads(self._sums if alone else None)
-        self.pushes.fill(masters.grads)
+        self.pushes.fill(masters.grads, summed)
         self._accumulate, self._begun = accumulate, False
         self._start_pulls()
         slots = training_slots(self.place.schedule, known, self.num_stages, self.stage_index)

@@ -61,8 +61,12 @@ class ModelNow(NamedTuple):
 class Copied(Protocol):
     """The copy that this rank keeps of another one's masters (`engine.copies`)."""
 
-    def exchange_grads(self, grads: Sequence[Tensor]) -> None:
-        """Send this rank's summed gradients to who keeps its copy, and get those of its own copy."""
+    def leave(self, bucket: int) -> None:
+        """Begin to send this rank's summed gradient of a bucket to who keeps its copy, and to get that of its own copy;
+        no more is added to it in this step."""
+
+    def exchange_grads(self) -> None:
+        """Do so for all that have not left, and return when all gradients are here and there."""
 
     def side(self, optimizer: Optimizer) -> tuple[MasterShards, Optimizer]:
         """Masters and optimizer of the copy, which updates as `optimizer` does now."""
@@ -111,13 +115,14 @@ class Update:
         # nothing, 0 * inf and 0 * NaN are NaN and make the norm NaN on every rank.
         with self._watch.lap("optimizer"):
             grads, model = self._masters.grads, self.model()
-            for piece in self._masters.pieces() if model.frozen else ():
-                if piece.name in model.frozen:
-                    self._masters.grad_of(piece).zero_()
             shares = torch.stack([loss.detach() for loss in (*losses, *router_losses)])
             poison = shares * 0.0
             if self.copy is not None:
-                self.copy.exchange_grads(grads)
+                self.copy.exchange_grads()
+            for masters, _ in self._sides() if model.frozen else ():
+                for piece in masters.pieces():
+                    if piece.name in model.frozen:
+                        masters.grad_of(piece).zero_()
             # What the ranks say of their models travels with it, too: they must freeze the same, or none goes on.
             said = (_word(model),) if self.copy is None else (_word(model), share())
             table = norm_table([*grads, poison], self._world.group, *said)
@@ -145,10 +150,9 @@ class Update:
 
     def _make(self, norm: Tensor, value: float, frozen: frozenset[str]) -> None:
         """Update masters and copy by the gradients' norm; `value` is the number that it holds."""
-        sides = [(self._masters, self.optimizer)] + ([] if self.copy is None else [self.copy.side(self.optimizer)])
         self.is_updating = True
         try:
-            for masters, optimizer in sides if math.isfinite(value) else ():
+            for masters, optimizer in self._sides() if math.isfinite(value) else ():
                 self.loss_scale.unscale(masters.grads)
                 if self._clipping > 0:
                     clip_(masters.grads, norm, self._clipping)
@@ -157,6 +161,10 @@ class Update:
             self.is_updating = False
         if self.copy is not None:
             self.committed, self.last, self.table = self.committed + 1, self.table, None
+
+    def _sides(self) -> list[tuple[MasterShards, Optimizer]]:
+        """The rank's masters and those of its copy, each with its optimizer."""
+        return [(self._masters, self.optimizer)] + ([] if self.copy is None else [self.copy.side(self.optimizer)])
 
     def _idle(self, masters: MasterShards) -> set[str]:
         """Parameters that nothing learnt goes through, of which these masters have a part without a gradient."""

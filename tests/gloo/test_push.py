@@ -175,6 +175,41 @@ def test_where_a_push_leaves_that_lacks_memory_follows_from_the_program_alone() 
     assert pushes_of_two(early=False)[0] == [3]
 
 
+@pytest.mark.parametrize(
+    ("early", "room", "order"),
+    [(True, None, "3 2 +3 1 +2 0 +1 | +0"), (True, 1, "3 2 +3 1 +2 0 +1 | +0"), (False, None, "3 2 1 0 | +3 +2 +1 +0")],
+)
+def test_sums_are_told_at_the_same_places_whatever_memory_there_is(early: bool, room: int | None, order: str) -> None:
+    """One behind the pushes on a device, so that the network has the next one; at the end on a host."""
+    stack = Stack([0, 1, 2, 3], torch.float32)
+    plan = plan_transfer(even_layout(NUMEL, 1), layout_of_intervals(NUMEL, [(0, NUMEL)])).transposed()
+    events: list[str] = []
+
+    class Noted(Link):
+        def push(self, src: Tensor, dst: Tensor, *, tag: int = 0, **how: Any) -> Any:
+            events.append(str(tag))
+            return super().push(src, dst, tag=tag, **how)
+
+    sums = [torch.full((NUMEL,), float("nan")) for _ in range(NUM_LAYERS)]
+    link = Noted(plan, 0, TorchTransport())
+    pushes = Pushes(
+        [PushBucket(link, stack.params[b], stack.grads[b], sums[b]) for b in range(NUM_LAYERS)],
+        lane=HostLane(early=early),
+        room=room,
+    )
+
+    def summed(index: int) -> None:
+        assert torch.equal(sums[index], stack.grads[index])
+        events.append(f"+{index}")
+
+    pushes.fill(sums, summed)
+    pushes.arm()
+    stack(batch(0)).square().sum().backward()
+    events.append("|")
+    pushes.finish()
+    assert " ".join(events) == order
+
+
 def recorded_pushes() -> tuple[Stack, Recorder, list[Tensor], Pushes]:
     """One rank's pushes to itself: layers, what is sent when, and where sums arrive."""
     stack = Stack([0, 1, 2, 3], torch.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ds_hydra.engine.engine  # noqa: F401
+from ds_hydra.engine.copies import Copy
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.step.strategy_runtime import StrategyRuntime
 from ds_hydra.testing import run_ranks
@@ -102,6 +104,44 @@ def test_with_room_for_one_push_at_a_time_the_bits_are_the_same(rule: str, strat
         return same(strict, trained(rank, strategies, 4))
 
     assert run_ranks(both, 4, timeout=240) == [True] * 4
+
+
+@pytest.mark.parametrize(
+    ("room", "rule", "strategies"),
+    [
+        (True, "blocking", ["2*tp2", "tp2pp2/v", "tp2 + 2*tp1"]),
+        (False, "connect lazy", ["4*tp1", "tp2 + pp2", "pp4/zb-h1"]),
+    ],
+)
+def test_sums_leave_for_their_copies_among_the_pushes(room: bool, rule: str, strategies: list[str]) -> None:
+    """On all ranks at the same places of their order, whoever has memory for how many pushes."""
+
+    def both(rank: int) -> bool:
+        rules = Rules(**dict.fromkeys(rule.split(), True), stall_s=100)
+        with strict_world(rules), contextlib.nullcontext() if room else one_push_at_a_time():
+            strict = protected(rank, strategies)
+        return same(strict, trained(rank, strategies, 4))
+
+    assert run_ranks(both, 4, timeout=240) == [True] * 4
+
+
+def protected(rank: int, strategies: Sequence[str]) -> dict[str, Tensor]:
+    """As `trained`, with a copy on each rank, compared after each step; none is left for the end of the pushes."""
+    config = small_config(4)
+    config["hydra"]["strategies"] = list(strategies)
+    engine = small_engine(rank, config=config)
+    crew = engine.crew
+    names = [{"names": group.names} for group in engine.job.recipe.groups]
+    copy = Copy(engine.job.source, names, crew.masters, crew.update.optimizer, crew.world, shift=1)
+    crew.update.copy = copy
+    copy.refresh()
+    leave = copy.leave
+    for step in range(len(strategies) + 1):
+        with mock.patch.object(copy, "leave", mock.Mock(side_effect=leave)) as left:
+            engine.train_batch()
+        assert [*sorted(one.args[0] for one in left.call_args_list)] == list(range(len(crew.masters.trained.shards)))
+        copy.compare(step)
+    return whole_state(engine)
 
 
 @pytest.mark.parametrize(

@@ -226,7 +226,7 @@ def _entries() -> dict[str, tuple[Any, str]]:
     from ds_hydra.step import forwards, runtimes, stepper, update
 
     return {
-        "buddy": (Copy, "exchange_grads"),
+        "buddy": (Copy, "leave"),
         "vote": (update, "norm_table"),
         "update": (update.Update, "_make"),
         "after the update": (stepper, "gather_stats"),

@@ -106,5 +106,5 @@ def _alone(shape: StrategyShape, links: LinkModel) -> float:
     pulled = pull_in_order(transfers, begin, Networks.of(NUM_RANKS, links), lanes=True)
     pull_s = max(float(np.maximum(hop.came, hop.left).max()) for hops in pulled for hop in hops)
     ready = np.zeros((len(transfers.pushes), NUM_RANKS))
-    pushed = push_in_order(transfers, ready, begin, Networks.of(NUM_RANKS, links), lanes=True)
+    pushed, _ = push_in_order(transfers, ready, begin, Networks.of(NUM_RANKS, links), lanes=True)
     return pull_s + max(float(np.maximum(hop.came, hop.left).max()) for hops in pushed.values() for hop in hops)
