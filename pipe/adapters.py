@@ -110,6 +110,17 @@ def trained_copy(module: nn.Module) -> nn.Module:
     return wrapper.modules_to_save[active[0]] if active else wrapper.original_module
 
 
+def head_of(model: Any) -> Any:
+    """What makes logits of hidden states; of a model without such an end what makes a value of each token's: its only
+    child that is a linear layer of one output (`score`, `classifier`). None where there is neither."""
+    head = model.get_output_embeddings()
+    if head is not None:
+        return head
+    plain = ((child, linear_of(trained_copy(child))) for child in model.children())
+    found = [child for child, own in plain if isinstance(own, nn.Linear) and own.out_features == 1]
+    return found[0] if len(found) == 1 else None
+
+
 def ends_of(model: Any) -> tuple[nn.Module, nn.Module]:
     """The embedding and the head of a language model, as they are run."""
-    return trained_copy(model.get_input_embeddings()), trained_copy(model.get_output_embeddings())
+    return trained_copy(model.get_input_embeddings()), trained_copy(head_of(model))

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from ds_hydra.pipe.collectives import Group, gather_last_dim
 from ds_hydra.pipe.model_plan import LOGITS_AT_ONCE
 from ds_hydra.pipe.rows import MicroBatch
+from ds_hydra.zero_hetero.errors import ConfigError
 
 IGNORED = -100  # label of a token without a target, as in torch's cross_entropy
 
@@ -79,6 +80,22 @@ def token_losses(logits: Tensor, labels: Tensor, vocab_start: int, group: Group)
     return _VocabParallelCrossEntropy.apply(logits, labels, vocab_start, group).to(
         torch.float64 if logits.dtype == torch.float64 else torch.float32
     )
+
+
+def loss_of(token_loss: TokenLoss | None, *, valued: bool) -> TokenLoss | None:
+    """What stages are trained on in place of the cross entropy. ConfigError for a loss of logits where a model's head
+    gives values."""
+    if valued and token_loss not in (None, squared_values):
+        raise ConfigError(
+            "the model gives a value for each token and no logits, which loss_fn is of: leave it out, and pass a loss "
+            "of values to engine.forward_backward()"
+        )
+    return squared_values if valued else token_loss
+
+
+def squared_values(values: Tensor, labels: Tensor) -> Tensor:
+    """What a model of values is tried on before a step, by the self-check: half the square of each, (T, 1) to (T,)."""
+    return values.squeeze(-1).square() / 2
 
 
 def own_token_losses(

@@ -12,6 +12,9 @@ Of a token with logits z over temperature, p = softmax(z) and H = -sum(p log p),
 With m the largest logit, all follow from sum(exp(z - m)), sum(exp(z - m) (z - m)) and the z of these words, which are
 sums over the ranks: two messages, as for the cross entropy, of k + 3 numbers a token. Backwards, for the gradients g of
 the log-probabilities and h of the entropy, dL/dz = sum over the words of g (onehot(word) - p) - h p (log p + H).
+
+Of a model whose head gives one number, the value of what follows the tokens so far, that number is the only score. All
+tensor parallel ranks have the head whole.
 """
 
 from __future__ import annotations
@@ -30,12 +33,14 @@ from ds_hydra.pipe.fields import CANDIDATE_LOG_PROBS, TEMPERATURE, FieldLayout
 from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.model_plan import LOGITS_AT_ONCE
 
-ScoreLoss = Callable[[Tensor, Tensor, dict[str, Tensor]], Tensor]
+ScoreLoss = Callable[..., Tensor]
 """A loss of log-probabilities: the log-probability (T,) of each of T tokens, the entropy (T,) of what might have stood
-in its place, and the fields by name, (T,) or (T, k), in; the loss of each token, (T,), out."""
+in its place, and the fields by name, (T,) or (T, k), in; the loss of each token, (T,), out. Or one of values: the value
+(T,) of what comes before each of T tokens, and the fields, in."""
 
 _NO_FIELDS = FieldLayout()
 LOG_PROB, ENTROPY, CANDIDATES = 0, 1, 2  # columns of the scores; those of the candidates come last
+VALUE = 0  # the column of a value
 
 
 @dataclass(frozen=True)
@@ -45,9 +50,12 @@ class Objective:
     loss: ScoreLoss | None = None  # None: the scores themselves are wanted
     layout: FieldLayout = _NO_FIELDS
     candidates: str = ""  # the field of words whose log-probabilities the loss wants
+    valued: bool = False  # whether the scores are values
 
     @property
     def num_scores(self) -> int:
+        if self.valued:
+            return 1
         found = self.layout.find(self.candidates)
         return CANDIDATES + (0 if found is None else found[0].columns)
 
@@ -55,6 +63,8 @@ class Objective:
         """The loss of each token, (T,), from its scores (T, num_scores) and its fields (T, columns)."""
         assert self.loss is not None, "there is something to train on"
         fields = self.fields(numbers, scores.dtype)
+        if self.valued:
+            return self.loss(scores[:, VALUE], fields)
         if self.candidates:
             fields[CANDIDATE_LOG_PROBS] = scores[:, CANDIDATES:]
         return self.loss(scores[:, LOG_PROB], scores[:, ENTROPY], fields)

@@ -278,6 +278,7 @@ class ModelSource(Protocol):
     values: Mapping[str, Tensor]  # full parameters that this rank has, by master name
     aliases: Mapping[str, str]  # every path of a parameter in the user's model -> its master name
     vocab_size: int | None
+    valued: bool  # whether its head gives a value of each token in place of logits
     notes: tuple[str, ...]  # what a user should know of how it is trained
     balances: bool  # whether its routers have a loss: then every micro-batch needs a `Balance`
     options: StageOptions  # how its stages compute

@@ -116,7 +116,7 @@ class TensorParallel:
     def install(self, model: nn.Module, embedding: nn.Module, head: nn.Module, needed: Collection[str]) -> None:
         """Wrap every module the plan names that holds a parameter of `needed`; others are not run here.
 
-        `embedding` and `head` become vocabulary parallel whatever the plan says.
+        `embedding` and `head` become vocabulary parallel whatever the plan says; a head that is not cut stays as it is.
         """
         if self.tp == 1:
             return
@@ -133,7 +133,7 @@ class TensorParallel:
                 self._wrap("colwise", name, module, parents[module])
         if names[embedding] in here:
             self._vocab_parallel(embedding, names[embedding])
-        if names[head] in here:
+        if names[head] in here and self.specs[f"{names[head]}.weight"].rule.dim is not None:
             TensorParallel._column(self, "colwise", names[head], head, parents[head])  # all ranks hold all tokens here
 
     def _wrap(self, style: str, name: str, module: nn.Module, parent: nn.Module) -> None:

@@ -11,7 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.placement import place_strategy
@@ -19,7 +24,7 @@ from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.self_check.plain import Plain
 from ds_hydra.self_check.runs import run_pipeline, uneven_data
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
-from tests.support.families import VOCAB, build_model
+from tests.support.families import FAMILIES, VOCAB, build_model
 from tests.support.hard_models import HARD_MODELS, hard_model
 
 GEMMA3N = {
@@ -37,6 +42,10 @@ def gemma3n(**settings: Any) -> Any:
 def hard(name: str, **settings: Any) -> Any:
     model_type, common = HARD_MODELS[name]
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**common, **settings}))
+
+
+def classifier(kind: Any, labels: int) -> Any:
+    return kind.from_config(AutoConfig.for_model("llama", **{**FAMILIES["llama"][1], "num_labels": labels}))
 
 
 def llama(change: Callable[[Any], Any]) -> Any:
@@ -123,6 +132,8 @@ WHOLE = [  # refused under every strategy
     (lambda: llama(view_of_parameter), r"model\.rows is a view of one of the model's parameters.*in forward"),
     (lambda: llama(lambda m: setattr(m.model, "lock", threading.Lock())), r"attribute model\.lock .*cannot be copied"),
     (lambda: llama(lambda m: setattr(m, "lm_head", None)), "no language modelling head"),
+    (lambda: classifier(AutoModelForTokenClassification, 2), "no language modelling head.*with num_labels=1"),
+    (lambda: classifier(AutoModelForSequenceClassification, 1), r"returns \(1, 1\) for 11 tokens of one sequence"),
     (lambda: llama(spectral_norm), r"changes model\.layers\.1\.mlp\.up_proj\.parametrizations.*keep such a state out"),
     (lambda: llama(running_mean), r"changes model\.norm\.mean, which each stage would do for itself"),
     (lambda: llama(coin_of_python), r"draws random numbers from Python's generator"),

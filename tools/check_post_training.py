@@ -2,9 +2,9 @@
 
   python -m tools.check_post_training [--quick] [--json FILE] [--only PART ...]
 
-  equality   every loss that is shipped, and two of a user's own, under strategies with slices, a V, shared tokens,
-             recomputed layers, several phases and adapters: loss and all gradients, in FP64
-  scores     what `log_probs` gives, and its entropies, under the same
+  equality   every loss that is shipped, those of values and of a user's own among them, under strategies with slices,
+             a V, shared tokens, recomputed layers, several phases and adapters: loss and all gradients, in FP64
+  scores     what `log_probs` gives, its entropies, and `values`, under the same
   splits     steps of one call against steps of three with other ranks' sequences, and evaluations between them
   replay     30 updates of recorded rollouts by a loop of GRPO, padded, in parts, two epochs: parameters
   strict     some of these under a transport that lets go on nothing before its order
@@ -31,7 +31,7 @@ from ds_hydra.pipe.model_plan import LOGITS_AT_ONCE
 from tests.support.strict import Rules
 from tools import aims, machine
 from tools.post_training import equality, live, long_tail, memory, refusals, replay, trl_trainers
-from tools.post_training.plain import LOSSES
+from tools.post_training.plain import ALL_LOSSES, LOSSES, VALUE_LOSSES
 
 Found = tuple[dict[str, object], list[str]]
 """Figures of a part, and what it misses."""
@@ -49,6 +49,10 @@ def check_equality(*, quick: bool) -> Found:
     rows += equality.compare("lora", [(layouts[0], "PPO"), (layouts[4], "DPO")] if quick else cases)[0]
     for family in () if quick else ("llama_tied", "gemma2", "qwen3"):
         rows += equality.compare(family, list(product(layouts, ("PPO", "GSPO", "distillation"))))[0]
+    of_values = list(product(layouts, VALUE_LOSSES))
+    rows += equality.compare("llama, values", of_values[::4] if quick else of_values)[0]
+    for family in () if quick else ("qwen3_moe, values", "gpt2, values"):
+        rows += equality.compare(family, of_values)[0]
     missed = [] if slices else ["no sequence ran in slices"]
     for row in rows:
         worst = max(row.of_loss, row.of_gradients)
@@ -66,9 +70,11 @@ def check_equality(*, quick: bool) -> Found:
 
 
 def check_scores(*, quick: bool) -> Found:
-    rows = equality.scores(equality.QUICK[2:6] if quick else equality.LAYOUTS)
+    layouts = equality.QUICK[2:6] if quick else equality.LAYOUTS
+    rows, values = equality.scores(layouts), equality.scores(layouts, "llama, values")
     print_table(("layout", "log-probabilities apart", "entropies apart"), rows)
-    return {"scores": rows}, _beyond(rows)
+    print_table(("layout", "values apart"), [row[:2] for row in values])
+    return {"scores": rows, "values": values}, _beyond(rows + values)
 
 
 def check_splits(*, quick: bool) -> Found:
@@ -213,7 +219,7 @@ def main(arguments: list[str] | None = None) -> int:
         figures |= found
         missed += lacking
     parts = len(options.only or PARTS)
-    return finish("check_post_training", f"{parts} parts, {len(LOSSES)} losses", figures, missed, options.json)
+    return finish("check_post_training", f"{parts} parts, {len(ALL_LOSSES)} losses", figures, missed, options.json)
 
 
 if __name__ == "__main__":

@@ -109,7 +109,8 @@ class Session:
         r = self.request
         memory = JobMemory(
             r.source.plan, r.num_gpus, self.activations, r.dtype.itemsize, device_bytes=device_bytes,
-            vocab=r.source.vocab_size or 1, grad_bytes=r.grad_dtype.itemsize if r.grad_dtype else None,
+            vocab=r.source.vocab_size or 1, outputs=1 if r.source.valued else None,
+            grad_bytes=r.grad_dtype.itemsize if r.grad_dtype else None,
             wire_bytes=r.wire_dtype.itemsize if r.wire_dtype else None, node_size=r.node_size,
         )  # fmt: skip
         costs, measured, entries = [], {}, []

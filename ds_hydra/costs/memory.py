@@ -137,6 +137,7 @@ class JobMemory:
     cluster: Cluster | None = None  # where devices are of several classes: which rank has which
     margin: float = 0.05  # share of the device left for fragmentation and what is not counted
     vocab: int = 1
+    outputs: int | None = None  # of the head for each token; None: one for each word
     grad_bytes: int | None = None  # of an element where gradients add up; None: the wider of the other two
     wire_bytes: int | None = None  # of an element of a gradient on its way; None: as in the compute dtype
     node_size: NodeSize | None = None  # None: all ranks are on one
@@ -225,8 +226,10 @@ class JobMemory:
             most_sent(one.schedule, shape.pp, one.parts, serial=self.serial)[index] if shape.pp > 1 else 0
             for one in alike
         )
-        of_head, rows, wide = self._width_of(self.plan.last), math.ceil(self.vocab / stage.tp), max(4, self.param_bytes)
-        of_first, tied = self._width_of(self.plan.first), shape.pp == 1 and bool(self.plan.first & self.plan.last)
+        outputs, wide = self.outputs or self.vocab, max(4, self.param_bytes)
+        of_head, of_first = self._width_of(self.plan.last, outputs), self._width_of(self.plan.first, self.vocab)
+        rows, words = math.ceil(outputs / stage.tp), math.ceil(self.vocab / stage.tp)
+        tied = shape.pp == 1 and bool(self.plan.first & self.plan.last)
         shards = stage.tp if self.plan.token_sharding else 1
         head = rows * of_head.trained * (wide if self.plain_head else 2 * self.param_bytes) if last else 0
         # Several forwards before a backward: never where whole micro-batches run under 1F1B and its like.
@@ -243,7 +246,7 @@ class JobMemory:
             head=head,
             head_kept=head if waits else 0,
             tied=tied,
-            embeddings=rows * of_first.trained * self.param_bytes * (1 + tied) if index == 0 else 0,
+            embeddings=words * of_first.trained * self.param_bytes * (1 + tied) if index == 0 else 0,
             logits=rows / stage.sp if last else 0.0,
             blocks=self._blocks(rows, wide) if last else (),
             per_token=alive * per_batch,
@@ -278,12 +281,12 @@ class JobMemory:
             alike.add(shape)
         return shape, alike
 
-    def _width_of(self, names: Collection[str]) -> _Width:
-        """Features of the hidden states, as the head's weight or the embeddings tell them, and of its gradient; 0: it
-        is not known."""
+    def _width_of(self, names: Collection[str], rows: int) -> _Width:
+        """Features of the hidden states, as the weight of so many rows of the head or the embeddings tells them, and of
+        its gradient; 0: it is not known."""
         for bucket in self.plan.buckets:
             for param in bucket.params:
-                if param.name in names and len(param.shape) == 2 and param.shape[0] == self.vocab:
+                if param.name in names and len(param.shape) == 2 and param.shape[0] == rows:
                     return _Width(param.shape[1], param.shape[1] if param.trainable else 0)
         return _Width(0, 0)
 

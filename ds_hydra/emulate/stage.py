@@ -60,6 +60,7 @@ class EmulatedSource:
     """
 
     vocab_size: int | None = None
+    valued: bool = False
     notes: tuple[str, ...] = ()
     balances = False
     options = AS_WRITTEN

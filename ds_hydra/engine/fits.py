@@ -66,7 +66,7 @@ def job_memory(
         )  # fmt: skip
     return JobMemory(
         source.plan, num_ranks, figures, dtype.itemsize, max(4, dtype.itemsize), optimizer_states,
-        device_bytes=device_bytes, vocab=source.vocab_size or 1,
+        device_bytes=device_bytes, vocab=source.vocab_size or 1, outputs=1 if source.valued else None,
         grad_bytes=grad_dtype.itemsize if grad_dtype else None,
         wire_bytes=wire_dtype.itemsize if wire_dtype else None, node_size=node_size,
         plain_head=getattr(source, "token_loss", None) is None, serial=serial, phases=phases,

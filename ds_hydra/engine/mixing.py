@@ -18,11 +18,12 @@ from ds_hydra.data.tokens import Float64Array, TokenSequence
 from ds_hydra.engine.loss_watch import Watch, names_of, refuse_leaves
 from ds_hydra.engine.objectives import Asked, check_returned, fields_of, released_on_meta
 from ds_hydra.pipe.fields import SEQUENCE, Field, FieldLayout
-from ds_hydra.pipe.scores import ENTROPY, LOG_PROB, Objective
+from ds_hydra.pipe.scores import Objective
 
 MIXING_FORM = (
-    "a loss that mixes tokens must be a function of the log_probs (T,), entropy (T,) and fields of all targets that a "
-    "rank has handed in that returns losses (n,), whose sum over the normaliser is trained on"
+    "a loss that mixes tokens must be a function of the log_probs (T,) and entropy (T,), or the values (T,), and the "
+    "fields of all targets that a rank has handed in that returns losses (n,), whose sum over the normaliser is "
+    "trained on"
 )
 _GRADIENTS = "gradients of the loss by the scores"
 
@@ -32,12 +33,11 @@ class Mixed(NamedTuple):
 
     total: float  # of its losses
     num_losses: int
-    sequences: list[TokenSequence]  # with what their scores count, in two more columns
+    sequences: list[TokenSequence]  # with what their scores count, in as many more columns
 
 
-def counted(sequence: TokenSequence, gradients: Float64Array | None = None) -> TokenSequence:
-    """A sequence with what its scores count, (tokens, 2), behind its fields: nothing, unless it is given."""
-    beside = np.zeros((len(sequence.labels), 2)) if gradients is None else gradients
+def counted(sequence: TokenSequence, beside: Float64Array) -> TokenSequence:
+    """A sequence with what its scores count, (tokens, num_scores), behind its fields."""
     return sequence._replace(fields=np.column_stack([fields_of(sequence), beside]))
 
 
@@ -49,21 +49,19 @@ def mix(
     model: nn.Module | None,
     device: torch.device,
 ) -> Mixed:
-    """Call a loss that mixes tokens on the scores of this rank's sequences, (tokens, 2) each. ConfigError for what it
-    must not return or read."""
+    """Call a loss that mixes tokens on the scores of this rank's sequences, (tokens, num_scores) each. ConfigError for
+    what it must not return or read."""
     known = [one.labels != IGNORE_INDEX for one in sequences]
     numbers = np.concatenate([fields_of(one)[of] for one, of in zip(sequences, known, strict=True)])
     numbers = np.column_stack([numbers, np.repeat(np.arange(len(known)), [int(of.sum()) for of in known])])
     found = np.concatenate([one[of] for one, of in zip(scores, known, strict=True)])
     leaf = torch.from_numpy(found).to(device).requires_grad_()
-    fields = Objective(layout=layout.and_also(Field(SEQUENCE, 0, True))).fields(
-        torch.from_numpy(numbers).to(device), torch.float64
-    )
+    objective = Objective(asked.loss, layout.and_also(Field(SEQUENCE, 0, True)), valued=asked.valued)
     with torch.enable_grad(), released_on_meta():
         watch = Watch(names_of(model), MIXING_FORM)
         try:
             with watch if asked.watched else contextlib.nullcontext():
-                losses = asked.loss(leaf[:, LOG_PROB], leaf[:, ENTROPY], fields)
+                losses = objective.losses(leaf, torch.from_numpy(numbers).to(device))
         except Exception:
             watch.refuse()  # which says more than an error by what it has read
             raise
@@ -73,15 +71,20 @@ def mix(
     counts = iter(np.split(gradients.cpu().numpy(), np.cumsum([int(of.sum()) for of in known])[:-1]))
     weighed = []
     for sequence, of in zip(sequences, known, strict=True):
-        beside: Float64Array = np.zeros((len(of), 2))
+        beside: Float64Array = np.zeros((len(of), objective.num_scores))
         beside[of] = next(counts)
         weighed.append(counted(sequence, beside))
     return Mixed(float(losses.detach().double().sum()), len(losses), weighed)
 
 
-def of_mixed(layout: FieldLayout) -> Objective:
+def of_mixed(layout: FieldLayout, *, valued: bool) -> Objective:
     """The second run of a loss that mixes tokens, whose sequences `mix` has given."""
-    return Objective(_by_gradients, layout.and_also(Field(_GRADIENTS, 2, False)))
+    loss, width = (_by_gradient, 1) if valued else (_by_gradients, 2)
+    return Objective(loss, layout.and_also(Field(_GRADIENTS, width, False)), valued=valued)
+
+
+def _by_gradient(values: Tensor, fields: dict[str, Tensor]) -> Tensor:
+    return fields[_GRADIENTS].squeeze(-1) * values
 
 
 def _by_gradients(log_probs: Tensor, entropy: Tensor, fields: dict[str, Tensor]) -> Tensor:

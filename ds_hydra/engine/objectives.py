@@ -1,4 +1,4 @@
-"""A loss of log-probabilities in; what a script asks of it, or ConfigError where it is not what it says, out.
+"""A loss of log-probabilities or values in; what a script asks of it, or ConfigError where it is not that, out.
 
 [Note: losses of log-probabilities]
 A loss is called with the log-probabilities and entropies of some tokens and their fields. One that treats each token
@@ -10,6 +10,8 @@ One that mixes tokens, of a sequence or of a group of sequences, says so. Then t
 whole sequences [Note: losses of whole sequences], but with a number for each token: forward only, to learn all
 log-probabilities and entropies; the loss is called once on each rank, with those of all targets that it has handed in;
 its gradients by them are plain numbers, by which the tokens count in a second run.
+
+A loss of values is called with these in place of log-probabilities and entropies; all else is the same.
 """
 
 from __future__ import annotations
@@ -28,13 +30,16 @@ from torch import Tensor, nn
 from ds_hydra.data.columns import IGNORE_INDEX
 from ds_hydra.data.tokens import Float64Array, TokenSequence
 from ds_hydra.engine.loss_watch import Watch, names_of, refuse_leaves
-from ds_hydra.pipe.fields import FieldLayout
+from ds_hydra.pipe.fields import TEMPERATURE, FieldLayout
 from ds_hydra.pipe.scores import CANDIDATES, LOG_PROB, Objective, ScoreLoss
 from ds_hydra.zero_hetero.errors import ConfigError, told_with_place
 
 FORM = (
     "a loss of log-probabilities must be a function of log_probs (T,), entropy (T,) and fields that returns the loss "
     "of each token, (T,)"
+)
+FORM_OF_VALUES = (
+    "a loss of values must be a function of values (T,) and fields that returns the loss of each token, (T,)"
 )
 _TOKENS = 64
 _NEAR = 1e-9
@@ -48,24 +53,27 @@ class Asked(NamedTuple):
     candidates: str
     normaliser: float | str  # a number, or what is counted: "tokens", "sequences"; of a loss that mixes, "losses"
     watched: bool = True  # for what it reads beside its arguments; a trainer's whole loss computes references, metrics
+    valued: bool = False  # whether it is of values
 
     @classmethod
-    def of(cls, loss: Any, normaliser: float | None, mixes_tokens: bool | None) -> Asked:
-        """What the arguments say, and where they say nothing what the loss says of itself. ConfigError for what is no
-        loss, and for another normaliser."""
+    def of(cls, loss: Any, normaliser: float | None, mixes_tokens: bool | None, *, valued: bool = False) -> Asked:
+        """What the arguments say, and where they say nothing what the loss says of itself; `valued`: of a model of
+        values. ConfigError for what is no loss, and for another normaliser."""
         if not callable(loss):
-            raise ConfigError(f"{FORM}, but is a {type(loss).__name__}")
+            raise ConfigError(f"{_form(valued)}, but is a {type(loss).__name__}")
         mixes = getattr(loss, "mixes_tokens", False) if mixes_tokens is None else mixes_tokens
         if not isinstance(mixes, bool):
             raise ConfigError(f"mixes_tokens says whether a loss looks at other tokens: True or False, not {mixes!r}")
         candidates = str(getattr(loss, "candidates", ""))
         if mixes and candidates:
             raise ConfigError("a loss that mixes tokens cannot have candidates: treat each token alone")
+        if valued and candidates:
+            raise ConfigError(f"the loss wants log-probabilities of {candidates!r}, but the model gives values alone")
         counted = "losses" if mixes else str(getattr(loss, "normaliser", "tokens"))
         if counted not in ("losses", "tokens", "sequences"):
             raise ConfigError(f'the normaliser of a loss must be "tokens" or "sequences", but is {counted!r}')
         divisor = counted if normaliser is None else checked_normaliser(normaliser)
-        return cls(loss, mixes, candidates, divisor, bool(getattr(loss, "watched", True)) or not mixes)
+        return cls(loss, mixes, candidates, divisor, bool(getattr(loss, "watched", True)) or not mixes, valued)
 
     def __str__(self) -> str:
         plain = getattr(self.loss, "__qualname__", None) or type(self.loss).__qualname__
@@ -80,7 +88,13 @@ class Asked(NamedTuple):
                 f"the loss wants the log-probabilities of the words in the field {self.candidates!r}, k whole numbers "
                 f"a token, but the fields are {', '.join(field.name for field in layout.fields)}: give it in every item"
             )
-        return Objective(self.loss, layout, self.candidates)
+        if self.valued and layout.find(TEMPERATURE):
+            raise ConfigError("a temperature divides logits, and the model gives values: leave it out")
+        return Objective(self.loss, layout, self.candidates, self.valued)
+
+
+def _form(valued: bool) -> str:
+    return FORM_OF_VALUES if valued else FORM
 
 
 def checked_normaliser(normaliser: Any) -> float:
@@ -140,8 +154,11 @@ def _try(objective: Objective, numbers: Tensor, model: nn.Module | None) -> None
     generator = torch.Generator().manual_seed(0)
     count, names = len(numbers), names_of(model)
     scores = torch.rand(count, objective.num_scores, generator=generator, dtype=torch.float64) * 3
-    scores[:, LOG_PROB] *= -1
-    scores[:, CANDIDATES:] *= -1
+    if objective.valued:
+        scores[1::2] *= -1
+    else:
+        scores[:, LOG_PROB] *= -1
+        scores[:, CANDIDATES:] *= -1
     own = _run(objective, scores, numbers, names)
     # Fields that happen to be alike may hide that tokens are mixed: a mean of equal numbers is each of them.
     moved = numbers.clone()
@@ -162,10 +179,10 @@ def _try(objective: Objective, numbers: Tensor, model: nn.Module | None) -> None
                     at = int(off.nan_to_num(torch.inf).argmax())
                     both = [float(one[at].flatten()[0]) for one in (right[tokens], tried)]
                     raise ConfigError(
-                        f"{FORM} made of that token alone, but the {name} of one token depends on others: it is "
-                        f"{both[0]:.6g} beside {count - 1} others and {both[1]:.6g} {what}. A loss that mixes tokens "
-                        "has to say so: pass mixes_tokens=True, or give it that attribute. A mean over tokens is what "
-                        "the normaliser is for"
+                        f"{_form(objective.valued)} made of that token alone, but the {name} of one token depends on "
+                        f"others: it is {both[0]:.6g} beside {count - 1} others and {both[1]:.6g} {what}. A loss that "
+                        "mixes tokens has to say so: pass mixes_tokens=True, or give it that attribute. A mean over "
+                        "tokens is what the normaliser is for"
                     )
 
 
@@ -183,20 +200,20 @@ def _others(count: int) -> Iterator[tuple[str, Tensor]]:
 
 def _run(objective: Objective, scores: Tensor, numbers: Tensor, names: dict[int, str]) -> tuple[Tensor, Tensor]:
     """Losses (n,) and their gradients by the scores, (n, num_scores)."""
-    leaf = scores.clone().requires_grad_()
-    given, watch = leaf * 1, Watch(names, FORM)
+    leaf, form = scores.clone().requires_grad_(), _form(objective.valued)
+    given, watch = leaf * 1, Watch(names, form)
     try:
         with torch.enable_grad(), watch, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a deviation of one number, say: no step has asked for it
             losses = objective.losses(given, numbers.clone())
     except Exception as error:
         watch.refuse()
-        raise ConfigError(f"{FORM}; for {len(scores)} tokens it raised {told_with_place(error)}") from error
+        raise ConfigError(f"{form}; for {len(scores)} tokens it raised {told_with_place(error)}") from error
     watch.refuse()
-    check_returned(losses, leaf, FORM, len(scores))
+    check_returned(losses, leaf, form, len(scores))
     if not torch.equal(given.detach(), scores):
-        raise ConfigError(f"{FORM}, but it changes what it is given: let it work on copies")
-    refuse_leaves(losses, leaf, lambda: names, "a loss of log-probabilities")
+        raise ConfigError(f"{form}, but it changes what it is given: let it work on copies")
+    refuse_leaves(losses, leaf, lambda: names, f"a loss of {'values' if objective.valued else 'log-probabilities'}")
     (gradients,) = torch.autograd.grad(losses.sum(), leaf)
     return losses.detach().double(), gradients.detach()
 
@@ -207,7 +224,7 @@ def check_returned(losses: Any, leaf: Tensor, form: str, count: int | None) -> N
         shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
         raise ConfigError(f"{form}, but for {len(leaf)} tokens it returned {shape}: leave means and sums to the step")
     if not losses.requires_grad:
-        raise ConfigError(f"{form}, but what it returned has no gradient: compute it from log_probs by torch")
+        raise ConfigError(f"{form}, but what it returned has no gradient: compute it from what it is given by torch")
 
 
 def fields_of(sequence: TokenSequence) -> Float64Array:

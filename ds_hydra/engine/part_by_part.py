@@ -1,4 +1,4 @@
-"""What a script calls that makes a step of parts, and computes losses of log-probabilities."""
+"""What a script calls that makes a step of parts, and computes losses of log-probabilities or of values."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ class EngineInParts(EngineWithWeights):
         any number of times before an update. `loss` is called as loss(log_probs, entropy, fields) and returns one loss
         for each token [Note: losses of log-probabilities]: `log_probs` (T,) are those of the tokens that are learnt,
         `entropy` (T,) that of the distribution which each is drawn from, and `fields` the items' other columns by name,
-        (T,) or (T, k) [Note: fields]. Without one it is the job's own, such as the cross entropy.
+        (T,) or (T, k) [Note: fields]. Without one it is the job's own, such as the cross entropy. Of a model whose head
+        gives one number for each token it is called as loss(values, fields), and there must be one.
 
         Their sum over all ranks is divided by `normaliser`, a number that is equal on all of them; without one by the
         number of targets that all ranks hand in with this call, or by what the loss names (`ds_hydra.losses`). So a
@@ -102,6 +103,16 @@ class EngineInParts(EngineWithWeights):
         """
         scoring = self.steps.parts.scoring
         return self.on_all(Call(lambda: scoring.log_probs(sequences, temperature, entropy=entropy), once="log_probs"))
+
+    def values(self, sequences: Any) -> list[Tensor]:
+        """Of a model whose head has one output: the value of each of this rank's sequences before each of its tokens,
+        in the mode of an evaluation; one tensor (tokens,) each, in FP32 or, for a model in FP64, in that.
+
+        At place i stands what the head makes of the tokens before i; 0 at the first, and where `labels` or a mask say
+        that nothing is to be learnt. `sequences` as of `log_probs`.
+        """
+        scoring = self.steps.parts.scoring
+        return self.on_all(Call(lambda: scoring.values(sequences), once="values"))
 
     def full_parameters(
         self, *, dtype: torch.dtype | None = None, ranks: Sequence[int] | None = None, adapters: str = "merged"

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from ds_hydra.data.columns import IGNORE_INDEX
@@ -17,7 +18,7 @@ from ds_hydra.data.fields import with_targets
 from ds_hydra.engine.mixing import Mixed, counted, mix, of_mixed
 from ds_hydra.engine.objectives import Asked, check_objective, checked_normaliser
 from ds_hydra.engine.out_of_memory import explained
-from ds_hydra.engine.scoring import Scoring, check_all, reads_with
+from ds_hydra.engine.scoring import Scoring, check_all, reads_with, refuse_without_loss
 from ds_hydra.engine.shares import Gathered, Mine
 from ds_hydra.pipe.scores import Objective
 from ds_hydra.planner import PlannedStep
@@ -82,7 +83,7 @@ class Parts:
             of_loss, objective, divisor = None, None, normaliser and float(normaliser)
             if asked is not None and asked.mixes:
                 of_loss, divisor, delivered = self._mix(asked, planned.plan, mine, gathered, delivered)
-                objective = of_mixed(gathered.layout)
+                objective = of_mixed(gathered.layout, valued=asked.valued)
             elif asked is not None:
                 objective, divisor = asked.objective(gathered.layout), _counted(asked, gathered)
             share = self._run(planned.plan, delivered, objective, divisor)
@@ -100,9 +101,10 @@ class Parts:
         try:
             if loss is not None:
                 self.scoring.check_model(trains=True)
-                asked = Asked.of(loss, normaliser, mixes_tokens)
+                asked = Asked.of(loss, normaliser, mixes_tokens, valued=self.scoring.valued)
                 mine = self._shares.read([(batch, 1.0)], reads_with(temperature))
                 return asked, mine.checked(partial(self._check, asked))
+            refuse_without_loss(self._crew.job.source)
             if temperature is not None or mixes_tokens:
                 raise ConfigError("temperature and mixes_tokens are for a loss of log-probabilities: pass one")
             if normaliser is not None:
@@ -157,7 +159,8 @@ class Parts:
         """The loss, its normaliser, and the sequences with what their scores count in it."""
         crew, sequences = self._crew, mine.sequences
         scores = self.scoring.of_sequences(plan, delivered, gathered, self._host.global_steps + 1)
-        mixed, error = Mixed(0.0, 0, [counted(one) for one in sequences]), None
+        nothing = [np.zeros((len(one.labels), 1 if asked.valued else 2)) for one in sequences]
+        mixed, error = Mixed(0.0, 0, list(map(counted, sequences, nothing))), None
         try:
             if any((sequence.labels != IGNORE_INDEX).any() for sequence in sequences):
                 mixed = mix(asked, gathered.layout, sequences, scores, crew.job.model, self._host.device)
@@ -167,7 +170,7 @@ class Parts:
         row = torch.tensor([mixed.total, mixed.num_losses], dtype=torch.float64)
         total, count = crew.world.channel.rows(row).sum(dim=0).tolist()
         divisor = float(asked.normaliser) if not isinstance(asked.normaliser, str) else count or 1.0
-        columns = of_mixed(gathered.layout).layout.num_columns
+        columns = of_mixed(gathered.layout, valued=asked.valued).layout.num_columns
         again = self._shares.deliver(plan, mixed.sequences, gathered, columns)
         return total / divisor, divisor, again
 

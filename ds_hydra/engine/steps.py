@@ -22,6 +22,7 @@ from ds_hydra.engine.handed import HandedSteps, ReadyStep
 from ds_hydra.engine.out_of_memory import explained
 from ds_hydra.engine.parts import Parts
 from ds_hydra.engine.record import Measured, stage_times, step_record
+from ds_hydra.engine.scoring import refuse_without_loss
 from ds_hydra.engine.shares import deliver_streamed
 from ds_hydra.host.host_engine import HostEngine
 from ds_hydra.pipe.placement import Strategy
@@ -77,6 +78,7 @@ class Steps:
         """
         host, crew = self.host, self.crew
         self.parts.refuse_if_any("a whole step")
+        refuse_without_loss(self.crew.job.source)
         self.refuse(handed=handed is not None)
         began = time.perf_counter()
         ready = None
@@ -122,6 +124,7 @@ class Steps:
     def evaluate_handed(self, batch: Any) -> tuple[float, float]:
         """Mean losses of what the ranks hand in, without an update: over this rank's targets, and over all; NaN where
         there are none."""
+        refuse_without_loss(self.crew.job.source)
         with self.crew.activity("evaluation"):
             plan, data, own = self.handed.evaluated(batch)
         with self.crew.together("evaluation"):
@@ -131,6 +134,7 @@ class Steps:
     def predict_handed(self, batch: Any, function: TokenFunction) -> tuple[float, Floats]:
         """Mean loss of the batches that the ranks hand in, and what a function of logits gives for each token of this
         rank's: (tokens, k), sequence after sequence."""
+        refuse_without_loss(self.crew.job.source)
         width = width_of(function, self.crew.job.source.vocab_size or 2)
         with self.crew.activity("evaluation"):
             plan, data, own = self.handed.evaluated(batch)
@@ -141,6 +145,7 @@ class Steps:
 
     def evaluate_batch(self, batch: Any) -> float:
         """Mean loss of a dataset that all ranks have, run at once."""
+        refuse_without_loss(self.crew.job.source)
         data = self.host.sequences(batch)
         ids = tuple(i for i, length in enumerate(data.lengths) if length)
         with self.crew.together("evaluation"):
@@ -149,6 +154,7 @@ class Steps:
 
     def evaluate(self, dataset: Any) -> Evaluation:
         """The loss of each sequence of a dataset that all ranks have, some at a time."""
+        refuse_without_loss(self.crew.job.source)
         data = self.host.sequences(dataset)
         with self.crew.together("evaluation"):
             return evaluate(self.crew, data, self.host.hydra_config.tokens_per_step)

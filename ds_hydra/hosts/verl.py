@@ -1,4 +1,4 @@
-"""verl trains by this engine: `strategy: hydra` of a language model, registered when verl is imported.
+"""verl trains by this engine: `strategy: hydra` of a language or a value model, registered when verl is imported.
 
 [Note: verl's engine]
 verl gives an engine mini-batches and a loss of log-probabilities, and takes metrics and weights back. Its own engines
@@ -8,7 +8,8 @@ loss is called once, on rank 0, for the whole mini-batch, whose log-probabilitie
 the loss by these are what the engine then trains by [Note: losses of log-probabilities]. `micro_batch_size_per_gpu` and
 its like have no part in that.
 
-  forward_backward_batch   with a loss: `engine.forward_backward`; without, or forward only: `engine.log_probs`
+  forward_backward_batch   with a loss: `engine.forward_backward`; without, or forward only: `engine.log_probs`, or of a
+                           critic `engine.values`
   optimizer_step           `engine.optimizer_step`; verl itself calls `lr_scheduler_step`
   get_per_tensor_param     `engine.full_parameters`
   to                       `engine.to`, for verl's offloading
@@ -19,7 +20,7 @@ verl's own place i of a sequence is about token i + 1; the engine's is about tok
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from verl.utils import tensordict_utils as tu
 from verl.utils.torch_functional import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
 from verl.workers.config import EngineConfig
@@ -61,6 +62,8 @@ class HydraEngineConfig(EngineConfig):
 class HydraVerlEngine(BaseEngine):  # type: ignore[misc]  # verl brings no types
     """See [Note: verl's engine]. Every rank must make the same calls, with the same data."""
 
+    valued = False  # whether the model gives values in place of logits
+
     def __init__(
         self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any, **_: Any
     ) -> None:
@@ -78,10 +81,16 @@ class HydraVerlEngine(BaseEngine):  # type: ignore[misc]  # verl brings no types
 
         if self.model_config.lora_rank > 0 or self.model_config.lora_adapter_path is not None:
             raise ConfigError("adapters (lora_rank, lora_adapter_path) are not made for verl here: train all weights")
-        model = AutoModelForCausalLM.from_pretrained(
-            self.model_config.local_path, config=self.model_config.hf_config, dtype=torch.float32,
-            attn_implementation="sdpa",  # the engine puts its own in the place of any
-        )  # fmt: skip
+        if self.valued:  # as verl's own engines have it
+            self.model_config.hf_config.num_labels = 1
+            self.model_config.hf_config.classifier_dropout = 0.0
+        kind: Any = AutoModelForTokenClassification if self.valued else AutoModelForCausalLM
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # a head that the folder has not is drawn alike on all ranks
+            model = kind.from_pretrained(
+                self.model_config.local_path, config=self.model_config.hf_config, dtype=torch.float32,
+                attn_implementation="sdpa",  # the engine puts its own in the place of any
+            )  # fmt: skip
         config = job_config(self.engine_config, self.optimizer_config)
         self.engine = ds_hydra.initialize(model=model, config=config, lr_scheduler=self._schedule)[0]
 
@@ -138,14 +147,19 @@ class HydraVerlEngine(BaseEngine):  # type: ignore[misc]  # verl brings no types
     def forward_backward_batch(
         self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
     ) -> dict[str, Any]:
-        """Log-probabilities, entropies, loss and metrics of a mini-batch, on rank 0; with a loss, and unless
-        `forward_only`, its gradients are added to those that wait for an update. ConfigError, on all ranks, for inputs
-        beside tokens."""
-        rows = _Rows.of(data)
+        """Log-probabilities and entropies, or values, loss and metrics of a mini-batch, on rank 0; with a loss, and
+        unless `forward_only`, its gradients are added to those that wait for an update. ConfigError, on all ranks, for
+        inputs beside tokens."""
+        rows = _Rows.of(data, tempered=not self.valued)
         tu.assign_non_tensor(data, batch_num_tokens=data["loss_mask"].sum().item(), dp_size=1)
-        call = _Call(data, rows, loss_function, self._alone)
+        call = _Call(data, rows, loss_function, self._alone, self.valued)
         mine = rows.items if dist.get_rank() == 0 else []
-        if loss_function is None or forward_only:
+        forward_only = forward_only or loss_function is None
+        if forward_only and self.valued:
+            values = self.engine.values(mine)
+            if mine:
+                call.answer(_of_targets(values))
+        elif forward_only:
             with_entropy = bool(tu.get_non_tensor_data(data, "calculate_entropy", False))
             log_probs, entropy = self.engine.log_probs(mine, entropy=with_entropy, temperature=rows.temperature)
             if mine:
@@ -208,6 +222,13 @@ class HydraVerlEngine(BaseEngine):  # type: ignore[misc]  # verl brings no types
         self.engine.load_checkpoint(local_path)
 
 
+@EngineRegistry.register(model_type="value_model", backend=NAME, device=["cuda", "cpu"])
+class HydraVerlCritic(HydraVerlEngine):
+    """A critic: a head of one output for each token (`AutoModelForTokenClassification`), whose values a loss is of."""
+
+    valued = True
+
+
 class _Mode(BaseEngineCtx):  # type: ignore[misc]
     """Training, or computing only: gradients that no update took are dropped when training ends."""
 
@@ -226,15 +247,15 @@ class _Rows:
     items: list[dict[str, Any]]  # as the engine takes them
 
     @classmethod
-    def of(cls, data: TensorDict) -> _Rows:
-        """ConfigError for what the engine does not read."""
+    def of(cls, data: TensorDict, *, tempered: bool) -> _Rows:
+        """`tempered`: logits are divided by the batch's temperature. ConfigError for what the engine does not read."""
         ids = data["input_ids"]
         if not ids.is_nested:
             raise ConfigError("sequences are padded (use_remove_padding: False with a pad mode): verl's engines hand "
                               "them on jagged; leave pad_mode at no_padding")  # fmt: skip
         if "multi_modal_inputs" in data and any(tu.get(data, "multi_modal_inputs")):
             raise ConfigError("multi_modal_inputs: language models of tokens alone are trained here")
-        given = tu.get(data, "temperature", 1.0)
+        given = tu.get(data, "temperature", 1.0) if tempered else None
         each = given.flatten().tolist() if isinstance(given, Tensor) and given.numel() > 1 else None
         items: list[dict[str, Any]] = []
         for number, row in enumerate(ids.unbind()):
@@ -242,7 +263,7 @@ class _Rows:
             items.append({"input_ids": tokens, "labels": tokens})
             if each is not None:
                 items[-1]["temperature"] = each[number]
-        return cls(ids, None if each is not None else float(given), items)
+        return cls(ids, None if given is None or each is not None else float(given), items)
 
     def at_places(self, found: Tensor) -> Tensor:
         """(B, j), jagged as verl has it: what is about token i + 1 at place i, 0 at the last of a sequence. `found` has
@@ -263,15 +284,17 @@ class _Call:
     rows: _Rows
     loss_function: LossFunction | None
     group: Any
+    valued: bool
     result: dict[str, Any] = field(default_factory=lambda: {"model_output": {}, "loss": [], "metrics": {}})
 
-    def losses(self, log_probs: Tensor, entropy: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
-        """The loss of the mini-batch, (1,), as the engine asks for it: of all targets in the order of the sequences."""
-        return self.answer(log_probs, entropy)
+    def losses(self, *found: Any) -> Tensor:
+        """The loss of the mini-batch, (1,), as the engine asks for it: of log-probabilities and entropies, or values,
+        and fields of all targets in the order of the sequences."""
+        return self.answer(*found[:-1])
 
-    def answer(self, log_probs: Tensor, entropy: Tensor | None) -> Tensor:
-        """Keep what the host is to get; the loss."""
-        output = {"log_probs": self.rows.at_places(log_probs)}
+    def answer(self, scores: Tensor, entropy: Tensor | None = None) -> Tensor:
+        """Keep what the host is to get of log-probabilities or values; the loss."""
+        output = {"values" if self.valued else "log_probs": self.rows.at_places(scores)}
         if entropy is not None and tu.get_non_tensor_data(self.data, "calculate_entropy", False):
             output["entropy"] = self.rows.at_places(entropy)
         loss, metrics = torch.zeros(()), dict[str, Any]()
@@ -280,7 +303,7 @@ class _Call:
             self.result["loss"] = [loss.detach().item()]
         self.result["model_output"] = {key: value.detach() for key, value in output.items()}
         self.result["metrics"] = {key: [value] for key, value in metrics.items()}
-        return loss.reshape(1).to(log_probs.device)
+        return loss.reshape(1).to(scores.device)
 
 
 def _of_targets(sequences: list[Tensor]) -> Tensor:

@@ -199,7 +199,7 @@ def _probabilities(timer: StageTimer, num_tokens: int) -> int:
         return 0
     if timer.module.plain_head:  # type: ignore[attr-defined]
         return 0  # it keeps gradients of hidden states instead
-    rows = -(-timer.source.vocab_size // timer.place.stage.tp)
+    rows = -(-(1 if timer.source.valued else timer.source.vocab_size) // timer.place.stage.tp)
     start, stop = timer.batch((num_tokens,)).pack.local
     if (stop - start) * rows > LOGITS_AT_ONCE:
         return 0  # blocks are recomputed

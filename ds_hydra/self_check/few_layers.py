@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_hydra.pipe.adapters import head_of
 from ds_hydra.pipe.models.meta_copy import copy_to_meta, in_place_of, parameter_hooks, replace_parameters
 from ds_hydra.pipe.models.refusals import find_layers, known_tokens
 from ds_hydra.pipe.shape import PipelineShape
@@ -74,7 +75,7 @@ def _configs(model: Any) -> list[Any]:
 
 def _cut_vocabulary(model: Any, rows: int) -> int:
     """Leave the first `rows` of the embeddings and of the head, which stay tied if they are; the number of rows."""
-    vocabulary, ends = known_tokens(model), (model.get_input_embeddings(), model.get_output_embeddings())
+    vocabulary, ends = known_tokens(model), (model.get_input_embeddings(), head_of(model))
     if not all("weight" in module._parameters for module in ends):  # wrapped: what their rows are is not known
         return vocabulary
     rows = min(vocabulary, rows)
@@ -87,7 +88,7 @@ def _cut_vocabulary(model: Any, rows: int) -> int:
                 cut[id(parameter)] = in_place_of(parameter, parameter.data[:rows])
             module._parameters[name] = cut[id(parameter)]
         for key in ("num_embeddings", "out_features"):
-            if key in vars(module):
+            if vars(module).get(key) == vocabulary:
                 setattr(module, key, rows)
         if getattr(module, "padding_idx", None) is not None:
             module.padding_idx = min(module.padding_idx, rows - 1)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ds_hydra.pipe.dropout import AttentionDropout, sequence_key
-from ds_hydra.pipe.loss import IGNORED
+from ds_hydra.pipe.loss import IGNORED, TokenLoss
 from ds_hydra.pipe.models.balancing import Balancing
 from ds_hydra.pipe.models.draws import Draws, Keys, Place, of_attention
 from ds_hydra.pipe.models.random_calls import DROPOUTS, FROM_UNIFORM, dropout_of
@@ -30,12 +30,14 @@ class Plain:
         draws: Mapping[Place, int] | None = None,
         layers_path: str = "",
         balancing: Balancing | None = None,
+        token_loss: TokenLoss | None = None,
     ):
         """`draws` are what a trace saw the model draw: it is changed to draw them by place, so copy it before.
 
-        `balancing`: its routers have a loss in training, and its own forward returns their logits.
+        `balancing`: its routers have a loss in training, and its own forward returns their logits. `token_loss` takes
+        the place of the cross entropy.
         """
-        self.model, self.layers_path, self._balancing = model, layers_path, balancing
+        self.model, self.layers_path, self._balancing, self._token_loss = model, layers_path, balancing, token_loss
         self._draws = _PlainDraws(draws or {})
         for module in model.modules():  # layers that are recomputed would not know for which tokens they draw
             if getattr(module, "gradient_checkpointing", False):
@@ -145,7 +147,11 @@ class Plain:
     def _loss(self, data: Data, sequence: int, *, backward: bool) -> float:
         targets = torch.from_numpy(data.load(sequence)[1])
         out = self.run(data, sequence)
-        loss = F.cross_entropy(out.logits[0], targets, ignore_index=IGNORED, reduction="sum")
+        if self._token_loss is not None:
+            known = targets != IGNORED
+            loss = self._token_loss(out.logits[0, known], targets[known]).sum()
+        else:
+            loss = F.cross_entropy(out.logits[0], targets, ignore_index=IGNORED, reduction="sum")
         if backward:
             if self._balancing is not None:  # a token's loss counts 1 here
                 loss = loss + int((targets != IGNORED).sum()) * self._balancing.loss(out.router_logits)

@@ -107,7 +107,7 @@ def _of_model(
     # matrices, also where they run again.
     if source.boxes or any(len(spec.shape) > 2 for spec in source.specs.values()):
         data = replace(data, microbatches=tuple(replace(batch, recompute=0.5) for batch in data.microbatches))
-    plain = Plain(small.model, source.flow.draws, source.layers_path, source.balancing)
+    plain = Plain(small.model, source.flow.draws, source.layers_path, source.balancing, source.token_loss)
     before = {name: value.clone() for name, value in small.model.state_dict().items()}
     if longest:
         parameters = sum(parameter.numel() for parameter in small.model.parameters())

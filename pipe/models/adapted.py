@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from ds_hydra.pipe.adapters import LORA_EMBEDDING, LORA_LINEAR, SAVED_WHOLE, class_path
+from ds_hydra.pipe.adapters import LORA_EMBEDDING, LORA_LINEAR, SAVED_WHOLE, class_path, head_of
 from ds_hydra.zero_hetero.errors import ConfigError
 
 NAMES_OF_PEFT = "base_model.model."
@@ -58,7 +58,7 @@ def names_with_adapters(base: Any, aliases: Mapping[str, str]) -> dict[str, str]
     path is mapped to the parameter's first name in `base`, as in `aliases`.
     """
     adapters = {id(p) for module in base.modules() for part in _saved_parts(module) for p in part.parameters()}
-    ends = {id(p) for end in (base.get_input_embeddings(), base.get_output_embeddings()) for p in end.parameters()}
+    ends = {id(p) for end in (base.get_input_embeddings(), head_of(base)) for p in end.parameters()}
     kept = {name for name, p in base.named_parameters() if p.requires_grad or id(p) in ends | adapters}
     return {NAMES_OF_PEFT + path: name for path, name in aliases.items() if name in kept}
 

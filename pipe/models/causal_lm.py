@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ds_hydra.pipe.adapters import adapter_rule, ends_of, plain_name
 from ds_hydra.pipe.attention import interface as attention
-from ds_hydra.pipe.loss import TokenLoss
+from ds_hydra.pipe.loss import TokenLoss, loss_of
 from ds_hydra.pipe.model_plan import BY_WIDTH, ModelPlan, ParamSpec, ShardRule, make_buckets
 from ds_hydra.pipe.models.balancing import Balancing, asks_for_balance, find_balancing
 from ds_hydra.pipe.models.causal_stage import CausalStage
@@ -77,21 +77,21 @@ class CausalLM:
     ):
         """Copies what the model is but for its values, traces it, and refuses what cannot be packed or cut.
 
-        `token_loss` is trained on in place of the cross entropy. `by_one_rank`: stages of one rank alone are built, for
-        which nothing is found out about tensor parallelism. With `facts` that were found of the same model, its layers
-        are not run again. Raises ConfigError for models with recurrent state,
-        with attention or positions that packing would change, and for attributes or hooks that cannot be copied.
+        `token_loss` is trained on in place of the cross entropy; a model of values has neither. `by_one_rank`: stages
+        of one rank alone are built, for which nothing is found out about tensor parallelism. With `facts` that were
+        found of the same model, its layers are not run again. Raises ConfigError for models with recurrent state, with
+        attention or positions that packing would change, and for attributes or hooks that cannot be copied.
         """
         refuse_unsupported(model)
         attention.register()
-        self.token_loss = token_loss
+        self.valued = model.get_output_embeddings() is None
+        self.token_loss = loss_of(token_loss, valued=self.valued)
         self.overlap = Overlap() if options.sp_overlap else AT_ONCE
         self.model_class, self.name = type(model), type(model).__name__
         asked = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
         self.options = replace(options, activation_checkpointing=options.activation_checkpointing or asked)
         self.values: Mapping[str, Tensor] = {n: p.detach() for n, p in model.named_parameters() if not p.is_meta}
-        self.dtype: torch.dtype = next(model.parameters()).dtype
-        self.hooks = parameter_hooks(model)
+        self.dtype, self.hooks = next(model.parameters()).dtype, parameter_hooks(model)
         self.aliases: Mapping[str, str] = _aliases(model)
         self.template = copy_to_meta(model)
         balances = asks_for_balance(self.template)
@@ -267,7 +267,7 @@ class CausalLM:
         found = Heads(config, model, self.flow.heads, attends=not self.boxes or bool(self.flow.heads))
         ends = ends_of(model)
         modules = {id(module): path for path, module in model.named_modules()}
-        vocabulary = {modules[id(module)] for module in ends}
+        vocabulary = {modules[id(module)] for module in (ends[:1] if self.valued else ends)}
         in_vocabulary = {name for path, name in self.aliases.items() if path.rpartition(".")[0] in vocabulary}
         styled = tensor_parallel_obstacle(model, self.style_plan, ends)
         specs: dict[str, ParamSpec] = {}

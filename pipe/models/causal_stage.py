@@ -110,8 +110,10 @@ class CausalStage(StageModule):
         self._given = Given(self._body)
         tp = place.stage.tp
         whole = (0, source.flow.vocabulary)
-        # A head that is wrapped has no weight of its own: then no ranks share it.
-        cuts = [whole] * tp if weight is None else [weight.shard_rows(rank, tp) for rank in range(tp)]
+        # No ranks share a head that is wrapped, which has no weight of its own, nor one of values, which has one row.
+        shared = weight is not None and weight.rule.dim is not None
+        cuts = [weight.shard_rows(rank, tp) for rank in range(tp)] if weight is not None and shared else [whole] * tp
+        self._head_group, self._valued = place.tp_group if shared else None, source.valued
         self.vocab = cuts[place.tp_rank]
         self._widths = tuple(stop - start for start, stop in cuts)
         self._own_loss = source.token_loss
@@ -119,7 +121,7 @@ class CausalStage(StageModule):
         self._logits_at_once = max(self._widths) if self._own_loss is None else sum(self._widths)
         self._plain_head = plain_head if self._own_loss is None else None
         self.plain_head: bool | None = None  # whether the last micro-batch's head and loss were one; None: none ran
-        self._head_loss = HeadLoss(self.vocab[0], max(self._widths), place.tp_group)
+        self._head_loss = HeadLoss(self.vocab[0], max(self._widths), self._head_group)
 
     def _pack_weights(self, groups: Iterable[Sequence[str]], names: Mapping[str, str]) -> None:
         """Let linear layers at these paths be computed together, if all of a group are this stage's."""
@@ -150,7 +152,7 @@ class CausalStage(StageModule):
             with self._draws.of(None if keys is None else keys.part(tokens)):
                 logits = self._head(with_hidden(out, part), input_ids[:, tokens])
             if batch.predictions is not None and batch.labels is not None:
-                of_all = gather_last_dim(logits.squeeze(0), self._widths, self.place.tp_rank, self.place.tp_group)
+                of_all = gather_last_dim(logits.squeeze(0), self._widths, self.place.tp_rank, self._head_group)
                 batch.predictions.take(of_all, batch.labels[tokens])
             return logits
 
@@ -170,14 +172,16 @@ class CausalStage(StageModule):
 
     def _token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Of the last stage: the loss of each token, equal on all tensor parallel ranks."""
-        group = self.place.tp_group
         if self._own_loss is None:
-            return token_losses(logits, labels, self.vocab[0], group)
-        return own_token_losses(self._own_loss, logits, labels, self._widths, self.place.tp_rank, group)
+            return token_losses(logits, labels, self.vocab[0], self._head_group)
+        return own_token_losses(self._own_loss, logits, labels, self._widths, self.place.tp_rank, self._head_group)
 
     def _token_scores(self, logits: Tensor, words: Tensor, temperature: Tensor | None) -> Tensor:
-        """Of the last stage: the scores of each token, equal on all tensor parallel ranks."""
-        return token_scores(logits, words, self.vocab[0], self.place.tp_group, temperature)
+        """Of the last stage: the scores of each token, equal on all tensor parallel ranks; its value alone, if the head
+        gives one."""
+        if self._valued:
+            return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return token_scores(logits, words, self.vocab[0], self._head_group, temperature)
 
     def logits(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
         """Of the last stage: logits (1, T_local, V_local) of this rank's vocabulary rows, all in memory at once."""

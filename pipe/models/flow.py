@@ -170,6 +170,9 @@ def trace(model: Any, layers_path: str, positions_from: int = 0, *, alone: bool 
     if watch.recorder.obstacle:
         raise ConfigError(watch.recorder.obstacle)
     logits = out.logits if hasattr(out, "logits") else out[0]
+    if logits.shape[:-1] != ids.shape:
+        raise ConfigError(f"{type(model).__name__} returns {tuple(logits.shape)} for {tokens} tokens of one sequence: "
+                          "a head must give something for each token")  # fmt: skip
     found = _conclude(model, layers_path, record, watch, logits)
     where = Where(attended, model, layers_path)
     learnt = _read(record, watch, logits) if found.obstacle else _learnt(record, logits)

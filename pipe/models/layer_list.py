@@ -32,6 +32,7 @@ class LayerList:
     """A `PipelineModule` as a source of stages; every entry of its list counts as one layer."""
 
     vocab_size: int | None = None  # a layer list does not say
+    valued = False
     notes: tuple[str, ...] = ()
     balances = False  # its loss is its own
 

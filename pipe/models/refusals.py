@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_hydra.pipe.adapters import head_of
 from ds_hydra.pipe.model_plan import ParamSpec
 from ds_hydra.pipe.models.adapted import refuse_adapters
 from ds_hydra.pipe.models.whose_code import (
@@ -41,8 +42,11 @@ def refuse_unsupported(model: Any) -> None:
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise ConfigError(f"{name} is an encoder-decoder; only causal language models are supported")
-    if model.get_output_embeddings() is None:
-        raise ConfigError(f"{name} has no language modelling head; use its ...ForCausalLM class")
+    if head_of(model) is None:
+        raise ConfigError(
+            f"{name} has no language modelling head; use its ...ForCausalLM class, or for a value of each token its "
+            "...ForTokenClassification class with num_labels=1"
+        )
     if getattr(model, "is_quantized", False):
         raise ConfigError(f"{name} has quantized weights, which ranks cannot share: load it without quantization")
     _refuse_skipped_layers(model)

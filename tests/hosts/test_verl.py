@@ -23,12 +23,13 @@ from tests.support.verl_on_cpu import on_cpu
 on_cpu()
 import numpy as np
 from tensordict import TensorDict
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
-from verl.workers.config import ActorConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
+from verl.workers.config import ActorConfig, CriticConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
 from verl.workers.engine_workers import TrainingWorker
-from verl.workers.utils.losses import ppo_loss, sft_loss
+from verl.workers.utils.losses import ppo_loss, sft_loss, value_loss
+from verl.workers.utils.padding import no_padding_2_padding
 
 from ds_hydra.hosts import verl as hosted
 from ds_hydra.hosts.verl import HydraEngineConfig
@@ -77,11 +78,11 @@ def actor() -> ActorConfig:
     )
 
 
-def worker_of(folder: Path, strategies: list[str]) -> Any:
+def worker_of(folder: Path, strategies: list[str], kind: str = "language_model") -> Any:
     block = {"strategies": strategies, "choose": "cycle", "context_length": 64, "steps_file": None,
              "planner": {"ahead": 0}}  # fmt: skip
     worker = TrainingWorker(TrainingWorkerConfig(
-        model_type="language_model",
+        model_type=kind,
         model_config=HFModelConfig(path=str(folder), override_config={"attn_implementation": "sdpa"}),
         engine_config=HydraEngineConfig(
             dtype="float32", use_dynamic_bsz=False, micro_batch_size_per_gpu=1, deepspeed_config={"hydra": block}
@@ -113,11 +114,39 @@ def hosted_run(rank: int, folder: Path) -> dict[str, Any]:
     return found
 
 
-class Plain:
-    """The same in one process, by verl's own losses of a plain model's log-probabilities."""
+def returned(step: int, **more: Any) -> TensorDict:
+    """Of a critic: with returns and what the old one gave."""
+    rows = tokens(step, LENGTHS)
+    generator = torch.Generator().manual_seed(100 + step)
+    old = answers([torch.randn(len(row), generator=generator) for row in rows], RESPONSES)
+    returns = answers([torch.randn(len(row), generator=generator) for row in rows], RESPONSES)
+    return policy_batch(rows, RESPONSES, {"values": old, "returns": returns}, calculate_entropy=False, **more)
 
-    def __init__(self, folder: Path) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa")
+
+def critic() -> CriticConfig:
+    return CriticConfig(strategy="hydra", ppo_micro_batch_size_per_gpu=1, cliprange_value=0.2)
+
+
+def critic_run(rank: int, folder: Path) -> dict[str, Any]:
+    rank_environment(rank)
+    torch.manual_seed(rank)
+    worker = worker_of(folder, ["tp2", "2*tp1", "pp2"], "value_model")
+    worker.set_loss_fn(partial(value_loss, critic()))
+    found: dict[str, Any] = {"first": dict(worker.engine.get_per_tensor_param()[0])}
+    inferred = worker.infer_batch(returned(0, compute_loss=False))
+    if rank == 0:
+        found["values"] = inferred["values"]
+    mini = {"mini_batch_size": len(LENGTHS), "update_lr_scheduler": True}
+    told = [worker.train_mini_batch(returned(step, **mini)) for step in range(3)]
+    found["metrics"] = [] if rank else [tu.get(out, "metrics") for out in told]
+    return found | {"weights": dict(worker.engine.get_per_tensor_param()[0])}
+
+
+class Plain:
+    """The same in one process, by verl's own losses of a plain model's log-probabilities, or of a critic's values."""
+
+    def __init__(self, folder: Path, kind: Any = AutoModelForCausalLM, **settings: Any) -> None:
+        self.model = kind.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa", **settings)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), **ADAMW)
 
     def output(self, data: TensorDict) -> dict[str, Tensor]:
@@ -131,9 +160,15 @@ class Plain:
                 kept.append(torch.cat((values, values.new_zeros(1))))
         return {key: jagged(values) for key, values in zip(("log_probs", "entropy"), found, strict=True)}
 
+    def values(self, data: TensorDict) -> dict[str, Tensor]:
+        return {
+            "values": jagged([self.model(input_ids=row[None]).logits[0, :, 0] for row in data["input_ids"].unbind()])
+        }
+
     def step(self, data: TensorDict, loss_of: Any, rate: float) -> tuple[float, float]:
         tu.assign_non_tensor(data, batch_num_tokens=data["loss_mask"].sum().item(), dp_size=1)
-        loss, _ = loss_of(model_output=self.output(data), data=data, dp_group=None)
+        output = self.values(data) if "values" in data else self.output(data)
+        loss, _ = loss_of(model_output=output, data=data, dp_group=None)
         self.optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
@@ -143,13 +178,46 @@ class Plain:
         return float(loss.detach()), float(norm)
 
 
-def test_verls_worker_trains_as_one_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    double = partial(AutoModelForCausalLM.from_pretrained)
-    monkeypatch.setattr(
-        hosted.AutoModelForCausalLM,
-        "from_pretrained",
-        lambda *args, **named: double(*args, **named | {"dtype": torch.float64}),
-    )
+@pytest.fixture
+def doubled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models are loaded in FP64."""
+    for kind in (AutoModelForCausalLM, AutoModelForTokenClassification):
+        double = partial(kind.from_pretrained)
+        monkeypatch.setattr(
+            kind,
+            "from_pretrained",
+            lambda *args, double=double, **named: double(*args, **named | {"dtype": torch.float64}),
+        )
+
+
+@pytest.mark.usefixtures("doubled")
+def test_verls_worker_trains_a_critic_as_one_process(folder: Path) -> None:
+    """From a language model's folder, which has no head of values: the ranks, whose seeds differ, draw the same."""
+    with float64_throughout(small_model().double()):
+        ranks = run_ranks(critic_run, 2, folder, timeout=300)
+        plain = Plain(folder, AutoModelForTokenClassification, num_labels=1)
+        for name, weight in plain.model.named_parameters():
+            weight.data.copy_(ranks[1]["first"][name])
+        with torch.no_grad():
+            values = no_padding_2_padding(plain.values(returned(0))["values"], returned(0))
+        found = no_padding_2_padding(ranks[0]["values"], returned(0))
+        told = [
+            plain.step(returned(step), partial(value_loss, critic()), rate)
+            for step, rate in enumerate((0.0, ADAMW["lr"] / 2, ADAMW["lr"]))
+        ]
+    torch.testing.assert_close(found, values, rtol=1e-9, atol=1e-9)
+    for (loss, norm), metrics in zip(told, ranks[0]["metrics"], strict=True):
+        assert np.ravel(metrics["loss"]) == pytest.approx([loss], rel=1e-6)
+        assert np.ravel(metrics["grad_norm"]) == pytest.approx([norm], rel=1e-6)
+    for of in ranks:
+        assert of["weights"].keys() == dict(plain.model.named_parameters()).keys()
+        for name, weight in plain.model.named_parameters():
+            assert not torch.equal(of["weights"][name], of["first"][name]), "it has learnt"
+            torch.testing.assert_close(of["weights"][name], weight.detach(), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.usefixtures("doubled")
+def test_verls_worker_trains_as_one_process(folder: Path) -> None:
     with float64_throughout(small_model().double()):
         ranks = run_ranks(hosted_run, 2, folder, timeout=300)
         plain = Plain(folder)

@@ -1,8 +1,8 @@
 """Tiny models of many families for tests: a name in, a freshly initialised model out, the same in every process.
 
-Names are keys of FAMILIES, of BALANCED, BOXED, WITH_EXPERTS, ROUTED and HARD_MODELS, of CHANGED and CHANGED_LINEARS (a
-Llama that was changed), of ADAPTED and ADAPTED_WITHOUT_TP (a model with PEFT's adapters), "layer_list" for a DeepSpeed
-`PipelineModule` with a tied layer, or the path of a Hugging Face config file.
+Names are keys of FAMILIES, of BALANCED, VALUED, BOXED, WITH_EXPERTS, ROUTED and HARD_MODELS, of CHANGED and
+CHANGED_LINEARS (a Llama that was changed), of ADAPTED and ADAPTED_WITHOUT_TP (a model with PEFT's adapters),
+"layer_list" for a DeepSpeed `PipelineModule` with a tied layer, or the path of a Hugging Face config file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 import tests.support.dense  # noqa: F401  (registers the attention "dense")
 from ds_hydra.pipe.attention.backends import varlen_attention
@@ -88,6 +88,13 @@ BALANCED: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmoe, balanced": ("olmoe", _COMMON | {"num_experts": 4, "num_experts_per_tok": 2} | _ROUTER_LOSS),
 }
+# Critics: a head of one output for each token.
+_OF_VALUES = {"num_labels": 1, "classifier_dropout": 0.0}
+VALUED: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "llama, values": ("llama", _COMMON | _OF_VALUES),
+    "qwen3_moe, values": ("qwen3_moe", {**FAMILIES["qwen3_moe"][1], **_OF_VALUES}),
+    "gpt2, values": ("gpt2", {**FAMILIES["gpt2"][1], **_OF_VALUES}),
+}
 # Model types whose attention feature (softcap, sinks) Hugging Face's SDPA drops or refuses.
 NEEDS_EAGER = frozenset({"gemma2", "gpt_oss"})
 NOT_BY_INTERFACE = frozenset({"bloom", "gptj"})  # they attend by code of their own
@@ -96,7 +103,7 @@ NOT_BY_INTERFACE = frozenset({"bloom", "gptj"})  # they attend by code of their 
 def hf_config(family: str) -> Any:
     """The Hugging Face config of a family, or of a config file."""
     family = "llama" if family in CHANGED or family in CHANGED_LINEARS else base_family(family)
-    tables = (FAMILIES, HARD_MODELS, BALANCED, BOXED, WITH_EXPERTS, ROUTED)
+    tables = (FAMILIES, HARD_MODELS, BALANCED, VALUED, BOXED, WITH_EXPERTS, ROUTED)
     listed = next((table[family] for table in tables if family in table), None)
     if listed:
         model_type, settings = listed
@@ -122,7 +129,8 @@ def build_model(family: str, dtype: torch.dtype, attention: str | None = None) -
     extra = {} if attention is None else {"attn_implementation": attention}
     if dtype == torch.float64 and hasattr(config, "num_experts_per_tok"):
         extra["experts_implementation"] = "eager"  # the grouped one has no FP64
-    model = AutoModelForCausalLM.from_config(config, **extra)
+    kind = AutoModelForTokenClassification if family in VALUED else AutoModelForCausalLM
+    model = kind.from_config(config, **extra)
     model = _spread(model)
     model = (made_sure(model) if family == SURE else model).to(dtype)
     change = CHANGED.get(family) or CHANGED_LINEARS.get(family)

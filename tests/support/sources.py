@@ -41,7 +41,7 @@ def in_place_of_looking(known: ModelSource) -> Iterator[None]:
         return options == USUAL and own == alike
 
     def find(model: Any, options: StageOptions, **arguments: Any) -> ModelSource:
-        if arguments.get("loss_fn") is not getattr(known, "token_loss", None) or not is_known(model, options):
+        if arguments.get("loss_fn") is not (None if known.valued else known.token_loss) or not is_known(model, options):
             return model_source(model, options, **arguments)
         found = copy.copy(known)
         named = base_of(model).named_parameters()

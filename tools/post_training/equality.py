@@ -15,12 +15,12 @@ from ds_hydra.pipe.models.adapted import NAMES_OF_PEFT
 from ds_hydra.planner import PhasedPlanner, StepPlan, parse_phases
 from ds_hydra.testing import float64_throughout, rank_environment, run_ranks, whole_gradients
 from tests.support.cut_plans import in_slices, num_slices, recomputing
-from tests.support.families import build_model, reference_model
+from tests.support.families import VALUED, build_model, reference_model
 from tests.support.sources import shared_source
 from tests.support.strict import Rules
 from tests.support.strict_world import strict_world
-from tools.post_training.plain import LOSSES, Compared
-from tools.post_training.rollouts import PER_RANK, rollouts, scores_of, share
+from tools.post_training.plain import ALL_LOSSES, LOSSES, VALUE_LOSSES, Compared
+from tools.post_training.rollouts import PER_RANK, rollouts, scores_of, share, values_of
 
 RANKS = 4
 
@@ -61,7 +61,8 @@ class Expected(NamedTuple):
 def expected(model: Any, compared: Compared, items: list[dict[str, Any]]) -> Expected:
     """The loss of all sequences by plain torch, and its gradients by name."""
     model.zero_grad()
-    loss = compared.plain(items, [scores_of(model, item) for item in items])
+    of = values_of if compared in VALUE_LOSSES.values() else scores_of
+    loss = compared.plain(items, [of(model, item) for item in items])
     loss.backward()
     named = {name: one for name, one in model.named_parameters() if one.requires_grad}
     return Expected(float(loss.detach()), {name: torch.zeros_like(one) if one.grad is None else one.grad.clone()
@@ -111,7 +112,8 @@ def engine_of(rank: int, family: str, planned: Planned, optimizer: dict[str, Any
 
 def picked(items: list[dict[str, Any]], compared: Compared) -> list[dict[str, Any]]:
     """The columns that a loss is given."""
-    names = ("input_ids", "labels", "temperature", *compared.fields)
+    tempered = () if compared in VALUE_LOSSES.values() else ("temperature",)
+    names = ("input_ids", "labels", *tempered, *compared.fields)
     return [{name: item[name] for name in names} for item in items]
 
 
@@ -130,7 +132,7 @@ def compare(family: str, cases: Sequence[tuple[Layout, str]], strict: Rules | No
     items = rollouts()
     model = reference_model(family, torch.float64)
     with float64_throughout(model), shared_source(build_model(family, torch.float64)):
-        known = {name: expected(model, LOSSES[name], items) for name in dict.fromkeys(name for _, name in cases)}
+        known = {name: expected(model, ALL_LOSSES[name], items) for name in dict.fromkeys(name for _, name in cases)}
 
         def on_ranks(rank: int) -> tuple[list[Row], int]:
             with strict_world(strict) if strict is not None else contextlib.nullcontext():
@@ -148,7 +150,7 @@ def compare(family: str, cases: Sequence[tuple[Layout, str]], strict: Rules | No
 def _row(
     engine: Any, planned: Planned, family: str, layout: Layout, name: str, known: Expected, own: list[dict[str, Any]]
 ) -> Row:
-    planned.layout, compared = layout, LOSSES[name]
+    planned.layout, compared = layout, ALL_LOSSES[name]
     loss = float(engine.forward_backward(picked(own, compared), compared.loss, mixes_tokens=compared.mixes))
     told, gradients = engine.steps.parts.losses[0], whole_gradients(engine)
     assert abs(loss - told) <= 1e-6 * abs(told)
@@ -160,22 +162,22 @@ def _row(
     return Row(family, str(layout), name, abs(told - known.loss) / abs(known.loss), worst)
 
 
-def scores(layouts: Sequence[Layout]) -> list[tuple[str, float, float]]:
-    """For each layout how far `log_probs` are from plain torch's: log-probabilities, entropies."""
-    items = rollouts()
-    model = reference_model("llama", torch.float64)
-    with float64_throughout(model), shared_source(build_model("llama", torch.float64)):
+def scores(layouts: Sequence[Layout], family: str = "llama") -> list[tuple[str, float, float]]:
+    """For each layout how far `log_probs` are from plain torch's: log-probabilities, entropies; or how far `values`."""
+    items, valued = rollouts(), family in VALUED
+    model = reference_model(family, torch.float64)
+    with float64_throughout(model), shared_source(build_model(family, torch.float64)):
         with torch.no_grad():
-            known = [scores_of(model, item) for item in items]
+            known = [(values_of if valued else scores_of)(model, item)[:2] for item in items]
 
         def on_ranks(rank: int) -> list[tuple[str, float, float]]:
             planned, rows = Planned(), list[tuple[str, float, float]]()
-            engine = engine_of(rank, "llama", planned)
+            engine = engine_of(rank, family, planned)
             own = slice(sum(PER_RANK[:rank]), sum(PER_RANK[: rank + 1]))
             for planned.layout in layouts:
                 with _once_by(engine, planned):
-                    found = engine.log_probs(items[own], entropy=True)
-                of_ranks = [(one[0] * (item["labels"] != -100), one[1] * (item["labels"] != -100))
+                    found = [engine.values(items[own])] if valued else engine.log_probs(items[own], entropy=True)
+                of_ranks = [tuple(column * (item["labels"] != -100) for column in one)
                             for one, item in zip(known[own], items[own], strict=True)]  # fmt: skip
                 worst = [0.0, 0.0]
                 for column, tensors in enumerate(found):

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ds_hydra.losses import DPO, GSPO, Distillation, PolicyLoss, dapo, dr_grpo, grpo, ppo
+from ds_hydra.losses import DPO, GSPO, Distillation, PolicyLoss, ValueLoss, dapo, dr_grpo, grpo, ppo
 from ds_hydra.pipe.loss import IGNORED
 
 Item = dict[str, Any]
-Scores = tuple[Tensor, Tensor, Tensor]
-"""Of one sequence: log p of its tokens (T,), entropies (T,), log p of all words (T, V)."""
+Scores = tuple[Tensor, ...]
+"""Of one sequence: log p of its tokens (T,), entropies (T,), log p of all words (T, V); or values (T,)."""
 
 
 class Compared(NamedTuple):
@@ -133,6 +133,39 @@ def _own_of_tokens(items: list[Item], scores: list[Scores]) -> Tensor:
     return torch.cat(found).mean()
 
 
+def _value_loss(clip: float | None) -> Callable[..., Tensor]:
+    def loss(items: list[Item], scores: list[Scores]) -> Tensor:
+        found = []
+        for item, (values,) in zip(items, scores, strict=True):
+            for token in learnt(item).nonzero().flatten().tolist():
+                value, target, old = values[token], item["returns"][token], item["old_values"][token]
+                errors = [(value - target) ** 2]
+                if clip is not None:
+                    errors.append((torch.min(torch.max(value, old - clip), old + clip) - target) ** 2)
+                found.append(0.5 * torch.stack(errors).max())
+        return torch.stack(found).mean()
+
+    return loss
+
+
+def own_of_values(values: Tensor, fields: dict[str, Tensor]) -> Tensor:
+    """A loss of a user's own that mixes the values of a sequence."""
+    errors = values * fields["returns"]
+    return (
+        torch.zeros(int(fields["sequence"].max()) + 1, dtype=values.dtype)
+        .index_add(0, fields["sequence"], errors)
+        .tanh()
+    )
+
+
+def _own_of_values(items: list[Item], scores: list[Scores]) -> Tensor:
+    found = [
+        torch.tanh((values * item["returns"])[learnt(item)].sum())
+        for item, (values,) in zip(items, scores, strict=True)
+    ]
+    return torch.stack(found).mean()
+
+
 _POLICY = ("advantages", "old_log_probs")
 _KL = (*_POLICY, "reference_log_probs")
 _PAIRS = ("pair", "chosen", "reference_log_probs")
@@ -158,3 +191,12 @@ LOSSES: dict[str, Compared] = {
         fields=_KL,
     ),
 }
+
+_VALUES = ("returns", "old_values")
+# Of models whose head has one output.
+VALUE_LOSSES: dict[str, Compared] = {
+    "values": Compared(ValueLoss(), _value_loss(0.2), fields=_VALUES),
+    "values, not clipped": Compared(ValueLoss(None), _value_loss(None), fields=_VALUES),
+    "values, mixing": Compared(own_of_values, _own_of_values, mixes=True, fields=_VALUES),
+}
+ALL_LOSSES = LOSSES | VALUE_LOSSES

@@ -30,6 +30,9 @@ def rollouts(seed: int = 0, count: int = sum(PER_RANK)) -> list[dict[str, Any]]:
         labels[:PROMPT] = IGNORED
         likely = torch.stack([torch.randperm(VOCAB, generator=draw)[:TOP] for _ in range(length)])
         told = torch.randn(length, TOP + 1, generator=draw, dtype=torch.float64).log_softmax(dim=-1)[:, :TOP]
+        values = torch.randn(
+            2, length, generator=torch.Generator().manual_seed(1000 * seed + number), dtype=torch.float64
+        )
         made.append(
             {
                 "input_ids": tokens,
@@ -41,10 +44,18 @@ def rollouts(seed: int = 0, count: int = sum(PER_RANK)) -> list[dict[str, Any]]:
                 "teacher_log_probs": told,
                 "pair": number // 2,
                 "chosen": int(number % 4 in (0, 3)),
+                "returns": values[0],
+                "old_values": 0.5 * values[1],
                 "temperature": 0.7 + 0.1 * (number % 5),
             }
         )
     return made
+
+
+def values_of(model: Any, item: dict[str, Any]) -> tuple[Tensor]:
+    """By plain torch, with a gradient: the value before each token, (T,); 0 before the first."""
+    found = model(input_ids=item["input_ids"][None], use_cache=False).logits[0, :-1, 0].double()
+    return (torch.cat((found.new_zeros(1), found)),)
 
 
 def share(rank: int, made: list[dict[str, Any]], per_rank: tuple[int, ...] = PER_RANK) -> list[dict[str, Any]]:
