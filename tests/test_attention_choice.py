@@ -29,7 +29,8 @@ def on_gpu(head_dim: int, dtype: torch.dtype) -> Any:
         (64, 64, torch.bfloat16, (7, 5), per_sequence_sdpa),  # a T4: the kernels are not written for it
         (20, 20, torch.bfloat16, (9, 0), per_sequence_sdpa),  # torch's operator wants a multiple of 8
         (264, 264, torch.bfloat16, (9, 0), per_sequence_sdpa),
-        (192, 128, torch.bfloat16, (9, 0), per_sequence_sdpa),  # values narrower than keys
+        (192, 128, torch.bfloat16, (9, 0), torch_varlen),  # values narrower than keys, which are padded
+        (128, 192, torch.bfloat16, (9, 0), per_sequence_sdpa),
         (64, 64, torch.float32, (9, 0), per_sequence_sdpa),
     ],
 )
@@ -41,6 +42,28 @@ def test_attention_is_chosen_by_what_the_kernels_can(
     monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: None)
     assert choose_backend(on_gpu(head_dim, dtype), on_gpu(value_dim, dtype), None) is backend
     backends._has_flash_kernels.cache_clear()
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_values_narrower_than_keys_are_padded_for_kernels(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+    """Those of latent attention, by a function that takes what torch's kernel takes: a slice among others."""
+
+    def varlen_attn(q: Any, k: Any, v: Any, *bounds: Any, scale: float, window_size: tuple[int, int]) -> Any:
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1]
+        return per_sequence_sdpa(q, k, v, segments, scale, window_size[0] + 1 or None, None)
+
+    segments = backends.Segments((2, 5), (6, 5))
+    q, k, v = (
+        torch.randn(rows, 4, width, dtype=torch.float64, requires_grad=True)
+        for rows, width in ((7, 24), (11, 24), (11, 16))
+    )
+    options: dict[str, Any] = {"scale": 0.2, "window": window, "softcap": None, "sinks": None, "dropout": None}
+    monkeypatch.setattr(backends, "_torch_varlen", lambda: varlen_attn)
+    found = []
+    for backend in ("torch", "sdpa"):
+        out = backends._attend(q, k, v, segments, backend=backend, **options)
+        found.append([out, *torch.autograd.grad(out.sin().sum(), (q, k, v))])
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-12)
 
 
 @pytest.fixture

@@ -132,11 +132,16 @@ def _attend(
             "set attention_dropout to 0 in the model's config, or use the backend 'sdpa'"
         )
     attend = BACKENDS[backend] if backend else choose_backend(q, v, softcap)
-    if sinks is not None and attend is torch_varlen and dropout is None and gpu_works(q.device, q.dtype, q.shape[-1]):
+    narrower = q.shape[-1] - v.shape[-1]
+    by_kernel = attend is torch_varlen and dropout is None and not narrower
+    if sinks is not None and by_kernel and gpu_works(q.device, q.dtype, q.shape[-1]):
         return with_sinks(q, k, v, sinks, OnGpu(scale, _bounds(segments, q.device), window))
     if sinks is not None or dropout is not None:
         return per_sequence_sdpa(q, k, v, segments, scale, window, softcap, sinks=sinks, dropout=dropout)
-    return attend(q, k, v, segments, scale, window, softcap)
+    if attend is per_sequence_sdpa or not narrower:
+        return attend(q, k, v, segments, scale, window, softcap)
+    # Fused kernels take values as wide as keys, and those of latent attention are narrower.
+    return attend(q, k, F.pad(v, (0, narrower)), segments, scale, window, softcap)[..., : v.shape[-1]]
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, Segments, float, int | None, float | None], Tensor]
@@ -145,7 +150,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, Segments, float, int | None, float | 
 def choose_backend(q: Tensor, v: Tensor, softcap: float | None) -> Attend:
     """The fastest backend that has what is asked for: torch's varlen_attn, else flash-attn, else per-sequence SDPA."""
     head_dim = q.shape[-1]
-    fused = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and head_dim == v.shape[-1] <= 256
+    fused = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and v.shape[-1] <= head_dim <= 256
     fused = fused and _has_flash_kernels(q.device)
     # flash-attn pads a head of, say, 20 numbers to 24 by itself; torch's operator refuses it.
     if fused and softcap is None and head_dim % 8 == 0 and _torch_varlen() is not None:

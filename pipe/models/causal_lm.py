@@ -33,6 +33,7 @@ from ds_hydra.pipe.models.heads import Heads
 from ds_hydra.pipe.models.kinds import find_kinds
 from ds_hydra.pipe.models.lone_rank import cannot_run, look
 from ds_hydra.pipe.models.meta_copy import (
+    checkpoint_nothing,
     copy_to_meta,
     devices_to_run_on,
     give_values,
@@ -46,7 +47,7 @@ from ds_hydra.pipe.models.refusals import find_layers, known_tokens, refuse_part
 from ds_hydra.pipe.models.state import refuse_reading, refuse_state
 from ds_hydra.pipe.models.three_ways import find_ways
 from ds_hydra.pipe.models.token_rules import TokenRules, share_tokens
-from ds_hydra.pipe.models.unnamed_rules import UnnamedRules, derive, without
+from ds_hydra.pipe.models.unnamed_rules import UnnamedRules, derive, latent_styles, without
 from ds_hydra.pipe.models.unset import stand_in_values
 from ds_hydra.pipe.rows import AT_ONCE, Overlap
 from ds_hydra.pipe.stage import StageModule, StagePlace
@@ -141,6 +142,7 @@ class CausalLM:
         for path in paths:
             attention.let_attend_alone(self.template.get_submodule(path), self.boxes.attention)
         self._published_plan = without(self._published_plan, paths)
+        self.latent = latent_styles(self.template, self._published_plan, paths)
 
     def _examine(self, model: Any, *, by_one_rank: bool) -> None:
         """Find what runs of parts of the model tell, as far as the options ask for it [Note: kinds of layers]."""
@@ -222,7 +224,7 @@ class CausalLM:
         place_on(copied, device)
         give_values(copied, values, device)
         run_experts_one_by_one(copied)
-        copied.apply(_checkpoint_nothing)
+        copied.apply(checkpoint_nothing)
         return copied
 
     def without_values(self, run: Callable[[Any], _Found]) -> _Found:
@@ -263,7 +265,8 @@ class CausalLM:
         """Buckets and shard rules, those of parameters that the published plan does not name among them."""
         config, model, flow, unnamed, tokens = self.text_config, self.template, self.flow, self.unnamed, self.tokens
         spread = self.experts or Experts(obstacle=BY_WIDTH)
-        self.style_plan = without(self._published_plan, unnamed.whole) | dict.fromkeys(spread.modules, STYLE)
+        styles = {**self._published_plan, **(self.latent if unnamed.latent else {})}
+        self.style_plan = without(styles, unnamed.whole) | dict.fromkeys(spread.modules, STYLE)
         found = Heads(config, model, self.flow.heads, attends=not self.boxes or bool(self.flow.heads))
         ends = ends_of(model)
         modules = {id(module): path for path, module in model.named_modules()}
@@ -324,7 +327,7 @@ class CausalLM:
         model = copy_to_meta(self.template)
         place_on(model, device, dtype)
         model.train()
-        model.apply(_checkpoint_nothing)  # its stages do [Note: recomputed layers]
+        model.apply(checkpoint_nothing)  # its stages do [Note: recomputed layers]
         return model
 
 
@@ -337,11 +340,6 @@ def _of_few(find: Callable[[CausalLM], _Rules], few: CausalLM, whole: CausalLM) 
 def _notes(flow: Flow, balancing: Balancing | None) -> tuple[str, ...]:
     difference = "" if balancing is None or balancing.is_models_own else balancing.difference
     return tuple(note for note in (difference, flow.slow_attention) if note)
-
-
-def _checkpoint_nothing(module: Any) -> None:
-    if getattr(module, "gradient_checkpointing", False):
-        module.gradient_checkpointing = False
 
 
 def _aliases(model: Any) -> dict[str, str]:

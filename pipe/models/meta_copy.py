@@ -171,3 +171,9 @@ def give_values(model: nn.Module, values: Mapping[str, Tensor] | None, device: t
 def repeated(number: Tensor, shape: Sequence[int], *, few: bool) -> Tensor:
     """A tensor of one repeated number: of `few`, or of no value, one that can be written to; else in no memory."""
     return number.new_full(shape, number.item()) if few and not number.is_meta else number.expand(tuple(shape))
+
+
+def checkpoint_nothing(module: Any) -> None:
+    """Let a module of a copy, not those in it, compute nothing again by itself: its stage does."""
+    if getattr(module, "gradient_checkpointing", False):
+        module.gradient_checkpointing = False

@@ -9,6 +9,9 @@ rank of several, both without data, and what enters each module is compared. For
     q_norm          (1, T, 6, 8)   (1, T, 2, 8)   weight (8,)      partial: the ranks' gradients add up
     q_norm          (1, T, 6, 8)   (1, T, 2, 8)   weight (6, 8)    cut along dimension 0, in 6 units
 
+Latent attention is cut by heads where the plan has no word of it, as the plans of other models have it: keys and values
+of all heads come from one latent, which every rank computes whole. Where one forward does not run so, it is left whole.
+
 A mean, a norm or another statistic over features of which each rank has only a part is another number than alone. Who
 takes one is told by the sizes that its functions reduce: a module of a layer is then computed whole by every rank.
 """
@@ -20,12 +23,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from torch import nn
+
 from ds_hydra.pipe.model_plan import ShardRule
 from ds_hydra.pipe.models.lone_rank import Seen, look
+from ds_hydra.pipe.tensor_parallel import style_of
 
 if TYPE_CHECKING:
     from ds_hydra.pipe.models.causal_lm import CausalLM
 
+# Projections of latent attention, by the names that they have in all models of transformers (DeepSeek-V2's plan).
+_LATENT = {"q_proj": "colwise", "q_b_proj": "colwise", "kv_a_proj_with_mqa": "mla_kv_a_proj", "kv_b_proj": "colwise",
+           "o_proj": "rowwise"}  # fmt: skip
+_LATENT_ALL = ("kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 _ATTEMPTS = 5  # a rule that was found lets the forward run on to the next parameter without one
 
 
@@ -34,12 +44,13 @@ class UnnamedRules:
     """Rules by the parameter's name with `*` for layer numbers, and why tensor parallelism is impossible, if it is.
 
     Modules in `whole`, by their paths, with `*` again, are computed by each rank as if it were alone, whatever the plan
-    says.
+    says. `latent`: the plan is `latent_styles` too.
     """
 
     rules: Mapping[str, ShardRule] = field(default_factory=dict)
     obstacle: str = ""
     whole: frozenset[str] = frozenset()
+    latent: bool = False
 
     def rule(self, name: str) -> ShardRule | None:
         """The rule of a parameter, if it has one."""
@@ -57,8 +68,31 @@ def derive(source: CausalLM) -> UnnamedRules:
     tp = least_degree(source)
     if tp == 1 or source.plan.no_tp:
         return UnnamedRules()
+    if source.latent:
+        found = _derived(source, tp, UnnamedRules(latent=True))
+        if not found.obstacle:
+            return found
+    return _derived(source, tp, UnnamedRules())
+
+
+def latent_styles(model: nn.Module, plan: Mapping[str, str], boxes: Iterable[str]) -> dict[str, str]:
+    """Styles by which tensor parallel ranks share the heads of latent attention, by the paths of its projections: of
+    modules of which the plan has no word, and that are in no box."""
+    found: dict[str, str] = {}
+    inside = tuple(f"{path}." for path in boxes)
+    for path, module in model.named_modules():
+        children = {name for name, _ in module.named_children()}
+        own = {f"{path}.{name}": style for name, style in _LATENT.items() if name in children}
+        told = any(style_of(plan, name) for name in own) or f"{path}.".startswith(inside)
+        if children.issuperset(_LATENT_ALL) and not told:
+            found |= own
+    return found
+
+
+def _derived(source: CausalLM, tp: int, known: UnnamedRules) -> UnnamedRules:
+    """Rules of all parameters that need one beside what is known."""
     alone = look(source, 1)
-    known = UnnamedRules()
+    source = source.planned(known, source.tokens)
     for _ in range(_ATTEMPTS):
         cut = look(source, tp)
         rules = dict(_new_rules(source, alone, cut, known.rules))

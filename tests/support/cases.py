@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import chain
 
 from tests.support.adapted_models import ADAPTED, ADAPTED_WITHOUT_TP
+from tests.support.attending_cases import latent
 from tests.support.boxed_cases import boxed, states
 from tests.support.case import (
     AMPLIFYING,
@@ -51,7 +52,7 @@ FIXED_STRATEGIES = (
 
 # Rows that train under the strict transport in place of the plain one, and with what it is strict about: a row drawn at
 # random, one where a layer reads a weight of a module that it does not call, and one each of several phases, slices,
-# states that slices carry, and heads in groups.
+# states that slices carry, keys of a latent, and heads in groups.
 UNDER_STRICT = {
     "functions, sgd fp32": "blocking",
     "layer_list": "connect",
@@ -59,6 +60,7 @@ UNDER_STRICT = {
     "V, slices": "blocking connect",
     "states": "blocking connect",
     "spread, slices": "blocking connect",
+    "latent, deepseek_v3, slices": "blocking one_queue",
     "groups of heads, one key head": "lazy one_queue",
     "groups of unequally many heads": "lazy one_queue",
 }
@@ -327,6 +329,7 @@ CASES: tuple[Case, ...] = (
     *in_groups(),
     *over_nodes(),
     *with_sinks(),
+    *latent(),
     *mixed(),
 )
 assert len({case.name for case in CASES}) == len(CASES), "every row has a name of its own"
