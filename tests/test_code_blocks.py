@@ -21,11 +21,10 @@ from unittest import mock
 import hjson
 import pytest
 import torch
-from deepspeed.launcher.runner import parse_args
 
 import ds_hydra
 from ds_hydra.commands.__main__ import COMMANDS, main
-from ds_hydra.commands.launch import without_respawn
+from ds_hydra.commands.launch import read_options
 from ds_hydra.config.hydra_block import parse_config
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.pipe.shape import StrategyShape
@@ -77,7 +76,7 @@ def parsed(line: str) -> bool:
     if words[0] == "make":
         assert {word for word in words[1:] if "=" not in word} <= TARGETS, line
     elif words[:2] == ["ds-hydra", "launch"]:  # reads DeepSpeed's options and runs at once
-        parse_args(without_respawn(words[2:], parse_args)[0])
+        read_options(words[2:])
     elif words[0] == "ds-hydra":
         assert words[1] in COMMANDS, line
         _parse(f"ds_hydra.commands.{words[1].replace('-', '_')}", lambda: main(words[1:]), line)

@@ -1,7 +1,11 @@
 """The ranks of one node, each of which lives for itself: `python -m ds_hydra.commands.launch_node`, called by `launch`.
 
 Each rank has a context of `torch.distributed.elastic.multiprocessing` of its own, since a context ends all its
-processes with the first one that fails. The arguments are those of `deepspeed.launcher.launch`, and --respawn.
+processes with the first one that fails. The arguments are those of `deepspeed.launcher.launch`, --respawn and --spares.
+
+A spare process starts when the ranks have come to their first step, since it reads from them what it is to join. It
+knocks as any process that joins does, and waits while the job has as many ranks as it began with. When a rank of its
+node has finished, what still waits is ended.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ds_hydra.host.environment import INVITATION, JOINS, MEMBERS_FOLDER, free_port
+from ds_hydra.host.environment import INVITATION, JOINS, MEMBERS_FOLDER, MOST_RANKS, free_port
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError, PlanError
 
 _TURN_S = 0.1
@@ -37,10 +41,11 @@ class Job:
     command: tuple[str, ...]
     first: int  # rank of this node's first
     num_local: int
-    num_ranks: int
+    num_ranks: int  # of the job's start
     environment: dict[str, str]
     cores: str | None  # that ranks are bound to; "": all of them, None: they are not bound
     logs: str | None  # folder of their output
+    spares: int = 0  # places of this node behind its ranks
 
     def of_rank(self, local: int) -> dict[str, str]:
         """The environment of a rank of the job's start."""
@@ -66,7 +71,7 @@ class Job:
         if self.cores is not None:
             from deepspeed.utils.numa import get_numactl_cmd
 
-            cores, before = get_numactl_cmd(self.cores or None, self.num_local, local)
+            cores, before = get_numactl_cmd(self.cores or None, self.num_local + self.spares, local)
             words, environment["OMP_NUM_THREADS"] = [*before, *words], str(cores)
         logs = DefaultLogsSpecs(self.logs, redirects=Std.ALL) if self.logs else DefaultLogsSpecs(os.devnull)
         return start_processes(
@@ -85,6 +90,7 @@ class Node:
     again: dict[int, float] = field(default_factory=dict)  # places whose process is started again, and when
     came: set[int] = field(default_factory=set)  # places whose process was started to join
     ended: list[int] = field(default_factory=list)  # exit codes, as they came
+    spare: list[int] = field(default_factory=list)  # places whose first process is a spare that has not started
     began: float = field(default_factory=time.monotonic)
     signalled: bool = False
 
@@ -96,6 +102,7 @@ class Node:
         try:
             for local in range(self.job.num_local):
                 self.running[local] = self.job.start(local, self.job.of_rank(local))
+            self.spare = list(range(self.job.num_local, self.job.num_local + self.job.spares))
             while self.running or self.again:
                 try:
                     self._turn()
@@ -117,13 +124,30 @@ class Node:
         if self.again and not self.running:
             _say("no rank of this node lives any more, and none is started again")
             self.again.clear()
+        if self.spare and not self.signalled and (self.folder / INVITATION).exists():
+            self.again |= dict.fromkeys(self.spare, 0.0)
+            self.spare.clear()
         for local in [local for local, at in self.again.items() if time.monotonic() > at]:
             del self.again[local]
             self.running[local] = self.job.start(local, self.job.of_joiner(local))
             self.came.add(local)
+        if 0 in self.ended and all(self._waits(*one) for one in self.running.items()):
+            for context in self.running.values():
+                context.close(signal.SIGTERM)
+            self.running.clear()
+            self.again.clear()
+
+    @property
+    def folder(self) -> Path:
+        """Where the members of this host say how to join them."""
+        return Path(self.job.environment[MEMBERS_FOLDER])
+
+    def _waits(self, local: int, context: Any) -> bool:
+        """Whether a process has come to join and is no member."""
+        return local in self.came and not is_member(self.folder, context.pids()[0])
 
     def _ended(self, local: int, pid: int, code: int) -> None:
-        if code == 0 or local not in self.came or is_member(Path(self.job.environment[MEMBERS_FOLDER]), pid):
+        if code == 0 or local not in self.came or is_member(self.folder, pid):
             self.ended.append(code)
         if code == 0:
             return
@@ -133,7 +157,8 @@ class Node:
             self.again[local] = time.monotonic() + BEFORE_AGAIN_S
             then = f"; a process that joins in its place starts in {BEFORE_AGAIN_S:.0f} s, {self.respawn} more may"
         lived_s, live = time.monotonic() - self.began, f"{len(self.running)} of {self.job.num_local} live"
-        _say(f"process {pid} of rank {self.job.first + local} {how_ended(code)} after {lived_s:.1f} s, {live}{then}")
+        whose = f"rank {self.job.first + local}" if local < self.job.num_local else f"spare place {local}"
+        _say(f"process {pid} of {whose} {how_ended(code)} after {lived_s:.1f} s, {live}{then}")
 
     def _pass_on(self, told: signal.Signals) -> None:
         """The first signal goes to all ranks, which may save and leave by it; a second one ends them."""
@@ -174,13 +199,20 @@ def code_of(ended: Sequence[int]) -> int:
     return code if code >= 0 else 128 - code
 
 
-def job_of(args: Namespace, folder: Path) -> Job:
-    """What DeepSpeed's options for a node say."""
+def job_of(args: Namespace, folder: Path, spares: int = 0) -> Job:
+    """What DeepSpeed's options for a node say, of whose places the last ones are `spares`. ConfigError where a node has
+    no others."""
     from deepspeed.accelerator import get_accelerator
 
     world = json.loads(base64.urlsafe_b64decode(args.world_info))
     slots = list(world.values())
-    own = slots[args.node_rank]
+    own, ranks = slots[args.node_rank], [len(one) - spares for one in slots]
+    if min(ranks) < 1:
+        name = list(world)[ranks.index(min(ranks))]
+        raise ConfigError(
+            f"--spares {spares}: node {name} has {min(ranks) + spares} places, of which one has to train: start more "
+            "processes there (--num_gpus, or slots of the hostfile), or give fewer spares"
+        )
     environment: dict[str, str] = {}
     get_accelerator().set_visible_devices_envs(environment, own)
     environment |= {
@@ -193,9 +225,11 @@ def job_of(args: Namespace, folder: Path) -> Job:
     local = () if args.no_local_rank else ("--local_rank=%LOCAL_RANK%",)
     command = (*python, args.training_script, *local, *args.training_script_args)
     logs = None if args.enable_each_rank_log == "None" else args.enable_each_rank_log
-    before = sum(map(len, slots[: args.node_rank]))
+    if spares:
+        environment[MOST_RANKS] = str(sum(ranks))
     cores = (args.bind_core_list or "") if args.bind_cores_to_rank else None
-    return Job(command, before, len(own), sum(map(len, slots)), environment, cores, logs)
+    before, here = sum(ranks[: args.node_rank]), ranks[args.node_rank]
+    return Job(command, before, here, sum(ranks), environment, cores, logs, spares)
 
 
 def _say(text: str) -> None:
@@ -206,12 +240,13 @@ def main() -> int:
     """The exit code."""
     from deepspeed.launcher import launch
 
-    respawn = 0
-    if len(sys.argv) > 1 and sys.argv[1].startswith("--respawn="):
-        respawn = int(sys.argv.pop(1).partition("=")[2])
+    own = {"--respawn": 0, "--spares": 0}
+    while len(sys.argv) > 1 and sys.argv[1].partition("=")[0] in own:
+        option, _, value = sys.argv.pop(1).partition("=")
+        own[option] = int(value)
     folder = Path(tempfile.mkdtemp(prefix="ds_hydra-"))  # for this user only
     try:
-        return Node(job_of(launch.parse_args(), folder), respawn).run()
+        return Node(job_of(launch.parse_args(), folder, own["--spares"]), own["--respawn"]).run()
     except ConfigError as refused:
         _say(str(refused))
         return ConfigError.exit_code

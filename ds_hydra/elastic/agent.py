@@ -73,15 +73,16 @@ class MemberAgent:
         roster: m.Roster | None,
         *,
         patience: Patience | None = None,
+        most: int | None = None,
         heartbeat_s: float = 1.0,
         end: Callable[[str], None] | None = None,
         store: Callable[[str], Store] = open_store,
         place: Path | None = None,
     ):
-        """Use `start` or `join`. `end` replaces the end of the process; `store` opens stores; `place` has the newest
-        invitation, for a process that joins."""
+        """Use `start` or `join`. `most` as of `Rounds`. `end` replaces the end of the process; `store` opens
+        stores; `place` has the newest invitation, for a process that joins."""
         self._place = place
-        self._machine = Membership(me, roster, folder=invitation.folder is not None, patience=patience)
+        self._machine = Membership(me, roster, folder=invitation.folder is not None, patience=patience, most=most)
         self._links, self._invitation, self._end, self._open_store = links, invitation, end, store
         self._store: Store | None = None
         self._heartbeat_s, self._beat_in = heartbeat_s, 0.0

@@ -67,12 +67,21 @@ class Rounds:
     Its methods leave in `_out` what is to be done.
     """
 
-    def __init__(self, me: Member, roster: Roster | None, *, folder: bool, patience: Patience | None = None):
+    def __init__(
+        self,
+        me: Member,
+        roster: Roster | None,
+        *,
+        folder: bool,
+        patience: Patience | None = None,
+        most: int | None = None,
+    ):
         """`roster`: of the job's start; None for a process that wants to join, whose id is -1.
 
-        `folder`: whether all members see one folder, alike on all of them [Note: one successor].
+        `folder`: whether all members see one folder, alike on all of them [Note: one successor]. `most`: how many may
+        be members, alike on all of them; who comes besides waits until one is lost. None: any number.
         """
-        self.me, self.folder = me, folder
+        self.me, self.folder, self.most = me, folder, most
         self.patience = patience or Patience()
         self.roster = roster or Roster(NOTHING_HELD, (), 0)
         self.installed = self.roster.epoch
@@ -203,7 +212,7 @@ class Rounds:
 
     def _taken(self, members: int) -> list[Member]:
         """Of those that wait to join so many members as many as training can use; the others go on waiting."""
-        joiners = list(self.knocks.values())
+        joiners = list(self.knocks.values())[: None if self.most is None else max(0, self.most - members)]
         while joiners and members + len(joiners) in self.unfit:
             joiners.pop()
         return joiners

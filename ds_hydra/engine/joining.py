@@ -31,7 +31,7 @@ from ds_hydra.elastic.membership import TURN_S
 from ds_hydra.elastic.rounds import Patience
 from ds_hydra.elastic.view import View
 from ds_hydra.engine import epochs
-from ds_hydra.host.environment import INVITATION, members_folder
+from ds_hydra.host.environment import INVITATION, MOST_RANKS, launched_number, members_folder
 from ds_hydra.zero_hetero.errors import ConfigError, Told
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ _BEATS = 9  # of a member, in the time after which it counts as frozen
 
 
 def living(config: HydraConfig) -> dict[str, Any]:
-    """How long members wait for each other, for `MemberAgent.start` and `join`."""
+    """How long members wait for each other, and how many there may be, for `MemberAgent.start` and `join`."""
     assert config.elastic is not None, "only elastic jobs have agents"
     stuck, usual = math.ceil(config.elastic.stuck_seconds / TURN_S) + _LATER, Patience()
     frozen_s = config.faults.frozen_seconds or math.inf
@@ -54,6 +54,7 @@ def living(config: HydraConfig) -> dict[str, Any]:
         "frozen_s": frozen_s,
         "heartbeat_s": min(frozen_s / _BEATS, 1.0),
         "patience": replace(usual, stuck=stuck, give_up=max(usual.give_up, 2 * stuck)),
+        "most": launched_number(MOST_RANKS),
     }
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 MEMBERS_FOLDER = "DS_HYDRA_MEMBERS"
 INVITATION = "invitation.json"  # in the folder of the members
 JOINS = "DS_HYDRA_JOINS"
+MOST_RANKS = "DS_HYDRA_MOST_RANKS"  # as many as train together; whoever is started besides is a spare
 _UNTIL_BEGUN_S = 300.0
 
 # The least and the most that each may be.
@@ -25,6 +26,7 @@ _NUMBERS = {
     "LOCAL_WORLD_SIZE": (1, None),
     "LOCAL_SIZE": (1, None),
     "MASTER_PORT": (0, 65535),
+    MOST_RANKS: (1, None),
 }
 _OF_JOINERS = {"RANK": -1, "WORLD_SIZE": None}
 

@@ -18,6 +18,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, get_args_parser
@@ -70,22 +71,42 @@ def test_ranks_of_two_launchers_equal_those_of_one_machine(tmp_path: Path) -> No
 
 def test_survivors_live_on_and_a_process_comes_back_in_place_of_one_that_died(tmp_path: Path) -> None:
     """Of two ranks one is killed: the other goes on by itself, until it has a new fellow."""
-    command = ["launch", "--respawn", "1", "--num_gpus", "2", "--master_port", str(free_port()), "--no_local_rank"]
+    told = _launched(tmp_path, "--num_gpus", "2")
+    assert "of rank 1 was ended by SIGKILL" in told
+    assert re.search(r"lost members: 1, new ones: none; 1 ranks go on with step 3 .*; not protected", told)
+    assert re.search(r"lost members: none, new ones: 2; 2 ranks go on with step 6 .*; each rank's share", told)
+    ended = [json.loads((tmp_path / f"end{rank}").read_text()) for rank in range(2)]
+    assert [(one["first"], one["joined"]) for one in ended] == [(0, False), (5, True)]
+
+
+@pytest.mark.long
+def test_a_spare_waits_until_a_rank_is_lost_and_takes_its_place(tmp_path: Path) -> None:
+    """Who is started again for the lost one is the next spare, and is ended with the job."""
+    told = _launched(tmp_path, "--num_gpus", "3", "--spares", "1")
+    assert "of rank 1 was ended by SIGKILL" in told
+    assert re.findall(r"lost members: (\S+), new ones: (\S+); (\d) ranks", told) == [
+        ("1", "none", "1"),
+        ("none", "2", "2"),
+    ]
+    assert "spare place" not in told  # it did not end before the job
+    ended = [json.loads((tmp_path / f"end{rank}").read_text()) for rank in range(2)]
+    assert [(one["first"], one["joined"]) for one in ended] == [(0, False), (3, True)]
+
+
+def _launched(folder: Path, *options: str) -> str:
+    """What `ds-hydra launch` and all its processes have said, when it has ended with 0."""
+    command = ["launch", "--respawn", "1", *options, "--master_port", str(free_port()), "--no_local_rank"]
     environment = os.environ | {
         "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-m", "ds_hydra.commands", *command, launched_job.__file__, str(tmp_path), "6"],
+        [sys.executable, "-m", "ds_hydra.commands", *command, launched_job.__file__, str(folder), "6"],
         env=environment, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
-    assert "of rank 1 was ended by SIGKILL" in done.stdout
-    assert re.search(r"lost members: 1, new ones: none; 1 ranks go on with step 3 .*; not protected", done.stdout)
-    assert re.search(r"lost members: none, new ones: 2; 2 ranks go on with step 6 .*; each rank's share", done.stdout)
-    ended = [json.loads((tmp_path / f"end{rank}").read_text()) for rank in range(2)]
-    assert [(one["first"], one["joined"]) for one in ended] == [(0, False), (5, True)]
+    return done.stdout
 
 
 def test_a_launcher_restarts_what_has_died(tmp_path: Path) -> None:

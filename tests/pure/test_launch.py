@@ -9,39 +9,33 @@ from pathlib import Path
 
 import pytest
 
-from ds_hydra.commands.launch import as_ours, main, without_respawn
+from ds_hydra.commands.launch import as_ours, main, read_options
 from ds_hydra.commands.launch_node import Job, code_of, job_of
 from ds_hydra.config.hydra_block import ElasticConfig, HydraConfig
-from ds_hydra.host.environment import JOINS, MEMBERS_FOLDER, longest_wait_s
+from ds_hydra.host.environment import JOINS, MEMBERS_FOLDER, MOST_RANKS, longest_wait_s
 from ds_hydra.zero_hetero.errors import ConfigError
 
 
-def parse(words: list[str]) -> argparse.Namespace:
-    """As DeepSpeed's parser: its options, the script, and what follows it."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--num_gpus")
-    parser.add_argument("script")
-    parser.add_argument("user_args", nargs=argparse.REMAINDER)
-    return parser.parse_args(words)
-
-
 @pytest.mark.parametrize(
-    ("given", "theirs", "ours"),
+    ("given", "respawn", "spares", "others"),
     [
-        ("--num_gpus 2 a.py --x 1", "--num_gpus 2 a.py --x 1", []),
-        ("--respawn 3 --num_gpus 2 a.py --x 1", "--num_gpus 2 a.py --x 1", ["--respawn=3"]),
-        ("--num_gpus 2 --respawn=3 a.py", "--num_gpus 2 a.py", ["--respawn=3"]),
-        ("--num_gpus 2 a.py --respawn 3", "--num_gpus 2 a.py --respawn 3", []),
-        ("--respawn 1 a.py --respawn x", "a.py --respawn x", ["--respawn=1"]),
+        ("--num_gpus 2 a.py --x 1", 0, 0, "--x 1"),
+        ("--respawn 3 --num_gpus 2 --spares=1 a.py --x 1", 3, 1, "--x 1"),
+        ("--num_gpus 2 --spares 1 --respawn=3 a.py", 3, 1, ""),
+        ("--num_gpus 2 a.py --respawn 3 --spares 2", 0, 0, "--respawn 3 --spares 2"),
+        ("--respawn 1 a.py --respawn x", 1, 0, "--respawn x"),
     ],
 )
-def test_what_follows_the_script_is_the_scripts(given: str, theirs: str, ours: list[str]) -> None:
-    assert without_respawn(given.split(), parse) == (theirs.split(), ours)
+def test_what_follows_the_script_is_the_scripts(given: str, respawn: int, spares: int, others: str) -> None:
+    options = read_options(given.split())
+    assert (options.respawn, options.spares, options.user_args) == (respawn, spares, others.split())
 
 
-def test_a_number_is_asked_for() -> None:
-    with pytest.raises(ConfigError, match="--respawn takes how often"):
-        without_respawn(["--respawn", "often", "a.py"], parse)
+def test_a_number_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        read_options(["--respawn", "often", "a.py"])
+    assert left.value.code == 2
+    assert "--respawn: a number of processes of each node is asked for, but it is 'often'" in capsys.readouterr().err
 
 
 def test_deepspeeds_command_for_a_node_starts_ours_there() -> None:
@@ -75,14 +69,18 @@ def test_the_exit_code_is_the_survivors(ended: list[int], code: int) -> None:
     assert code_of(ended) == code
 
 
-def test_ranks_of_a_node_and_who_joins(tmp_path: Path) -> None:
+def on_node(number: int) -> argparse.Namespace:
+    """What DeepSpeed tells a node of two, with three places and two."""
     world = base64.urlsafe_b64encode(json.dumps({"a": [0, 1, 2], "b": [0, 1]}).encode()).decode()
-    args = argparse.Namespace(
-        world_info=world, node_rank=1, master_addr="a", master_port=29500, no_python=False, module=False,
+    return argparse.Namespace(
+        world_info=world, node_rank=number, master_addr="a", master_port=29500, no_python=False, module=False,
         no_local_rank=False, bind_cores_to_rank=False, bind_core_list=None, enable_each_rank_log="None",
         training_script="a.py", training_script_args=["--x"],
     )  # fmt: skip
-    job: Job = job_of(args, tmp_path)
+
+
+def test_ranks_of_a_node_and_who_joins(tmp_path: Path) -> None:
+    job: Job = job_of(on_node(1), tmp_path)
     assert job.command[-3:] == ("a.py", "--local_rank=%LOCAL_RANK%", "--x")
     second = job.of_rank(1)
     expected = {"RANK": "4", "WORLD_SIZE": "5", "LOCAL_RANK": "1", "LOCAL_SIZE": "2", "MASTER_ADDR": "a"}
@@ -92,6 +90,15 @@ def test_ranks_of_a_node_and_who_joins(tmp_path: Path) -> None:
     joiner = job.of_joiner(1)
     assert {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "1", JOINS: "1"}.items() <= joiner.items()
     assert joiner["MASTER_PORT"] != second["MASTER_PORT"]
+
+
+def test_the_last_places_of_each_node_are_spares(tmp_path: Path) -> None:
+    jobs = [job_of(on_node(node), tmp_path, 1) for node in range(2)]
+    assert [(job.first, job.num_local, job.num_ranks, job.spares) for job in jobs] == [(0, 2, 3, 1), (2, 1, 3, 1)]
+    assert [job.of_joiner(1)[MOST_RANKS] for job in jobs] == ["3", "3"]
+    assert jobs[1].of_joiner(1)["LOCAL_RANK"] == "1"
+    with pytest.raises(ConfigError, match="--spares 2: node b has 2 places"):
+        job_of(on_node(0), tmp_path, 2)
 
 
 def test_only_an_elastic_job_that_has_begun_waits_for_a_short_time(monkeypatch: pytest.MonkeyPatch) -> None:

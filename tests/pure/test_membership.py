@@ -120,6 +120,19 @@ def test_joiners_get_new_ids_and_the_last_ranks() -> None:
     assert cluster.nodes[101].views == [view]
 
 
+def test_a_spare_waits_while_there_are_as_many_members_as_at_first() -> None:
+    cluster = Cluster(0, 3, folder=True, most=3)
+    for key in (100, 101):
+        cluster.at(1.0, lambda key=key: cluster.join(key))  # type: ignore[misc]
+    cluster.run(10.0)
+    assert [len(node.views) for node in cluster.nodes.values()] == [1, 1, 1, 0, 0]
+    cluster.kill(0)  # the coordinator, at which they have knocked
+    cluster.run(40.0)
+    assert not cluster.end()
+    assert [len(view.members) for view in cluster.nodes[1].views] == [3, 2, 3]
+    assert [bool(cluster.nodes[key].views) for key in (100, 101)] == [True, False]
+
+
 def test_where_training_cannot_use_so_many_members_who_wants_to_join_waits_for_other_numbers() -> None:
     cluster = Cluster(0, 3, folder=True)
     for node in cluster.nodes.values():

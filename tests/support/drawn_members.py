@@ -65,7 +65,8 @@ def drawn(seed: int) -> tuple[Cluster, str]:
     """A cluster with what befalls it, drawn by a seed; and the kinds of it, in words."""
     rng = random.Random(seed)
     num, folder = rng.randint(1, 7), rng.random() < 0.5
-    cluster = Cluster(seed, num, folder=folder, per_host=rng.randint(1, 3), stuck=rng.choice([0, 0, 0.05]))
+    cluster = Cluster(seed, num, folder=folder, per_host=rng.randint(1, 3), stuck=rng.choice([0, 0, 0.05]),
+                      most=num if seed % 2 else None)  # fmt: skip
     kinds = {"stuck"} if cluster.stuck else set()
     # Often within one change of views: what is rare in time is what is hard.
     span = rng.choice([0.3, 1.0, 3.0, 12.0])

@@ -48,10 +48,11 @@ class Wrong(AssertionError):
 class Cluster:
     """So many members, in hosts of so many."""
 
-    def __init__(self, seed: int, num_members: int, *, folder: bool, per_host: int = 2, stuck: float = 0.0):
+    def __init__(self, seed: int, num_members: int, *, folder: bool, per_host: int = 2, stuck: float = 0.0,
+                 most: int | None = None):  # fmt: skip
         self.random, self.now, self._order = random.Random(seed), 0.0, 0
         self.changed = 0.0  # when a member's training last went on, or a member ended
-        self.folder, self.stuck, self.delay_s = folder, stuck, 0.1
+        self.folder, self.stuck, self.delay_s, self.most = folder, stuck, 0.1, most
         self.tokens: dict[int, m.Roster] = {}
         self.folder_fails: set[int] = set()  # keys of nodes that do not see it
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
@@ -61,7 +62,7 @@ class Cluster:
         self.per_host = per_host
         members = tuple(self.process(key, key) for key in range(num_members))
         start = m.Roster(0, members, num_members)
-        self.nodes = {one.id: Node(one.id, Membership(one, start, folder=folder)) for one in members}
+        self.nodes = {one.id: Node(one.id, Membership(one, start, folder=folder, most=most)) for one in members}
         view = View(0, members, (), ("start", 0))
         for node in self.nodes.values():
             node.views.append(view)
@@ -121,7 +122,7 @@ class Cluster:
 
     def join(self, key: int) -> None:
         me = self.process(key, -1)
-        self.nodes[key] = Node(key, Membership(me, None, folder=self.folder))
+        self.nodes[key] = Node(key, Membership(me, None, folder=self.folder, most=self.most))
         self._tick(key)
 
     # What the network, the folder and training do.
@@ -263,6 +264,8 @@ class Cluster:
         known = self.epochs.setdefault(view.epoch, view)
         if repr(known) != repr(view):
             raise Wrong(f"epoch {view.epoch} has two views: {known} and {view}")
+        if self.most is not None and len(view.members) > self.most:
+            raise Wrong(f"epoch {view.epoch} has {len(view.members)} members, and spares should wait for {self.most}")
         me = node.machine.me.id
         if node.views and view.epoch <= node.views[-1].epoch:
             raise Wrong(f"member {me} went from epoch {node.views[-1].epoch} to {view.epoch}")
