@@ -19,20 +19,70 @@ a slice's own rows are complete when its backward comes, since all later slices 
 So a slice's backward is an ordinary one that begins with what it handed on, and autograd knows of no other slice. In
 any other order the gradients would be wrong without a sign of it, so an order that is not the reverse is refused.
 
+[Note: reach]
+Where tokens see only some of those before them, a slice is handed only rows in its reach. With a window of 3 tokens:
+
+  forward of 0..4    writes rows 0..4    attends to rows 0..4
+  forward of 4..6    writes rows 4..6    attends to rows 2..6
+  forward of 6..9    writes rows 6..9    attends to rows 4..9
+
+With chunks of 4 tokens the last two attend to rows 4..6 and 4..9. What a slice attends to stays for its backward, where
+its layer is not computed again. Where it is, or no backward comes, only what the next slice is handed stays: the two
+last rows of each slice, however long it is. So that neighbours that stay need not be copied, they lie in one piece of
+memory of several reaches; a slice that begins a new piece copies the rows in its reach.
+
 The idea of slices with the keys and values of those before: Li et al. 2021 (TeraPipe); backwards in reverse order: Sun
 et al. 2024 (Seq1F1B).
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any
+import threading
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ds_hydra.pipe.carried import Carried
 from ds_hydra.zero_hetero.errors import PlanError
+
+_PIECE = 8  # reaches: of rows that stay an eighth is copied, at most
+_pass = threading.local()
+
+
+@contextmanager
+def computed_again() -> Iterator[None]:
+    """Within it, in this thread, a layer runs that its backward computes again, the first time or the second."""
+    before, _pass.again = getattr(_pass, "again", False), True
+    try:
+        yield
+    finally:
+        _pass.again = before
+
+
+class Reach(NamedTuple):
+    """Which tokens before it a token sees: all; with a window, which counts the token itself, those in it; with chunks
+    of so many tokens, counted from the sequence's first, those of its own [Note: reach]."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+    def first(self, start: int) -> int:
+        """The first token that one at `start` sees."""
+        if self.chunk is not None:
+            return start // self.chunk * self.chunk
+        return 0 if self.window is None else max(0, start - self.window + 1)
+
+    @property
+    def most(self) -> int | None:
+        """Tokens before it that a token sees at most; None: any number."""
+        size = self.chunk or self.window
+        return None if size is None else size - 1
+
+
+ALL = Reach()
 
 
 class Context:
@@ -44,7 +94,9 @@ class Context:
 
     def __init__(self, total: int):
         self.total = total
-        self._rows: tuple[Tensor, ...] = ()  # keys and values (total, kv_heads, d)
+        self._rows: tuple[Tensor, ...] = ()  # keys and values (tokens, kv_heads, d) that lie together
+        self._rows_from, self._rows_to = 0, 0  # the first of these tokens, and the end of those that are there
+        self._before: dict[int, tuple[Tensor, ...]] = {}  # what a slice that begins at a token is handed
         self._sums: tuple[Tensor, ...] = ()  # of their gradients, of those tokens that may still get more
         self._sums_from = 0  # the first of these tokens
         self._written = 0  # tokens whose keys and values have been there
@@ -55,31 +107,57 @@ class Context:
         """That of one group of key/value heads, where they are computed group by group [Note: exchange in groups]."""
         return self._groups.setdefault(number, Context(self.total)) if number else self
 
-    def join(self, k: Tensor, v: Tensor, start: int, window: int | None = None) -> tuple[Tensor, Tensor]:
+    def join(self, k: Tensor, v: Tensor, start: int, reach: Reach = ALL) -> tuple[Tensor, Tensor]:
         """Keep the keys and values of a slice, and return those that its tokens may attend to.
 
-        k (s, kv_heads, d) and v (s, kv_heads, d_v) of the tokens from `start` on -> the rows of the tokens 0, 1, ...,
-        start + s - 1; with a window, which counts the token itself, from start - window + 1 on. Raises PlanError for
-        slices out of order, also in the backward.
+        k (s, kv_heads, d) and v (s, kv_heads, d_v) of the tokens from `start` on -> the rows of the tokens
+        reach.first(start), ..., start + s - 1. Raises PlanError for slices out of order, also in the backward.
         """
-        first = 0 if window is None else max(0, start - window + 1)
-        joined: tuple[Tensor, Tensor] = _Join.apply(k, v, self, start, first)
+        joined: tuple[Tensor, Tensor] = _Join.apply(k, v, self, start, reach, torch.is_grad_enabled())
         return joined
 
-    def write(self, own: tuple[Tensor, ...], start: int, first: int) -> tuple[Tensor, ...]:
-        """Keep the rows of a slice and return all rows from `first` to its end."""
-        stop = start + len(own[0])
+    def write(self, own: tuple[Tensor, ...], start: int, reach: Reach, *, backward: bool) -> tuple[Tensor, ...]:
+        """Keep the rows of a slice, of which a `backward` comes or not, and return all rows in reach up to its end."""
+        stop, first = start + len(own[0]), reach.first(start)
         if start > self._written:
             raise PlanError(
                 f"tokens {start} to {stop} of a sequence of {self.total} run forward when only {self._written} tokens "
                 "have: a schedule must run the slices of a sequence in order"
             )
+        is_first = stop > self._written
         self._written = max(self._written, stop)  # a layer that is recomputed writes the same rows again
-        self._rows = self._rows or tuple(x.new_empty(self.total, *x.shape[1:]) for x in own)
+        if reach.most is None:
+            return self._placed(own, start, 0, self.total)
+        before = self._before.get(start, ()) if backward else self._before.pop(start, ())
+        stays = backward and not getattr(_pass, "again", False)
+        if stays or (is_first and len(own[0]) <= reach.most):
+            rows = self._placed(
+                own, start, first, max(stop - first, min(self.total - first, _PIECE * reach.most)), before
+            )
+        else:
+            rows = tuple(torch.cat(parts) for parts in (zip(before, own, strict=True) if before else zip(own)))
+        if is_first and stop < self.total:
+            handed = tuple(x[reach.first(stop) - first :] for x in rows)
+            self._before[stop] = handed if stays or len(own[0]) <= reach.most else tuple(x.clone() for x in handed)
+        return rows
+
+    def _placed(
+        self, own: tuple[Tensor, ...], start: int, first: int, size: int, before: tuple[Tensor, ...] = ()
+    ) -> tuple[Tensor, ...]:
+        """The rows from `first` to a slice's end, which has been put behind those that are there, or behind what it is
+        handed, in a piece of memory of `size` rows."""
+        stop = start + len(own[0])
+        if not self._rows or first < self._rows_from or stop > self._rows_from + len(self._rows[0]):
+            self._rows = tuple(x.new_empty(size, *x.shape[1:]) for x in own)
+            self._rows_from = self._rows_to = first
         # `.data` has a version of its own: later slices write below what autograd keeps for the backward of this one.
         for rows, x in zip(self._rows, own, strict=True):
-            rows.data[start:stop] = x
-        return tuple(rows.data[first:stop] for rows in self._rows)
+            rows.data[start - self._rows_from : stop - self._rows_from] = x
+        if start > self._rows_to:
+            for rows, x in zip(self._rows, before, strict=True):
+                rows.data[first - self._rows_from : start - self._rows_from] = x
+        self._rows_to = max(self._rows_to, stop)
+        return tuple(rows.data[first - self._rows_from : stop - self._rows_from] for rows in self._rows)
 
     def add(self, gradients: tuple[Tensor, ...], start: int, first: int) -> tuple[Tensor, ...]:
         """Add the gradients of the rows from `first` to a slice's end; return those of its own rows, now complete."""
@@ -107,20 +185,25 @@ class Context:
         # all of them are.
         self._sums = tuple(total[: start - first].clone() for total in sums) if first else sums
         self._sums_from = first
+        if self._before or start == 0:  # what stays of it, others hold
+            self._rows = ()
+        self._before.pop(start, None)
         if start == 0:
-            self._rows = self._sums = ()
+            self._sums = ()
         return own
 
 
 class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, k: Tensor, v: Tensor, context: Context, start: int, first: int) -> tuple[Tensor, ...]:
-        ctx.context, ctx.start, ctx.first = context, start, first
-        return context.write((k, v), start, first)
+    def forward(
+        ctx: Any, k: Tensor, v: Tensor, context: Context, start: int, reach: Reach, backward: bool
+    ) -> tuple[Tensor, ...]:
+        ctx.context, ctx.start, ctx.first = context, start, reach.first(start)
+        return context.write((k, v), start, reach, backward=backward)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return *ctx.context.add(gradients, ctx.start, ctx.first), None, None, None
+        return *ctx.context.add(gradients, ctx.start, ctx.first), None, None, None, None
 
 
 class Contexts:

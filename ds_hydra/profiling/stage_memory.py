@@ -88,12 +88,32 @@ def measure_activations(
     states = plan.state_bytes_of(own.first_layer, own.last_layer)
     context = max(0.0, context - states / (own.num_layers * layer * num_tokens)) if states else context
     until_weight, again = kept_until_weight(middle, num_tokens), kept_when_recomputed(middle, num_tokens)
+    fixed = 0.0
+    if context and _has_reach(source):
+        (context, of_sums), (again, of_rows) = (_apart(of, middle, num_tokens) for of in (_for_slices, _recomputed))
+        fixed = (of_sums + of_rows) / own.num_layers
     of_experts, share = kept_in_experts(middle, num_tokens)
     layer += (1.0 - share) * of_experts
     return Activations(
-        layer, first, last, _transient(middle, num_tokens), until_weight, context, again, plan.state_bytes,
+        layer, first, last, _transient(middle, num_tokens), until_weight, context, again, plan.state_bytes + fixed,
         of_experts,
     )  # fmt: skip
+
+
+def _has_reach(source: ModelSource) -> bool:
+    """Whether layers may have a window or chunks, of whose rows a slice hands on as many however long it is."""
+    config = getattr(source, "text_config", None)
+    return any(getattr(config, key, None) for key in ("sliding_window", "attention_chunk_size"))
+
+
+def _apart(
+    measured: Callable[[StageTimer, int], tuple[int, int]], timer: StageTimer, num_tokens: int
+) -> tuple[float, float]:
+    """Of bytes that are measured beside those of a whole sequence what grows with the tokens, as a share of these, and
+    the bytes that do not grow."""
+    (found, whole), (of_half, _) = measured(timer, num_tokens), measured(timer, num_tokens // 2)
+    fixed = min(found, max(0, 2 * of_half - found))
+    return (found - fixed) / whole, fixed
 
 
 def kept_in_experts(timer: StageTimer, num_tokens: int) -> tuple[float, float]:
@@ -131,7 +151,13 @@ def kept_until_weight(timer: StageTimer, num_tokens: int) -> float:
 
 
 def kept_for_slices(timer: StageTimer, num_tokens: int) -> float:
-    """What a token keeps more in a slice than in a whole sequence, as a share of what it keeps there.
+    """What a token keeps more in a slice than in a whole sequence, as a share of what it keeps there."""
+    more, kept = _for_slices(timer, num_tokens)
+    return more / kept
+
+
+def _for_slices(timer: StageTimer, num_tokens: int) -> tuple[int, int]:
+    """Bytes that a slice keeps more, and those of a whole sequence.
 
     Of two slices, it is what the first keeps more after the second one's backward, which leaves gradients of keys and
     values behind, and what both keep more than a whole sequence before it, such as keys and values of layers that are
@@ -158,7 +184,7 @@ def kept_for_slices(timer: StageTimer, num_tokens: int) -> float:
         timer.backward(outs.pop())
     before, alone, nothing, one, both, after = found.held
     kept = alone - before
-    return (after - one + max(0, both - nothing - kept)) / kept
+    return after - one + max(0, both - nothing - kept), kept
 
 
 def kept_when_recomputed(timer: StageTimer, num_tokens: int) -> float:
@@ -166,6 +192,12 @@ def kept_when_recomputed(timer: StageTimer, num_tokens: int) -> float:
 
     For slices they keep keys and values too. Where sequences are not cut, it is the share of the whole one.
     """
+    again, kept = _recomputed(timer, num_tokens)
+    return min(1.0, again / kept)
+
+
+def _recomputed(timer: StageTimer, num_tokens: int) -> tuple[int, int]:
+    """Bytes of slices whose layers are computed again, and those of a whole sequence."""
     whole, contexts = timer.batch((num_tokens,)), Contexts(num_tokens)
     cuts = (0, num_tokens) if timer.source.plan.no_slices else (0, num_tokens // 2, num_tokens)
     parts = [whole] if len(cuts) == 2 else [
@@ -184,7 +216,7 @@ def kept_when_recomputed(timer: StageTimer, num_tokens: int) -> float:
         while outs:
             timer.backward(outs.pop())
     before, alone, nothing, again = found.held
-    return min(1.0, (again - nothing) / (alone - before))
+    return again - nothing, alone - before
 
 
 def _transient(timer: StageTimer, num_tokens: int) -> float:

@@ -33,7 +33,7 @@ def float64_throughout(model: nn.Module) -> Iterator[None]:
             of_home = [(home, name) for name in ("apply_rotary_pos_emb", "apply_rotary_emb", *kernels)]
             for owner, name in ((cls, "forward"), (cls, "_norm"), *of_home):
                 method = vars(owner).get(name)
-                wide = _widened(method)
+                wide = _widened(method, owner)
                 if wide is not None:
                     changed.append((owner, name, method))
                     setattr(owner, name, wide)
@@ -43,19 +43,20 @@ def float64_throughout(model: nn.Module) -> Iterator[None]:
             setattr(owner, name, method)
 
 
-def _widened(function: Any) -> Any:
+def _widened(function: Any, owner: Any) -> Any:
     """The function with FP64 where its source says FP32; None if it does not, or was replaced before."""
     if not inspect.isfunction(function) or "widened" in vars(function):
         return None
     plain: Any = inspect.unwrap(function)
     source = textwrap.dedent(inspect.getsource(plain))
     wide = re.sub(r"torch\.float(32)?\b", "torch.float64", source).replace(".float()", ".double()")
-    if wide == source or "super()" in source:
+    if wide == source:
         return None
     space: dict[str, Any] = {}
-    body = wide[wide.index("def ") :]
-    exec(compile(body, plain.__code__.co_filename, "exec"), plain.__globals__, space)
-    widened = space[plain.__name__]
+    body = textwrap.indent(wide[wide.index("def ") :], "    ")
+    made = f"def made(__class__):\n{body}\n    return {plain.__name__}"  # by which it finds super()
+    exec(compile(made, plain.__code__.co_filename, "exec"), plain.__globals__, space)
+    widened = space["made"](owner)
     if plain is not function:
         widened = _without_the_unknown(widened)
     widened.widened = True

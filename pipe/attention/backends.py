@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ds_hydra.pipe.attention.sinks import OnCpu, OnGpu, gpu_works, has_log_sum_exp, visible, with_sinks
-from ds_hydra.pipe.contexts import Context
+from ds_hydra.pipe.contexts import Context, Reach
 from ds_hydra.pipe.dropout import AttentionDropout
 from ds_hydra.pipe.pinned import on_device
 from ds_hydra.pipe.rows import Pack
@@ -46,6 +46,19 @@ class Segments(NamedTuple):
         """Those of whole sequences."""
         return cls(lengths, lengths)
 
+    def chunked(self, size: int | None) -> Segments:
+        """Those of chunks of so many tokens, if a token sees no others: keys begin where a chunk does."""
+        if size is None or max(self.keys) <= size:
+            return self
+        # With chunks of 4, the slice 2..9 has the queries 2..4, 4..8 and 8..9; the first sees the keys 0..4.
+        ends = [
+            (max(start, past), min(start + size, keys), start)
+            for queries, keys in zip(*self, strict=True)
+            for past in (keys - queries,)
+            for start in range(past // size * size, keys, size)
+        ]
+        return Segments(tuple(b - a for a, b, _ in ends), tuple(b - start for _, b, start in ends))
+
 
 def varlen_attention(
     q: Tensor,
@@ -55,6 +68,7 @@ def varlen_attention(
     *,
     scale: float | None = None,
     window: int | None = None,
+    chunk: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     dropout: AttentionDropout | None = None,
@@ -64,9 +78,10 @@ def varlen_attention(
     """Causal attention within each sequence of a pack, by Ulysses over its sequence parallel group.
 
     q (T_local, heads, d), k (T_local, kv_heads, d), v (T_local, kv_heads, d_v) -> (T_local, heads, d_v).
-    `window` counts the token itself; `softcap` bounds the scores by softcap * tanh(scores / softcap); `sinks` (heads,)
-    are learnt scores of a key that every token sees and that has no value; `dropout` is that of the heads at hand;
-    `context` keeps the keys and values of a pack's slice for the slices behind it.
+    `window` counts the token itself; with a `chunk` a token sees those of its own of the chunks of so many tokens into
+    which a sequence falls, from its first on; `softcap` bounds the scores by softcap * tanh(scores / softcap); `sinks`
+    (heads,) are learnt scores of a key that every token sees and that has no value; `dropout` is that of the heads at
+    hand; `context` keeps the keys and values of a pack's slice for the slices behind it.
     Raises ConfigError for a backend that lacks what is asked for, and for a slice without a context.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -75,13 +90,13 @@ def varlen_attention(
     def of_heads(group: HeadGroup) -> Tensor:
         heads = slice(group.first_head, group.first_head + group.q.shape[1])
         if group.keys == len(known):
-            known.append(_keys(group, pack, window, context))
+            known.append(_keys(group, pack, Reach(window, chunk), context))
         attend = partial(
             _attend, scale=scale, window=window, softcap=softcap, backend=backend,
             sinks=None if sinks is None else sinks[heads],
         )  # fmt: skip
         drop = None if dropout is None else replace(dropout, first_head=dropout.first_head + heads.start)
-        return _row(group.q, known[group.keys], pack, drop, attend)
+        return _row(group.q, known[group.keys], pack, drop, attend, chunk)
 
     return of_heads(HeadGroup(q, k, v)) if pack.sp == 1 else over_heads(q, k, v, pack, of_heads)
 
@@ -93,29 +108,33 @@ class _Keys(NamedTuple):
     joined: tuple[Tensor, Tensor] | None = None
 
 
-def _keys(group: HeadGroup, pack: Pack, window: int | None, context: Context | None) -> _Keys:
+def _keys(group: HeadGroup, pack: Pack, reach: Reach, context: Context | None) -> _Keys:
     own = group.k, group.v
     if pack.chunk is None:
         return _Keys(own)
     if context is None:
         raise ConfigError("a slice of a sequence was handed to an attention that keeps no keys and values of its own")
     size = pack.lengths[0]
-    return _Keys(own, context.of_group(group.keys).join(group.k[:size], group.v[:size], pack.past, window))
+    return _Keys(own, context.of_group(group.keys).join(group.k[:size], group.v[:size], pack.past, reach))
 
 
-def _row(q: Tensor, keys: _Keys, pack: Pack, dropout: AttentionDropout | None, attend: Callable[..., Tensor]) -> Tensor:
+def _row(
+    q: Tensor, keys: _Keys, pack: Pack, dropout: AttentionDropout | None, attend: Callable[..., Tensor],
+    chunk: int | None,
+) -> Tensor:  # fmt: skip
     """Attention of a whole row's queries, (T, heads, d), to keys that `attend` is given with theirs."""
     if keys.joined is None:
-        return attend(q, *keys.own, Segments.whole(pack.lengths), dropout=dropout)
+        return attend(q, *keys.own, Segments.whole(pack.lengths).chunked(chunk), dropout=dropout)
     # Two calls: one call would have to copy the context next to the keys of the sequences beside the slice.
     size, seen = pack.lengths[0], len(keys.joined[0])
     own = None if dropout is None else replace(dropout, keys=dropout.keys[:size], past=pack.past + size - seen)
-    out = attend(q[:size], *keys.joined, Segments((size,), (seen,)), dropout=own)
+    out = attend(q[:size], *keys.joined, Segments((size,), (seen,)).chunked(chunk), dropout=own)
     if len(pack.lengths) == 1:
         return out
     rest = None if dropout is None else replace(dropout, keys=dropout.keys[size:])
     k, v = (x[size:] for x in keys.own)
-    return torch.cat((out, attend(q[size:], k, v, Segments.whole(pack.lengths[1:]), dropout=rest)))
+    beside = Segments.whole(pack.lengths[1:]).chunked(chunk)
+    return torch.cat((out, attend(q[size:], k, v, beside, dropout=rest)))
 
 
 def _attend(

@@ -17,6 +17,7 @@ from ds_hydra.pipe.rows import Pack
 from ds_hydra.zero_hetero.errors import ConfigError
 
 ATTENTION_NAME = "hydra_varlen"
+CHUNKED = "chunked_attention"
 _DROPS = "_hydra_attention_dropout"
 _PACK = "_hydra_pack"
 
@@ -77,7 +78,9 @@ def hydra_attention(
             f"{type(module).__name__} attends to {key.shape[2]} keys for {query.shape[2]} tokens: which of them are of "
             "which sequence of a pack is not known"
         )
-    drop = _dropout_of(module, dropout, query.shape[1])
+    drop, chunk = _dropout_of(module, dropout, query.shape[1]), _chunk_of(module)
+    if dropout and chunk is not None:
+        raise NotPackedError(f"{type(module).__name__} drops what it attends to in chunks: set attention_dropout to 0")
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (T_local, heads, d)
     if hydra.sp == 1 and torch.is_grad_enabled():
         v = _without_the_rest(v, q, k)
@@ -92,6 +95,7 @@ def hydra_attention(
         hydra,
         scale=scaling,
         window=sliding_window,
+        chunk=chunk,
         softcap=softcap,
         sinks=s_aux,
         dropout=drop,
@@ -115,6 +119,18 @@ def _refuse_features(module: nn.Module, attention_mask: Tensor | None, features:
             f"{type(module).__name__} uses the attention feature {what}, which packed attention does not "
             "implement; ignoring it would train another model"
         )
+
+
+def _chunk_of(module: nn.Module) -> int | None:
+    """Tokens of a chunk, in a layer whose tokens see those of their own chunk (Llama 4): as the model's config has it,
+    since masks alone tell it to others. Raises NotPackedError where the layer does not know its number."""
+    config: Any = getattr(module, "config", None)
+    kinds, index = getattr(config, "layer_types", None) or (), getattr(module, "layer_idx", None)
+    if CHUNKED not in kinds:
+        return None
+    if not isinstance(index, int):
+        raise NotPackedError(f"{type(module).__name__} has no layer_idx, and its config has layers of {CHUNKED}")
+    return int(config.attention_chunk_size) if kinds[index] == CHUNKED else None
 
 
 def _without_the_rest(v: Tensor, q: Tensor, k: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from ds_hydra.pipe.models.boxed_stage import StageBoxes
 from ds_hydra.pipe.models.cut import CutForward, Given, from_wire, hidden_in, to_wire, with_hidden
 from ds_hydra.pipe.models.draws import Draws, Keys
 from ds_hydra.pipe.models.plain_head import PlainHead
-from ds_hydra.pipe.models.positions import split_rotary_by_length
+from ds_hydra.pipe.models.positions import count_by_sequence, split_rotary_by_length
 from ds_hydra.pipe.models.recompute import Recomputing
 from ds_hydra.pipe.packed_weights import PackedLinears
 from ds_hydra.pipe.row_collectives import all_rows
@@ -90,6 +90,8 @@ class CausalStage(StageModule):
         parallel.install(model, embedding, head, needed=frozenset(names))
         self._doors, self._first_position = source.flow.doors, source.first_position
         split_rotary_by_length(model, lambda: self._pack)
+        if self._boxes is None:
+            count_by_sequence(model, lambda: self._pack)
         tell_pack(model, lambda: self._pack)
         self._pack = Pack((0,))
         self._cut = CutForward(model, source.flow, source.layers_path, place.stage, device)

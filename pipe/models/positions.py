@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -13,7 +15,7 @@ from ds_hydra.pipe.attention.interface import NotPackedError, tell_pack
 from ds_hydra.pipe.models.graph import tensors_in
 from ds_hydra.pipe.models.refusals import known_tokens
 from ds_hydra.pipe.pinned import on_device
-from ds_hydra.pipe.rows import Pack
+from ds_hydra.pipe.rows import Pack, position_ids
 from ds_hydra.pipe.wrappers import wrap
 from ds_hydra.zero_hetero.errors import ConfigError
 
@@ -222,3 +224,35 @@ def _by_length(module: Any, kinds: dict[str | None, str], pack_of: Callable[[], 
         return tuple(torch.where(is_long, a, b) for a, b in zip(long, short, strict=True))
 
     return tables
+
+
+class _Counted:
+    """In place of a cache: how far a row's tokens are into their sequences, beyond their place in the row."""
+
+    def __init__(self, pack: Pack, device: torch.device):
+        start, stop = pack.local
+        places = position_ids(pack.lengths, start, stop, past=pack.past) - np.arange(stop - start)
+        self._beyond = on_device(torch.from_numpy(places), device)
+
+    def get_seq_length(self, layer: int = 0) -> Tensor:
+        """What the layer adds to the numbers 0, 1, ... of the tokens that it is given, (T_local,)."""
+        return self._beyond
+
+    def update(self, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        """What the layer attends to."""
+        return key, value
+
+
+def count_by_sequence(model: nn.Module, pack_of: Callable[[], Pack]) -> None:
+    """Make layers that scale queries by their position (Llama 4's without rotary embedding) take it from the sequence:
+    by themselves they count the row's tokens, behind those that a cache holds."""
+    for module in model.modules():
+        if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", False):
+            wrap(module, partial(_counting, module.forward, pack_of), "by length", "counts by sequence")
+
+
+def _counting(
+    forward: Callable[..., Any], pack_of: Callable[[], Pack], hidden_states: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    kwargs["past_key_values"] = _Counted(pack_of(), hidden_states.device)
+    return forward(hidden_states, *args, **kwargs)

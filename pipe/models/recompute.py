@@ -14,8 +14,8 @@ the room for what one layer keeps while it is computed again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from ds_hydra.pipe.contexts import computed_again
 from ds_hydra.pipe.placement import whole_layers
 from ds_hydra.pipe.wrappers import wrap
 
@@ -44,7 +45,11 @@ class Recomputing:
         """What the forward of the layer at a place returns."""
         if place >= self._first or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=self._passes, **kwargs)
+
+    def _passes(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        first, again = self._contexts()
+        return _within(first), _within(again)
 
     def install(self, layers: Iterable[nn.Module]) -> None:
         """Let all layers of the stage, in order, run so."""
@@ -52,3 +57,9 @@ class Recomputing:
             # The forward, and not the call: hooks of the layer itself run once, as whoever set them expects, and one
             # of them ends the whole forward [Note: cutting by the forward].
             wrap(layer, partial(self.run, place, layer.forward), "recomputed")
+
+
+@contextmanager
+def _within(given: AbstractContextManager[Any]) -> Iterator[None]:
+    with computed_again(), given:
+        yield

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ds_hydra.pipe.adapters import head_of
+from ds_hydra.pipe.attention.interface import CHUNKED
 from ds_hydra.pipe.model_plan import ParamSpec
 from ds_hydra.pipe.models.adapted import refuse_adapters
 from ds_hydra.pipe.models.whose_code import (
@@ -34,7 +35,7 @@ _COMMUNICATION = ("torch.distributed.distributed_c10d", "torch.distributed._func
                   "deepspeed.comm")  # fmt: skip
 _LAYER_COUNTS = ("num_hidden_layers", "decoder_layers", "num_decoder_layers", "num_layers", "num_blocks")
 _GROUPED_ALIGNMENT = 16  # bytes
-_KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+_KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", CHUNKED})
 
 
 def refuse_unsupported(model: Any) -> None:

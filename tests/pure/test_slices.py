@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_hydra.data.tokens import TokenSequence
 from ds_hydra.pipe.attention.backends import varlen_attention
-from ds_hydra.pipe.contexts import Context, Contexts
+from ds_hydra.pipe.contexts import Context, Contexts, Reach, computed_again
 from ds_hydra.pipe.dropout import AttentionDropout, token_keys
 from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.placement import place_pipeline
@@ -146,10 +146,13 @@ def test_packs_of_slices_know_their_place() -> None:
 class Example:
     """A long sequence in slices, with short ones beside some of them."""
 
-    def __init__(self, seed: int, *, window: int | None, softcap: float | None, kv_heads: int, extras: bool):
+    def __init__(
+        self, seed: int, *, window: int | None, softcap: float | None, kv_heads: int, extras: bool,
+        chunk: int | None = None,
+    ):  # fmt: skip
         draw = random.Random(seed)
         self.total = draw.randint(2, 40)
-        self.settings: dict[str, Any] = {"window": window, "softcap": softcap}
+        self.settings: dict[str, Any] = {"window": window, "softcap": softcap, "chunk": chunk}
         generator = torch.Generator().manual_seed(seed)
         self.ends = cuts(self.total, draw)
         self.beside = [tuple(draw.randint(1, 9) for _ in range(draw.choice([0, 0, 1, 2]))) for _ in self.ends]
@@ -175,8 +178,8 @@ class Example:
         out = self.run(inputs, torch.arange(len(self.q)), Pack(lengths))
         return [out.detach(), *torch.autograd.grad(out, inputs, self.grad)]
 
-    def sliced(self, *, recompute: bool, contexts: Contexts) -> list[Tensor]:
-        """The same by slices, forward in order, backward in reverse."""
+    def sliced(self, *, recompute: float, contexts: Contexts, draw: random.Random) -> list[Tensor]:
+        """The same by slices, forward in order, backward in reverse, each computed again with this probability."""
         inputs = [x.clone().requires_grad_() for x in (self.q, self.k, self.v)]
         outs: list[tuple[Tensor, Tensor]] = []
         begin = self.total
@@ -185,7 +188,12 @@ class Example:
             begin += sum(beside)
             pack = Pack((stop - start, *beside), chunk=Chunk(start, stop, contexts))
             given = (inputs, rows, pack, contexts.of("layer"))
-            out = checkpoint(self.run, *given, use_reentrant=False) if recompute else self.run(*given)
+            passes: dict[str, Any] = {
+                "use_reentrant": False,
+                "context_fn": lambda: (computed_again(), computed_again()),
+            }
+            again = draw.random() < recompute
+            out = checkpoint(self.run, *given, **passes) if again else self.run(*given)
             outs.append((rows, out))
         for rows, out in reversed(outs):
             out.backward(self.grad[rows])
@@ -199,23 +207,57 @@ class Example:
 @settings(max_examples=80, deadline=None)
 @given(
     st.integers(0, 10**6), st.sampled_from([None, 1, 3, 8]), st.sampled_from([None, 2.0]), st.sampled_from([4, 2, 1]),
-    st.booleans(), st.booleans(),
+    st.booleans(), st.sampled_from([0.0, 0.5, 1.0]),
 )  # fmt: skip
 def test_attention_in_slices_is_attention_of_the_whole(
-    seed: int, window: int | None, softcap: float | None, kv_heads: int, extras: bool, recompute: bool
+    seed: int, window: int | None, softcap: float | None, kv_heads: int, extras: bool, recompute: float
 ) -> None:
     """With windows, softcap, few key heads, sinks and dropout, recomputed and not; and nothing is left behind."""
     case = Example(seed, window=window, softcap=softcap, kv_heads=kv_heads, extras=extras)
     contexts = Contexts(case.total)
-    mine, right = case.sliced(recompute=recompute, contexts=contexts), case.whole()  # of o, q, k and v
+    mine = case.sliced(recompute=recompute, contexts=contexts, draw=random.Random(seed))
+    torch.testing.assert_close(mine, case.whole(), rtol=0, atol=1e-12)  # of o, q, k and v
+    left = vars(contexts.of("layer"))
+    assert (left["_rows"], left["_before"], left["_sums"]) == ((), {}, ())
+
+
+def in_chunks(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], chunk: int) -> Tensor:
+    """Attention by the whole score matrix of each sequence; a token sees those of its own chunk."""
+    outs = []
+    for each_q, each_k, each_v in zip(*(x.split(list(lengths)) for x in (q, k, v)), strict=True):
+        shared = each_q.shape[1] // each_k.shape[1]
+        wide_k, wide_v = (x.repeat_interleave(shared, dim=1) for x in (each_k, each_v))
+        place = torch.arange(len(each_q))
+        seen = (place[:, None] >= place) & (place[:, None] // chunk == place // chunk)
+        scores = torch.einsum("ihd,jhd->hij", each_q, wide_k) * q.shape[-1] ** -0.5
+        outs.append(torch.einsum("hij,jhd->ihd", scores.masked_fill(~seen, float("-inf")).softmax(-1), wide_v))
+    return torch.cat(outs)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([1, 3, 8, 50]), st.sampled_from([4, 2]),
+       st.sampled_from([0.0, 0.5, 1.0]))  # fmt: skip
+def test_attention_in_chunks_is_that_of_the_whole_score_matrix(
+    seed: int, chunk: int, kv_heads: int, recompute: float
+) -> None:
+    """Of whole sequences in a pack, and of slices, whose first tokens see those of their chunk before them."""
+    case = Example(seed, window=None, softcap=None, kv_heads=kv_heads, extras=False, chunk=chunk)
+    lengths = (case.total, *(n for row in case.beside for n in row))
+    leaves = [x.clone().requires_grad_() for x in (case.q, case.k, case.v)]
+    out = in_chunks(leaves[0], leaves[1], leaves[2], lengths, chunk)
+    right = [out.detach(), *torch.autograd.grad(out, leaves, case.grad)]
+    torch.testing.assert_close(case.whole(), right, rtol=0, atol=1e-12)
+    contexts = Contexts(case.total)
+    mine = case.sliced(recompute=recompute, contexts=contexts, draw=random.Random(seed))
     torch.testing.assert_close(mine, right, rtol=0, atol=1e-12)
-    assert vars(contexts.of("layer"))["_rows"] == vars(contexts.of("layer"))["_sums"] == ()
+    left = vars(contexts.of("layer"))
+    assert (left["_rows"], left["_before"], left["_sums"]) == ((), {}, ())
 
 
 def test_a_window_needs_only_the_rows_within_it() -> None:
     context, rows = Context(30), torch.arange(30.0).view(30, 1, 1).expand(30, 2, 3)
-    context.join(rows[:20], rows[:20], 0, 4)
-    k, v = context.join(rows[20:25], rows[20:25], 20, 4)
+    context.join(rows[:20], rows[:20], 0, Reach(4))
+    k, v = context.join(rows[20:25], rows[20:25], 20, Reach(4))
     assert k[:, 0, 0].tolist() == v[:, 1, 2].tolist() == [17.0, 18.0, 19.0, 20.0, 21.0, 22.0, 23.0, 24.0]
 
 
@@ -225,7 +267,8 @@ def test_a_window_needs_sums_of_gradients_of_the_rows_within_it(window: int | No
     context = Context(30)
     rows = torch.randn(30, 1, 2, dtype=FLOAT64, requires_grad=True)
     joined = [
-        context.join(rows[start : start + 5], rows[start : start + 5], start, window) for start in range(0, 30, 5)
+        context.join(rows[start : start + 5], rows[start : start + 5], start, Reach(window))
+        for start in range(0, 30, 5)
     ]
     held = []
     for index in reversed(range(6)):

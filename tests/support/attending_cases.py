@@ -1,4 +1,5 @@
-"""Training cases of kinds of attention: of keys and values that come from a latent."""
+"""Training cases of kinds of attention: keys and values that come from a latent, windows and
+chunks over slices of sequences."""
 
 from __future__ import annotations
 
@@ -24,3 +25,32 @@ def latent() -> Iterator[Case]:
     yield replace(base, name="latent, spread", strategies=("tp2ep2pp2/v", "tp4ep4", "tp2sp2ep4"), steps=3, slices=True)
     yield replace(base, name="latent fp32", dtype=FLOAT32, optimizer="SGD")
     yield replace(base, name="latent on 8 ranks", strategies=CHANGING_8)
+
+
+def windows() -> Iterator[Case]:
+    """Sliding windows over slices, of which only rows in reach stay: slices longer and shorter than they are, layers
+    computed again and not, beside layers without a window."""
+    base = Case("", "mistral", IN_SLICES, steps=4, slices=True, recompute=True)
+    yield replace(base, name="windows, mistral")
+    yield replace(base, name="windows, gemma3", family="gemma3_text", quick=True)
+    yield replace(base, name="windows, gpt_oss", family="gpt_oss")
+    yield replace(base, name="windows, checkpointed", activation_checkpointing=True)
+    yield replace(base, name="windows, some checkpointed", family="gemma3_text", activation_checkpointing=True)
+    yield replace(base, name="windows, nothing again", recompute=False, lengths=(300, 200, 450) * 8)
+    yield replace(base, name="windows, split", strategies=("tp2pp2/zb-h1", "sp2 + pp2/zb-h1"), steps=2)
+    yield replace(base, name="windows, phases", strategies=("4*tp1 then 2*pp2/v then tp4/list",))
+    yield replace(base, name="windows fp32", dtype=FLOAT32, optimizer="SGD")
+
+
+def chunks() -> Iterator[Case]:
+    """Attention in chunks and queries that are scaled by their position, in packs and slices (Llama 4)."""
+    base = Case("", "llama4", CHANGING, steps=4)
+    yield replace(base, name="chunks")
+    sliced = replace(base, strategies=IN_SLICES, slices=True, recompute=True)
+    yield replace(sliced, name="chunks, slices", quick=True)
+    yield replace(sliced, name="chunks, checkpointed", activation_checkpointing=True)
+    yield replace(sliced, name="chunks, nothing again", recompute=False, lengths=(300, 200, 450) * 8)
+    yield replace(sliced, name="chunks, split", strategies=("tp2pp2/zb-h1", "sp2 + pp2/zb-h1"), steps=2)
+    yield replace(base, name="chunks, phases", strategies=("4*tp1 then 2*tp2 then tp4",))
+    yield replace(base, name="chunks fp32", dtype=FLOAT32, optimizer="SGD")
+    yield replace(base, name="chunks on 8 ranks", strategies=CHANGING_8)

@@ -37,4 +37,8 @@ LATENT: Mapping[str, tuple[str, Mapping[str, Any]]] = {
            "num_experts": 4},
     ),
 }  # fmt: skip
-ATTENDING: Mapping[str, tuple[str, Mapping[str, Any]]] = {**LATENT}
+# Three layers attend in chunks; queries of the fourth, which has no rotary embedding, are scaled by their position. A
+# chunk is longer than what a trial of the model sees.
+_CHUNKED: dict[str, Any] = {"intermediate_size_mlp": 96, "head_dim": 8, "num_local_experts": 4, "floor_scale": 40,
+                            "attention_chunk_size": 48}  # fmt: skip
+ATTENDING: Mapping[str, tuple[str, Mapping[str, Any]]] = {**LATENT, "llama4": ("llama4_text", _SIZES | _CHUNKED)}

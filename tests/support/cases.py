@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import chain
 
 from tests.support.adapted_models import ADAPTED, ADAPTED_WITHOUT_TP
-from tests.support.attending_cases import latent
+from tests.support.attending_cases import chunks, latent, windows
 from tests.support.boxed_cases import boxed, states
 from tests.support.case import (
     AMPLIFYING,
@@ -52,7 +52,7 @@ FIXED_STRATEGIES = (
 
 # Rows that train under the strict transport in place of the plain one, and with what it is strict about: a row drawn at
 # random, one where a layer reads a weight of a module that it does not call, and one each of several phases, slices,
-# states that slices carry, keys of a latent, and heads in groups.
+# states that slices carry, keys of a latent, windows, chunks, and heads in groups.
 UNDER_STRICT = {
     "functions, sgd fp32": "blocking",
     "layer_list": "connect",
@@ -61,6 +61,8 @@ UNDER_STRICT = {
     "states": "blocking connect",
     "spread, slices": "blocking connect",
     "latent, deepseek_v3, slices": "blocking one_queue",
+    "windows, gemma3": "blocking connect",
+    "chunks, slices": "blocking one_queue",
     "groups of heads, one key head": "lazy one_queue",
     "groups of unequally many heads": "lazy one_queue",
 }
@@ -330,6 +332,8 @@ CASES: tuple[Case, ...] = (
     *over_nodes(),
     *with_sinks(),
     *latent(),
+    *windows(),
+    *chunks(),
     *mixed(),
 )
 assert len({case.name for case in CASES}) == len(CASES), "every row has a name of its own"

@@ -231,7 +231,7 @@ def labels_are_made_of_slices() -> Any:
 
 
 def slices_see_themselves_only() -> Any:
-    return mock.patch.object(contexts.Context, "join", lambda self, k, v, start, window=None: (k, v))
+    return mock.patch.object(contexts.Context, "join", lambda self, k, v, start, reach=None: (k, v))
 
 
 def slices_hand_no_gradients_back() -> Any:
@@ -252,8 +252,8 @@ def windows_forget_a_token() -> Any:
     """A slice keeps one row too few of those before it."""
     right = contexts.Context.join
 
-    def join(self: Any, k: Tensor, v: Tensor, start: int, window: int | None = None) -> tuple[Tensor, Tensor]:
-        return right(self, k, v, start, window if window is None else max(1, window - 1))
+    def join(self: Any, k: Tensor, v: Tensor, start: int, reach: contexts.Reach) -> tuple[Tensor, Tensor]:
+        return right(self, k, v, start, reach if reach.window is None else contexts.Reach(max(1, reach.window - 1)))
 
     return mock.patch.object(contexts.Context, "join", join)
 
