@@ -9,6 +9,8 @@ columns) in FP64, which is shifted as labels are, and packed, sliced and shared 
 
   advantages   .2  .3   0
   temperature   2   2   0
+
+Choices of experts are about the token whose hidden states are routed, and are not shifted.
 """
 
 from __future__ import annotations
@@ -19,8 +21,17 @@ from typing import NamedTuple
 TEMPERATURE = "temperature"  # by which the logits are divided
 NUM_TARGETS = "num_targets"  # of the token's sequence; every step of log-probabilities has it
 SEQUENCE = "sequence"  # its number among those that a rank has handed in; losses that mix tokens have it
+ROUTED_EXPERTS = "routed_experts"  # of each router, at the place of the token that is routed; no loss has it
 CANDIDATE_LOG_PROBS = "candidate_log_probs"  # of the words of the field that a loss names
 RESERVED = frozenset((NUM_TARGETS, SEQUENCE, CANDIDATE_LOG_PROBS))
+
+
+class Routing(NamedTuple):
+    """The routers of a model, in the order of its layers, each of which chooses as many experts for a token."""
+
+    paths: tuple[str, ...]
+    experts: tuple[int, ...]  # of which each chooses
+    chosen: int  # experts of a token
 
 
 class Field(NamedTuple):

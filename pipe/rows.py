@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ds_hydra.pipe.contexts import Contexts
+    from ds_hydra.pipe.fields import Routing
     from ds_hydra.pipe.predictions import Predictions
     from ds_hydra.pipe.scores import Scored
 
@@ -157,6 +158,16 @@ class Balance(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Routes:
+    """Experts of the tokens that this rank holds, of all routers: (T_local, routers, chosen) int64."""
+
+    routing: Routing
+    given: Tensor | None = None  # used in place of the routers' own choices
+    found: Tensor | None = None  # where a stage's routers write what they choose
+    wanted: bool = False  # whether they are to
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """One packed micro-batch as a stage's rank sees it. Tensors cover its own T_local tokens only."""
 
@@ -169,6 +180,7 @@ class MicroBatch:
     balance: Balance | None = None  # of a model whose routers are to use all experts alike, in training
     predictions: Predictions | None = None  # takes the logits on the last stage, if something of them is wanted
     scored: Scored | None = None  # what takes the place of the cross entropy; last stage only
+    routes: Routes | None = None  # what routers choose, if it is given or wanted
     recompute: float = 0.0  # share of each stage's layers that the backward computes again [Note: recomputed layers]
 
 

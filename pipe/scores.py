@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ds_hydra.pipe.collectives import Group
-from ds_hydra.pipe.fields import CANDIDATE_LOG_PROBS, TEMPERATURE, FieldLayout
+from ds_hydra.pipe.fields import CANDIDATE_LOG_PROBS, ROUTED_EXPERTS, TEMPERATURE, FieldLayout, Routing
 from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.model_plan import LOGITS_AT_ONCE
 
@@ -51,6 +51,8 @@ class Objective:
     layout: FieldLayout = _NO_FIELDS
     candidates: str = ""  # the field of words whose log-probabilities the loss wants
     valued: bool = False  # whether the scores are values
+    routing: Routing | None = None  # where choices of experts are among the fields, or wanted
+    keeps_routes: bool = False  # whether the experts that are chosen are wanted
 
     @property
     def num_scores(self) -> int:
@@ -73,6 +75,8 @@ class Objective:
         """The columns (T, columns) as fields of this type, or of int64."""
         found: dict[str, Tensor] = {}
         for field, columns in self.layout.places():
+            if field.name == ROUTED_EXPERTS:
+                continue
             part = numbers[:, columns] if field.width else numbers[:, columns.start]
             found[field.name] = part.to(torch.int64 if field.whole else dtype)
         return found

@@ -5,6 +5,7 @@
   equality   every loss that is shipped, those of values and of a user's own among them, under strategies with slices,
              a V, shared tokens, recomputed layers, several phases and adapters: loss and all gradients, in FP64
   scores     what `log_probs` gives, its entropies, and `values`, under the same
+  routes     choices of experts that are given to routers, and those that they make by themselves, under the same
   splits     steps of one call against steps of three with other ranks' sequences, and evaluations between them
   replay     30 updates of recorded rollouts by a loop of GRPO, padded, in parts, two epochs: parameters
   strict     some of these under a transport that lets go on nothing before its order
@@ -21,7 +22,7 @@ Exits non-zero where an aim is missed.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 
 import torch
@@ -30,7 +31,7 @@ from ds_hydra.commands.figures import figures_parser, finish, print_table
 from ds_hydra.pipe.model_plan import LOGITS_AT_ONCE
 from tests.support.strict import Rules
 from tools import aims, machine
-from tools.post_training import equality, live, long_tail, memory, refusals, replay, trl_trainers
+from tools.post_training import equality, live, long_tail, memory, refusals, replay, routes, trl_trainers
 from tools.post_training.plain import ALL_LOSSES, LOSSES, VALUE_LOSSES
 
 Found = tuple[dict[str, object], list[str]]
@@ -77,6 +78,19 @@ def check_scores(*, quick: bool) -> Found:
     return {"scores": rows, "values": values}, _beyond(rows + values)
 
 
+def check_routes(*, quick: bool) -> Found:
+    if quick:
+        rows = routes.compare("mixtral", routes.QUICK, ["GSPO"])
+    else:
+        rows = [row for family in ("mixtral", "qwen3_moe") for row in routes.compare(family, equality.LAYOUTS)]
+        rows += routes.compare("mixtral", routes.SPREAD)
+    print_table(("model", "layout", "loss", "loss apart", "gradients apart", "log-probabilities", "choices off"), rows)
+    missed = _beyond([(row.family, row.layout, row.loss, *row[3:6]) for row in rows])
+    missed += [f"{row.family}, {row.layout}: {row.choices_off} choices came back otherwise" for row in rows
+               if row.choices_off]  # fmt: skip
+    return {"routes": [row._asdict() for row in rows]}, missed
+
+
 def check_splits(*, quick: bool) -> Found:
     rows = equality.splits([equality.LAYOUTS[6]], ["DPO"]) if quick else equality.splits(equality.LAYOUTS)
     print_table(("layout", "loss", "three calls to one", "to one process"), rows)
@@ -102,7 +116,7 @@ def check_strict(*, quick: bool) -> Found:
     return {"strict": rows}, _beyond(rows)
 
 
-def _beyond(rows: list[tuple[str, str, float, float]] | list[tuple[str, float, float]]) -> list[str]:
+def _beyond(rows: Sequence[tuple[object, ...]]) -> list[str]:
     found = []
     for row in rows:
         worst = max(cell for cell in row if isinstance(cell, float))
@@ -193,6 +207,7 @@ def check_rollouts(*, quick: bool) -> Found:
 PARTS: dict[str, Callable[..., Found]] = {
     "equality": check_equality,
     "scores": check_scores,
+    "routes": check_routes,
     "splits": check_splits,
     "replay": check_replay,
     "strict": check_strict,

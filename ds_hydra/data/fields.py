@@ -6,7 +6,7 @@ padding included, or is one number. The same holds for `temperature`, which must
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ds_hydra.data.columns import IGNORE_INDEX, READ, as_array
 from ds_hydra.data.tokens import Float64Array, TokenSequence
-from ds_hydra.pipe.fields import NUM_TARGETS, RESERVED, TEMPERATURE, Field, FieldLayout
+from ds_hydra.pipe.fields import NUM_TARGETS, RESERVED, ROUTED_EXPERTS, TEMPERATURE, Field, FieldLayout, Routing
 from ds_hydra.zero_hetero.errors import ConfigError
 
 Values = Mapping[str, npt.NDArray[Any]]
@@ -30,6 +30,7 @@ class Reads(NamedTuple):
 
     given: Mapping[str, float] = MappingProxyType({})  # fields that have one number for all sequences
     only: frozenset[str] | None = None  # of the items' columns; None: all that say nothing of tokens and labels
+    routing: Callable[[], Routing] | None = None  # tells of the routers, where items have choices of experts
 
 
 class FieldItem(NamedTuple):
@@ -53,7 +54,10 @@ def read_fields(item: Any, index: int, reads: Reads) -> FieldItem:
         for name in sorted(name for name in names if reads.only is None or name in reads.only):
             if name in given:
                 raise ConfigError(f"{place} has a column {name!r}, which the call gives as an argument too: keep one")
-            found[name] = _values(item[name], name, kept, place)
+            if name == ROUTED_EXPERTS and reads.routing is not None:
+                found[name] = _choices(item[name], kept, place, reads.routing())
+            else:
+                found[name] = _values(item[name], name, kept, place)
     found |= {name: np.float64(value) * np.ones(()) for name, value in given.items()}
     if TEMPERATURE in found and (found[TEMPERATURE].ndim > 1 or not (found[TEMPERATURE] > 0).all()):
         raise ConfigError(f"{place}: {TEMPERATURE} must be a positive number, for the item or for each of its tokens")
@@ -85,6 +89,31 @@ def _values(column: Any, name: str, kept: npt.NDArray[np.bool_], place: str) -> 
         at = f" at token {np.argwhere(wrong)[0][0]}" if values.ndim else ""
         raise ConfigError(f"{place}: the field {name!r} holds {values[wrong].flat[0]}{at}: {_REMEDY}")
     return values
+
+
+def _choices(column: Any, kept: npt.NDArray[np.bool_], place: str, routing: Routing) -> npt.NDArray[Any]:
+    """Choices of experts, (tokens, routers * chosen), without the padding."""
+    values, routers = as_array(column), len(routing.paths)
+    form = (len(kept), routers, routing.chosen)
+    if values.dtype.kind not in "iu" or values.shape != form:
+        raise ConfigError(
+            f"{place}: {ROUTED_EXPERTS} has the shape {values.shape} and the type {values.dtype}, but with {len(kept)} "
+            f"input_ids, {routers} routers and {routing.chosen} experts of a token it is to have whole numbers of the "
+            f"shape {form}, the routers in the order of the model's layers ({routing.paths[0]}, ...)"
+        )
+    values = values[kept].astype(np.int64)
+    experts = np.array(routing.experts)[:, None]
+    order = np.sort(values, axis=-1)
+    for wrong, what in (((values < 0) | (values >= experts), "which there is not"),
+                        (order[..., 1:] == order[..., :-1], "twice")):  # fmt: skip
+        if wrong.any():
+            token, router, at = np.argwhere(wrong)[0]
+            which = order if what == "twice" else values
+            raise ConfigError(
+                f"{place}: at token {token} {ROUTED_EXPERTS} names the expert {which[token, router, at]} of "
+                f"{routing.paths[router]} (0 to {routing.experts[router] - 1}), {what}: {_REMEDY}"
+            )
+    return values.reshape(len(values), -1)
 
 
 def layout_of(items: Sequence[FieldItem]) -> FieldLayout:
@@ -130,6 +159,9 @@ def with_fields(sequence: TokenSequence, values: Values, layout: FieldLayout, to
     matrix: Float64Array = np.zeros((length, layout.num_columns + 1))
     for field, columns in layout.places():
         value = values[field.name]
+        if field.name == ROUTED_EXPERTS:
+            matrix[:, columns] = value[tokens][:length]
+            continue
         # Shifted as labels are: what is said of the next token meets what predicts it.
         matrix[:-1, columns] = value if value.ndim == 0 else value[tokens][1:length].reshape(length - 1, -1)
     matrix[:, -1] = int((sequence.labels != IGNORE_INDEX).sum())

@@ -62,6 +62,10 @@ class EngineInParts(EngineWithWeights):
         in, `fields["sequence"]` numbering these, and may return any number of losses (n,); their number on all ranks is
         the normaliser, unless one is given. It costs one more forward.
 
+        A column `routed_experts`, (tokens, routers, chosen), has the experts that the routers are to use in place of
+        their own choices, of each token at its own place, as `log_probs` gives them [Note: replayed routers]; no loss
+        sees it.
+
         Where a step has several calls, or an evaluation follows one of them, each rank keeps its 1/N of the gradients
         in memory of their own from then on, one number a parameter, which predictions of memory do not count.
 
@@ -94,15 +98,24 @@ class EngineInParts(EngineWithWeights):
         """See `ThreeCallEngine`."""
         return super().gradients_wait() or self.steps.parts.count > 0
 
-    def log_probs(self, sequences: Any, *, entropy: bool = False, temperature: float | None = None) -> TokenScores:
+    def log_probs(
+        self,
+        sequences: Any,
+        *,
+        entropy: bool = False,
+        temperature: float | None = None,
+        routed_experts: bool = False,
+    ) -> TokenScores:
         """The log-probability of each token of this rank's sequences, given those before it, and the entropy of what it
         is drawn from, in the mode of an evaluation; see `TokenScores`.
 
         `sequences` and `temperature` as of `forward_backward`; other columns than those for tokens, labels and masks
-        are not read. ConfigError where a sequence would be truncated or left out.
+        are not read, but for `routed_experts`. With that argument also the experts that the routers of a mixture have
+        chosen. ConfigError where a sequence would be truncated or left out, and for routers that choose by other means
+        than `torch.topk` [Note: replayed routers].
         """
-        scoring = self.steps.parts.scoring
-        return self.on_all(Call(lambda: scoring.log_probs(sequences, temperature, entropy=entropy), once="log_probs"))
+        score = partial(self.steps.parts.scoring.log_probs, entropy=entropy, routed_experts=routed_experts)
+        return self.on_all(Call(lambda: score(sequences, temperature), once="log_probs"))
 
     def values(self, sequences: Any) -> list[Tensor]:
         """Of a model whose head has one output: the value of each of this rank's sequences before each of its tokens,

@@ -18,7 +18,7 @@ from ds_hydra.data.fields import with_targets
 from ds_hydra.engine.mixing import Mixed, counted, mix, of_mixed
 from ds_hydra.engine.objectives import Asked, check_objective, checked_normaliser
 from ds_hydra.engine.out_of_memory import explained
-from ds_hydra.engine.scoring import Scoring, check_all, reads_with, refuse_without_loss
+from ds_hydra.engine.scoring import Scoring, check_all, refuse_without_loss
 from ds_hydra.engine.shares import Gathered, Mine
 from ds_hydra.pipe.scores import Objective
 from ds_hydra.planner import PlannedStep
@@ -86,6 +86,8 @@ class Parts:
                 objective = of_mixed(gathered.layout, valued=asked.valued)
             elif asked is not None:
                 objective, divisor = asked.objective(gathered.layout), _counted(asked, gathered)
+            if objective is not None:
+                objective = replace(objective, routing=self.scoring.routing_in(gathered.layout))
             share = self._run(planned.plan, delivered, objective, divisor)
             if of_loss is None:
                 of_loss = sum(crew.world.channel.rows(torch.tensor([share], dtype=torch.float64)).flatten().tolist())
@@ -102,7 +104,7 @@ class Parts:
             if loss is not None:
                 self.scoring.check_model(trains=True)
                 asked = Asked.of(loss, normaliser, mixes_tokens, valued=self.scoring.valued)
-                mine = self._shares.read([(batch, 1.0)], reads_with(temperature))
+                mine = self._shares.read([(batch, 1.0)], self.scoring.reads(temperature))
                 return asked, mine.checked(partial(self._check, asked))
             refuse_without_loss(self._crew.job.source)
             if temperature is not None or mixes_tokens:
@@ -158,7 +160,7 @@ class Parts:
     ) -> tuple[float, float, Delivered]:
         """The loss, its normaliser, and the sequences with what their scores count in it."""
         crew, sequences = self._crew, mine.sequences
-        scores = self.scoring.of_sequences(plan, delivered, gathered, self._host.global_steps + 1)
+        scores, _ = self.scoring.of_sequences(plan, delivered, gathered, self._host.global_steps + 1)
         nothing = [np.zeros((len(one.labels), 1 if asked.valued else 2)) for one in sequences]
         mixed, error = Mixed(0.0, 0, list(map(counted, sequences, nothing))), None
         try:

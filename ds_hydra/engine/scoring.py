@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -11,8 +12,9 @@ from ds_hydra.data.fields import Reads
 from ds_hydra.data.tokens import Float64Array, LeftOut
 from ds_hydra.engine.crew import Crew
 from ds_hydra.engine.shares import Gathered, Mine, Shares
-from ds_hydra.pipe.fields import TEMPERATURE
+from ds_hydra.pipe.fields import ROUTED_EXPERTS, TEMPERATURE, FieldLayout, Routing
 from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.models.replay import find_routing
 from ds_hydra.pipe.scores import ENTROPY, LOG_PROB, VALUE, Objective
 from ds_hydra.step.collecting import collect, pieces_of
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -33,6 +35,9 @@ class TokenScores(NamedTuple):
 
     log_probs: list[Tensor]  # log p(label), which is the token itself unless `labels` say otherwise
     entropy: list[Tensor] | None  # of p
+    routed_experts: list[Tensor] | None = (
+        None  # (tokens, routers, chosen) int64 of each, of the token at place i itself
+    )
 
 
 class Scoring:
@@ -46,13 +51,39 @@ class Scoring:
         """Whether the job's model gives values in place of logits."""
         return self._crew.job.source.valued
 
-    def log_probs(self, batch: Any, temperature: float | None, *, entropy: bool) -> TokenScores:
+    @cached_property
+    def _routing(self) -> Routing:
+        """The routers that can be given their choices. ConfigError where there are none."""
+        source = self._crew.job.source
+        if not isinstance(source, CausalLM):
+            raise ConfigError("choices of experts are given to the routers of a Hugging Face model")
+        return find_routing(source)
+
+    def routing_in(self, layout: FieldLayout) -> Routing | None:
+        """The routers, if these fields have choices of experts for them."""
+        return self._routing if layout.find(ROUTED_EXPERTS) else None
+
+    def reads(self, temperature: Any, only: frozenset[str] | None = None) -> Reads:
+        """Which columns are read as fields where a call gives a temperature, or None. ConfigError for no number."""
+        try:
+            given = {} if temperature is None else {TEMPERATURE: float(temperature)}
+        except (TypeError, ValueError, RuntimeError):
+            raise ConfigError(f"temperature must be a positive number, but is {temperature!r}") from None
+        return Reads(given, only, lambda: self._routing)
+
+    def log_probs(self, batch: Any, temperature: float | None, *, entropy: bool, routed_experts: bool) -> TokenScores:
         """See `EngineInParts.log_probs`."""
         self.check_model()
         if self.valued:
             raise ConfigError("the model gives a value for each token and no log-probabilities: call values()")
-        found = self._found("log_probs", batch, temperature)
-        return TokenScores(self._at_own_place(found, LOG_PROB), self._at_own_place(found, ENTROPY) if entropy else None)
+        routing = self._routing if routed_experts else None
+        found, chosen = self._found("log_probs", batch, temperature, routing)
+        shape = () if routing is None else (len(routing.paths), routing.chosen)
+        return TokenScores(
+            self._at_own_place(found, LOG_PROB),
+            self._at_own_place(found, ENTROPY) if entropy else None,
+            [torch.from_numpy(one).long().to(self._device).unflatten(1, shape) for one in chosen] if shape else None,
+        )
 
     def values(self, batch: Any) -> list[Tensor]:
         """See `EngineInParts.values`."""
@@ -62,21 +93,23 @@ class Scoring:
                 "the model gives logits and no values: values() is for one whose head has one output, such as "
                 "AutoModelForTokenClassification with num_labels=1; call log_probs()"
             )
-        return self._at_own_place(self._found("values", batch, None), VALUE)
+        return self._at_own_place(self._found("values", batch, None)[0], VALUE)
 
-    def _found(self, call: str, batch: Any, temperature: float | None) -> list[Float64Array]:
+    def _found(
+        self, call: str, batch: Any, temperature: float | None, routing: Routing | None = None
+    ) -> tuple[list[Float64Array], list[Float64Array]]:
         crew, shares = self._crew, self._shares
         with crew.activity("evaluation"):
             try:
-                reads = reads_with(temperature, only=frozenset(() if self.valued else (TEMPERATURE,)))
-                mine = shares.read([(batch, 1.0)], reads).checked(check_all)
+                only = (ROUTED_EXPERTS,) if self.valued else (TEMPERATURE, ROUTED_EXPERTS)
+                mine = shares.read([(batch, 1.0)], self.reads(temperature, frozenset(only))).checked(check_all)
             except ConfigError as error:
                 mine = Mine(error=error)
-            gathered = shares.gather(mine, call, call)
+            gathered = shares.gather(mine, call, call if routing is None else f"{call} with routed_experts")
             plan = crew.plans.plan_once(tuple(range(len(gathered.lengths))), gathered.lengths)
             delivered = shares.deliver(plan, mine.sequences, gathered, gathered.layout.num_columns)
         with crew.together("evaluation"):
-            return self.of_sequences(plan, delivered, gathered)
+            return self.of_sequences(plan, delivered, gathered, routing=routing)
 
     def _at_own_place(self, found: list[Float64Array], column: int) -> list[Tensor]:
         """What was found at a token is about the next."""
@@ -85,17 +118,33 @@ class Scoring:
         return [one.to(self._device, dtype) for one in moved]
 
     def of_sequences(
-        self, plan: StepPlan, delivered: Delivered, gathered: Gathered, step: int | None = None
-    ) -> list[Float64Array]:
-        """The scores of this rank's own sequences, (tokens, num_scores) each; with a `step` those of its training."""
-        crew, objective = self._crew, Objective(layout=gathered.layout, valued=self.valued)
+        self,
+        plan: StepPlan,
+        delivered: Delivered,
+        gathered: Gathered,
+        step: int | None = None,
+        *,
+        routing: Routing | None = None,
+    ) -> tuple[list[Float64Array], list[Float64Array]]:
+        """The scores of this rank's own sequences, (tokens, num_scores) each; with a `step` those of its training. With
+        a `routing` also the experts that these routers have chosen, (tokens, routers * chosen) each."""
+        crew, given = self._crew, self.routing_in(gathered.layout)
+        objective = Objective(
+            layout=gathered.layout, valued=self.valued, routing=routing or given, keeps_routes=routing is not None
+        )
         costs = crew.plans.table if step is None else crew.plans.table_of(step - 1)
-        mine = crew.stepper.forwards.scores(plan, delivered, costs, objective, step=step)
+        mine, chosen = crew.stepper.forwards.scores(plan, delivered, costs, objective, step=step)
         strategies = [crew.stepper.runtimes.strategy_of(phase) for phase in plan.phases]
-        sharding = crew.job.source.plan.token_sharding
-        pieces = pieces_of(plan, strategies, crew.world.num_ranks, token_sharding=sharding)
-        found = collect(plan, pieces, gathered.owners, mine, crew.world.channel)
-        return [found[position] for position in sorted(found)]
+        pieces = partial(
+            pieces_of, plan, strategies, crew.world.num_ranks, token_sharding=crew.job.source.plan.token_sharding
+        )
+
+        def collected(of_rank: Float64Array, *, all_stages: bool) -> list[Float64Array]:
+            of_ranks = pieces(all_stages=all_stages)
+            found = collect(plan, of_ranks, gathered.owners, of_rank, crew.world.channel)
+            return [found[position] for position in sorted(found)]
+
+        return collected(mine, all_stages=False), [] if routing is None else collected(chosen, all_stages=True)
 
     def check_model(self, *, trains: bool = False) -> None:
         """ConfigError where the job's model has no log-probabilities, or adds something of its own to a loss."""
@@ -125,13 +174,3 @@ def check_all(mine: Mine) -> None:
     """ConfigError where some of what was handed in has no place in what a script gets back."""
     if mine.left_out != LeftOut():
         raise ConfigError(f"log-probabilities and values are of all sequences that are handed in, but {mine.left_out}")
-
-
-def reads_with(temperature: Any, only: frozenset[str] | None = None) -> Reads:
-    """Which columns are read as fields where a call gives a temperature, or None. ConfigError for no number."""
-    if temperature is None:
-        return Reads(only=only)
-    try:
-        return Reads({TEMPERATURE: float(temperature)}, only)
-    except (TypeError, ValueError, RuntimeError):
-        raise ConfigError(f"temperature must be a positive number, but is {temperature!r}") from None

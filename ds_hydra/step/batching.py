@@ -16,9 +16,10 @@ from torch import Tensor
 from ds_hydra.data.tokens import Float64Array, TokenSequence
 from ds_hydra.pipe.contexts import Contexts
 from ds_hydra.pipe.dropout import sequence_key
+from ds_hydra.pipe.fields import ROUTED_EXPERTS
 from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.pinned import readable
-from ds_hydra.pipe.rows import Balance, Chunk, MicroBatch, Pack, position_ids
+from ds_hydra.pipe.rows import Balance, Chunk, MicroBatch, Pack, Routes, position_ids
 from ds_hydra.pipe.scores import Objective, Scored
 from ds_hydra.pipe.stage import StagePlace
 from ds_hydra.plan.phase import MicroBatchPlan, Span
@@ -56,6 +57,17 @@ class RankBatches:
                 start, stop = batch.pack.local
                 held = min(stop, sum(span.stop - span.start for span in row)) - start  # padding stands at the end
                 found.append(batch.scored.found[: max(0, held)].cpu().numpy())
+        return found
+
+    def chosen(self) -> list[Float64Array]:
+        """The experts that were kept, (tokens, routers * chosen) of each micro-batch, without padding; 0 of routers on
+        other stages."""
+        found = []
+        for batch, row in zip(self.batches, self.rows, strict=True):
+            if batch.routes is not None and batch.routes.found is not None:
+                start, stop = batch.pack.local
+                held = min(stop, sum(span.stop - span.start for span in row)) - start
+                found.append(batch.routes.found[: max(0, held)].flatten(1).double().cpu().numpy())
         return found
 
     def places(self, offsets: Sequence[int]) -> list[npt.NDArray[np.int64]]:
@@ -146,6 +158,11 @@ def rows_of(microbatches: Sequence[MicroBatchPlan]) -> tuple[tuple[Span, ...], .
 
 
 def _with_room_for_scores(batch: MicroBatch) -> MicroBatch:
+    if batch.routes is not None and batch.routes.wanted:
+        (start, stop), routing = batch.pack.local, batch.routes.routing
+        of_rank = stop - start, len(routing.paths), routing.chosen
+        room = torch.zeros(of_rank, dtype=torch.int64, device=batch.position_ids.device)
+        batch = replace(batch, routes=replace(batch.routes, found=room))
     if batch.scored is None or batch.labels is None:
         return batch
     shape = len(batch.labels), batch.scored.objective.num_scores
@@ -184,7 +201,8 @@ def _build(
     start, stop = pack.local
     positions = readable(torch.from_numpy(position_ids(lengths, start, stop, past=pack.past)), device).unsqueeze(0)
     labels = weights = scored = None
-    numbers = np.zeros((pack.num_tokens, 0 if objective is None else objective.layout.num_columns))
+    reads = objective is not None and (place.is_last or objective.routing is not None)
+    numbers = np.zeros((pack.num_tokens, objective.layout.num_columns if objective is not None and reads else 0))
     tokens, targets, scale, counted = _fill(row, pack, place, load, loss_norm, numbers)
     input_ids = readable(torch.from_numpy(tokens[start:stop]), device).unsqueeze(0)
     if place.is_last:
@@ -192,7 +210,25 @@ def _build(
         weights = readable(torch.from_numpy(scale[start:stop]), device)
         if objective is not None:
             scored = Scored(objective, readable(torch.from_numpy(numbers[start:stop]), device))
-    return MicroBatch(pack, positions, input_ids, labels, weights, scored=scored), counted, padding
+    routes = (
+        None if objective is None else _routes(objective, numbers, pack.num_tokens - padding, (start, stop), device)
+    )
+    return MicroBatch(pack, positions, input_ids, labels, weights, scored=scored, routes=routes), counted, padding
+
+
+def _routes(
+    objective: Objective, numbers: Float64Array, real: int, held: tuple[int, int], device: torch.device
+) -> Routes | None:
+    """What the routers of a row are given, of which `real` tokens are no padding and a rank has those of `held`."""
+    routing, found = objective.routing, objective.layout.find(ROUTED_EXPERTS)
+    if routing is None:
+        return None
+    given = None
+    if found is not None:
+        numbers[real:, found[1]] = np.tile(np.arange(routing.chosen), len(routing.paths))  # any, if no two are alike
+        own = numbers[slice(*held), found[1]].astype(np.int64)
+        given = readable(torch.from_numpy(own.reshape(len(own), len(routing.paths), routing.chosen)), device)
+    return Routes(routing, given, wanted=objective.keeps_routes)
 
 
 def _balance(row: _Row, pack: Pack, load: Load, loss_norm: str, device: torch.device) -> Balance:
@@ -223,6 +259,7 @@ def _copy(batch: MicroBatch, device: torch.device) -> MicroBatch:
         weights=moved(batch.weights),
         balance=batch.balance and Balance(*(part.to(device, non_blocking=True) for part in batch.balance)),
         scored=batch.scored and replace(batch.scored, numbers=batch.scored.numbers.to(device, non_blocking=True)),
+        routes=batch.routes and replace(batch.routes, given=moved(batch.routes.given)),
     )
 
 
@@ -248,7 +285,7 @@ def _fill(
             tokens[begin:end] = all_tokens[span.start : span.stop]
             targets[begin:end] = all_targets[span.start : span.stop]
             scale[begin:end] = weight
-            if place.is_last and fields is not None:
+            if numbers.shape[1] and fields is not None:
                 numbers[begin:end] = fields[span.start : span.stop]
             if loss_norm == "sequence":
                 count = int((all_targets != IGNORED).sum())

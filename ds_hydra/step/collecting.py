@@ -1,4 +1,4 @@
-"""Hands what last stages have found of each token back to the ranks that handed the sequences in.
+"""Hands what stages have found of each token back to the ranks that handed the sequences in.
 
 The way of `delivery`, the other way round, and as there both ends of every message know its size from the plan. Of two
 sequences of 5 and 3 tokens packed in one row, under sp2, rank 0 has found what belongs to tokens 0..3 of the first and
@@ -33,16 +33,17 @@ class Piece(NamedTuple):
 
 
 def pieces_of(
-    plan: StepPlan, strategies: Sequence[Strategy], num_ranks: int, *, token_sharding: bool
+    plan: StepPlan, strategies: Sequence[Strategy], num_ranks: int, *, token_sharding: bool, all_stages: bool = False
 ) -> list[list[Piece]]:
     """For each rank, of which tokens it has the scores, in the order in which it has them; `strategies` are those of
-    the plan's phases. Of a tensor parallel group, whose scores are equal, its first rank has them."""
+    the plan's phases. Of a tensor parallel group, whose scores are equal, its first rank has them. `all_stages`: what
+    is found is of each stage, and not of the last alone."""
     found: list[list[Piece]] = [[] for _ in range(num_ranks)]
     for phase, strategy in zip(plan.phases, strategies, strict=True):
         for planned, placed in zip(phase.pipelines, strategy.pipelines, strict=True):
             for rank in placed.ranks:
                 place = StagePlace.all_of(placed, rank, lambda _: None, token_sharding=token_sharding)[-1]
-                if place.is_last and place.tp_rank == 0:
+                if (place.is_last or all_stages) and place.tp_rank == 0:
                     found[rank] += _of_place(planned, place)
     return found
 
@@ -65,7 +66,7 @@ def _of_place(planned: PipelinePlan, place: StagePlace) -> list[Piece]:
 def collect(
     plan: StepPlan, pieces: Sequence[Sequence[Piece]], owners: Sequence[int], mine: Float64Array, channel: Channel
 ) -> dict[int, Float64Array]:
-    """What all ranks have found of this rank's sequences, (tokens, width) each, by position in the plan.
+    """The sum of what all ranks have found of this rank's sequences, (tokens, width) each, by position in the plan.
 
     `mine` (tokens, width) is what this rank has found, in the order of its `pieces`; `owners` as in `deliver`. Every
     rank must call it.
@@ -77,7 +78,7 @@ def collect(
     for piece in pieces[rank]:
         part = mine[begin : (begin := begin + piece.stop - piece.start)]
         if owners[piece.sequence] == rank:
-            found[piece.sequence][piece.start : piece.stop] = part
+            found[piece.sequence][piece.start : piece.stop] += part
         else:
             parcels.setdefault(owners[piece.sequence], []).append(part)
     coming = {
@@ -90,7 +91,7 @@ def collect(
     for sender, parcel in channel.exchange(packed, sizes).items():
         numbers, begin = parcel.numpy().view(np.float64).reshape(-1, width), 0
         for piece in coming[sender]:
-            found[piece.sequence][piece.start : piece.stop] = numbers[
+            found[piece.sequence][piece.start : piece.stop] += numbers[
                 begin : (begin := begin + piece.stop - piece.start)
             ]
     return found

@@ -102,14 +102,18 @@ class Forwards:
         objective: Objective,
         *,
         step: int | None = None,
-    ) -> Float64Array:
+    ) -> tuple[Float64Array, Float64Array]:
         """What this rank has found of the scores of a batch's tokens [Note: scores], (tokens, num_scores), in the
-        order of its pieces (`step.collecting`); `step` as of `sequence_losses`."""
+        order of its pieces (`step.collecting`); `step` as of `sequence_losses`. And the experts that its routers have
+        chosen, (tokens, routers * chosen), if they are wanted."""
         built, _ = self._stepper.build_together(plan, data, costs, step or 0, objective)
         found: list[Float64Array] = [np.zeros((0, objective.num_scores))]
+        routing = objective.routing
+        chosen: list[Float64Array] = [np.zeros((0, 0 if routing is None else len(routing.paths) * routing.chosen))]
         for runtime, mine, of_schedule in self._stepper.phases(built):
             kept = mine.on(self._world.device).keeping_scores()
             runtime.evaluate(kept.batches, of_schedule, training=step is not None)
             if runtime.place.tp_rank == 0:
                 found += kept.scores()
-        return np.concatenate(found)
+                chosen += kept.chosen()
+        return np.concatenate(found), np.concatenate(chosen)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ds_hydra.pipe.models.causal_lm import CausalLM
 
 _FLAG = "output_router_logits"
+FEW_TOKENS = 5
 _REMEDY = f"set {_FLAG} to false in the model's config to train without it"
 
 
@@ -114,7 +115,6 @@ def _routers(source: CausalLM) -> tuple[dict[str, int], int]:
 
 def _run(copied: Any, first_position: int, boxes: Boxes) -> tuple[dict[int, tuple[str, int]], tuple[Tensor, ...]]:
     """One forward of a few tokens: module and place that first returned each tensor, and the routers' logits."""
-    tokens, device = 5, next(copied.parameters()).device
     made: dict[int, tuple[str, int]] = {}
     kept: list[Tensor] = []  # so that no other tensor gets the identity of one
 
@@ -126,15 +126,20 @@ def _run(copied: Any, first_position: int, boxes: Boxes) -> tuple[dict[int, tupl
 
     for path, module in copied.named_modules():
         module.register_forward_hook(lambda _module, _args, out, path=path: note(path, out))
-    ids = torch.arange(3, 3 + tokens, device=device)[None]
-    positions = torch.arange(tokens, device=device)[None] + first_position
-    tell_pack(copied, lambda: Pack((tokens,)))
+    return made, tuple(run_few_tokens(copied, first_position, boxes, **{_FLAG: True}).router_logits)
+
+
+def run_few_tokens(copied: Any, first_position: int, boxes: Boxes, **settings: Any) -> Any:
+    """What a copy of a model, which is of no other use, returns for FEW_TOKENS tokens."""
+    device = next(copied.parameters()).device
+    ids = torch.arange(3, 3 + FEW_TOKENS, device=device)[None]
+    positions = torch.arange(FEW_TOKENS, device=device)[None] + first_position
+    tell_pack(copied, lambda: Pack((FEW_TOKENS,)))
     if boxes:
         use_in(copied, boxes.attention)
     numbered = {"position_ids": positions} if boxes.packed else {}
     with torch.no_grad(), torch.random.fork_rng(devices=[]), refuse_state(copied):
-        out = copied(input_ids=ids, use_cache=False, **numbered, **{_FLAG: True})
-    return made, tuple(out.router_logits)
+        return copied(input_ids=ids, use_cache=False, **numbered, **settings)
 
 
 def _check_formula(found: Balancing, name: str) -> None:

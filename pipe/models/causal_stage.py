@@ -23,6 +23,7 @@ from ds_hydra.pipe.models.draws import Draws, Keys
 from ds_hydra.pipe.models.plain_head import PlainHead
 from ds_hydra.pipe.models.positions import count_by_sequence, split_rotary_by_length
 from ds_hydra.pipe.models.recompute import Recomputing
+from ds_hydra.pipe.models.replay import Replay
 from ds_hydra.pipe.packed_weights import PackedLinears
 from ds_hydra.pipe.row_collectives import all_rows
 from ds_hydra.pipe.rows import MicroBatch, Pack
@@ -60,7 +61,7 @@ class CausalStage(StageModule):
             self._boxes.install(layers)
         self._recomputing = Recomputing(len(own), self._checkpointed)
         self._recomputing.install(own)
-        self._recomputes_all = source.options.activation_checkpointing
+        self._recomputes_all, self._replay = source.options.activation_checkpointing, Replay(model, place)
         needed = source.plan.needed(place.stage)
         names = {path: name for path, name in source.aliases.items() if name in needed}
         embedding, head = ends_of(model)
@@ -204,17 +205,22 @@ class CausalStage(StageModule):
     def _checkpointed(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """What a layer that is computed again runs in, the first time and the second."""
         first, again = self._draws.checkpointed()
-        again = self._again(again, self._pack, nullcontext() if self._boxes is None else self._boxes.again())
+        boxes = nullcontext() if self._boxes is None else self._boxes.again()
+        again = self._again(again, self._pack, boxes, self._replay.again())
         return first, again if self._routers is None else self._routers.recomputing(again)
 
     @contextmanager
     def _again(
-        self, draws: AbstractContextManager[Any], pack: Pack, boxes: AbstractContextManager[Any]
+        self,
+        draws: AbstractContextManager[Any],
+        pack: Pack,
+        boxes: AbstractContextManager[Any],
+        routes: AbstractContextManager[Any],
     ) -> Iterator[None]:
         """Within it, layers are computed again for a micro-batch that is not the last one that ran."""
         before, self._pack = self._pack, pack
         try:
-            with draws, boxes:
+            with draws, boxes, routes:
                 yield
         finally:
             self._pack = before
@@ -230,7 +236,7 @@ class CausalStage(StageModule):
         received = None if hidden is None else from_wire(hidden, self._doors[self.place.stage.first_layer])
         positions = batch.position_ids + self._first_position
         inputs: dict[str, Any] = {"input_ids": _tokens(batch), "position_ids": positions, "use_cache": False}
-        with self._draws.of(keys), routing:
+        with self._draws.of(keys), routing, self._replay.of(batch.routes):
             if self._boxes is not None and run is not None:
                 return self._boxes(received, batch, run, inputs)
             return self._cut(received, **inputs)

@@ -91,10 +91,16 @@ class Planned:
         return recomputing(plan, self.table) if self.layout.recompute else plan
 
 
-def engine_of(rank: int, family: str, planned: Planned, optimizer: dict[str, Any] | None = None) -> Any:
+def engine_of(
+    rank: int,
+    family: str,
+    planned: Planned,
+    optimizer: dict[str, Any] | None = None,
+    layouts: Sequence[Layout] = LAYOUTS,
+) -> Any:
     """An engine of this rank that trains on what is handed in, under any of the layouts."""
     rank_environment(rank)
-    shapes = dict.fromkeys(str(shape) for one in LAYOUTS for shape in parse_phases(one.strategy))
+    shapes = dict.fromkeys(str(shape) for one in layouts for shape in parse_phases(one.strategy))
     block = {
         "tokens_per_step": 400,
         "context_length": 128,
@@ -175,7 +181,7 @@ def scores(layouts: Sequence[Layout], family: str = "llama") -> list[tuple[str, 
             engine = engine_of(rank, family, planned)
             own = slice(sum(PER_RANK[:rank]), sum(PER_RANK[: rank + 1]))
             for planned.layout in layouts:
-                with _once_by(engine, planned):
+                with once_by(engine, planned):
                     found = [engine.values(items[own])] if valued else engine.log_probs(items[own], entropy=True)
                 of_ranks = [tuple(column * (item["labels"] != -100) for column in one)
                             for one, item in zip(known[own], items[own], strict=True)]  # fmt: skip
@@ -191,7 +197,7 @@ def scores(layouts: Sequence[Layout], family: str = "llama") -> list[tuple[str, 
 
 
 @contextlib.contextmanager
-def _once_by(engine: Any, planned: Planned) -> Iterator[None]:
+def once_by(engine: Any, planned: Planned) -> Iterator[None]:
     """Within it, plans outside of steps are made as those of steps."""
     plans = engine.crew.plans
     plans.plan_once = lambda ids, lengths: plans.given(0, lengths).plan
