@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
+from ds_hydra.engine.checked import _refuse_other_ways
 from ds_hydra.pipe.attention import interface
-from ds_hydra.pipe.models import causal_stage
+from ds_hydra.pipe.models import causal_stage, refusals
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.placement import place_pipeline
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
@@ -19,6 +21,7 @@ from ds_hydra.self_check.compare import compare
 from ds_hydra.self_check.plain import Plain
 from ds_hydra.self_check.precision import doubled
 from ds_hydra.self_check.runs import run_pipeline, uneven_data
+from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.families import build_model
 
 
@@ -57,3 +60,18 @@ def test_dropout_in_chunks_runs_once_for_each_sequence() -> None:
         layer.self_attn.attention_dropout = 0.1
     source = CausalLM(model, by_one_rank=True)
     assert {box.path for of in source.boxes.of for box in of} == {"self_attn"}
+
+
+def test_a_small_copy_that_meets_otherwise_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Llama 4 was before its chunks were known: the model is examined with fewer tokens than a chunk has, and its
+    copy with more."""
+    monkeypatch.setattr(interface, "_chunk_of", lambda module: None)
+    monkeypatch.setattr(causal_stage, "count_by_sequence", lambda *_: None)
+    monkeypatch.setattr(refusals, "_KNOWN_LAYER_TYPES", frozenset({"full_attention"}))
+    model = build_model("llama4", torch.float32)
+    source = CausalLM(model, by_one_rank=True)
+    found = check_strategies(model, [StrategyShape.parse("tp1")], keep=False)
+    assert (bool(source.boxes), found.objections(), found.boxed) == (False, [], "self_attn")
+    with pytest.raises(ConfigError, match="a small copy of the model runs self_attn once for each sequence"):
+        _refuse_other_ways(found, source)
+    _refuse_other_ways(replace(found, boxed=""), source)

@@ -11,7 +11,7 @@ experts  Qwen3-30B-A3B on eight ranks, experts cut by width and spread as whole 
          intervals of its pull, bytes of its collectives, what it keeps, CPU time of a layer; counted and run, FP32
 sinks    attention with sinks by the log-sum-exp of a kernel over probabilities in memory: CPU time, what is kept; FP32
 
-`--quick` takes fewer classes and the small packs. What stages with boxes must not do is a mutant in
+`--quick` takes fewer classes, models and turns, and the small packs. What stages with boxes must not do is a mutant in
 `tests/test_boxes.py` and `tests/test_states.py`, each refused before step 0. Exits non-zero if an aim is missed.
 """
 

@@ -16,8 +16,10 @@ from ds_hydra.ranks.together import Texts
 from ds_hydra.ranks.world import World
 from ds_hydra.self_check.check import check_strategies
 from ds_hydra.self_check.schemes import BASE
+from ds_hydra.self_check.trial import told_boxes
 from ds_hydra.self_check.unproven import unproven
 from ds_hydra.self_check.verdicts import CheckResult, Verdict
+from ds_hydra.zero_hetero.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +77,7 @@ def check_candidates(job: Job, world: World, candidates: Sequence[StrategyShape]
             channel=world.channel,
             node_size=world.node_size,
         )
+        _refuse_other_ways(found, source)
         return _of_packs(found, candidates, parts, world) if off else found
 
     asked = source.options
@@ -99,6 +102,21 @@ def check_candidates(job: Job, world: World, candidates: Sequence[StrategyShape]
         logger.info("sequence parallel ranks exchange all heads of a layer at once: %s", why)
     given_up = {name: value for name, value, *_ in best.differences(asked)}
     return found, source.with_options(replace(source.options, **given_up), why)
+
+
+def _refuse_other_ways(found: CheckResult, source: ModelSource) -> None:
+    """ConfigError where the small copy's tokens meet in another way than the model's: what was compared would not be
+    what trains. A limit that 13 tokens do not reach, and that the copy has made smaller, is one that no trial sees."""
+    own = set(told_boxes(source).split(", "))
+    if others := sorted(set(found.boxed.split(", ")) - own - {""}):
+        raise ConfigError(
+            f"a small copy of the model runs {', '.join(others)} once for each sequence of a pack, as its tokens meet "
+            "otherwise than by Hugging Face's attention interface; in the model itself that shows with longer "
+            "sequences than are tried when it is examined, so packs of these would train another model. Only models "
+            "whose attention tells its limits to the interface, such as sliding_window, are trained; set the model's "
+            "own limit (a chunk, a block, a budget of tokens) in its config so that no sequence reaches it, and "
+            'hydra.self_check to "off"'
+        )
 
 
 def _of_packs(

@@ -76,7 +76,7 @@ def check_strategies(
     whole = {shape: verdicts[bare(shape) if mode == "full" else stand_in(shape)] for shape in asked}
     alone = verdicts[BASE]
     no_slices = alone.no_slices if alone.state == "equal" else alone.reason
-    result = CheckResult(whole, time.perf_counter() - began, len(run) - len(missing), no_slices)
+    result = CheckResult(whole, time.perf_counter() - began, len(run) - len(missing), no_slices, alone.boxed)
     if channel.rank == 0:
         logger.info("self-check: %s", result)
         for note in result.notes:

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.placement import Pipeline, Strategy
 from ds_hydra.pipe.shape import PipelineShape
 from ds_hydra.self_check.compare import Difference, compare, finite
@@ -133,7 +134,8 @@ class Trial:
         difference = compare(self._right, outcome)
         if difference.what is None:
             no_slices = (self._whole or _no_slices(subject, self._right)) if scheme == BASE else ""
-            return Verdict("equal", self._told, difference.worst, no_slices)
+            boxed = told_boxes(subject.source) if scheme == BASE else ""
+            return Verdict("equal", self._told, difference.worst, no_slices, boxed=boxed)
         return Verdict(
             "refused", f"{difference.what}{self._place(difference, pipeline)}; {self._remedy(scheme)}", difference.worst
         )
@@ -165,6 +167,12 @@ class Trial:
         if source.plan.experts:
             others |= {name: others.get(name, "") + ", or take ep out of hydra.strategies" for name in ("tp", "sp")}
         return "; ".join(f"{name}: {_REMEDIES[name]}{others.get(name, '')}" for name in failing)
+
+
+def told_boxes(source: object) -> str:
+    """What of a model runs once for each sequence of a pack, by its paths in layers; empty if nothing."""
+    boxes = source.boxes.of if isinstance(source, CausalLM) else ()
+    return ", ".join(sorted({box.path or "the layer" for of in boxes for box in of}))
 
 
 def _no_slices(subject: Subject, right: Outcome) -> str:

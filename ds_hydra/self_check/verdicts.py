@@ -22,6 +22,7 @@ class Verdict:
     difference: float = 0.0  # largest of a loss or gradient, relative to its largest entry
     no_slices: str = ""  # of one rank alone, if equal: why no sequence may be cut into slices; empty: it may
     seconds: float = 0.0  # of CPU time of the run; 0 where the verdict was known
+    boxed: str = ""  # of one rank alone, if equal: what ran once for each sequence
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -32,10 +33,10 @@ class Verdict:
         state, reason, difference = raw.get("state"), raw.get("reason"), raw.get("difference")
         if state not in ("equal", "refused", "unchecked") or not isinstance(reason, str):
             raise ValueError(f"not a verdict: {raw}")
-        no_slices = raw.get("no_slices")
-        if not isinstance(difference, int | float) or not isinstance(no_slices, str):
+        no_slices, boxed = raw.get("no_slices"), raw.get("boxed")
+        if not isinstance(difference, int | float) or not isinstance(no_slices, str) or not isinstance(boxed, str):
             raise ValueError(f"not a verdict: {raw}")
-        return Verdict(state, reason, float(difference), no_slices, float(raw.get("seconds", 0.0)))
+        return Verdict(state, reason, float(difference), no_slices, float(raw.get("seconds", 0.0)), boxed)
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class CheckResult:
     seconds: float = 0.0
     from_cache: int = 0  # schemes whose verdict was known
     no_slices: str = ""  # why no sequence of the model may be cut into slices; empty: it may
+    boxed: str = ""  # what ran once for each sequence, by its paths in layers
 
     def __str__(self) -> str:
         equal = [str(shape) for shape, verdict in self.verdicts.items() if verdict.state == "equal"]

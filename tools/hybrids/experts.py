@@ -27,7 +27,7 @@ CONFIG = {
     "norm_topk_prob": True, "vocab_size": 151936, "num_hidden_layers": 3, "tie_word_embeddings": False,
 }  # fmt: skip
 BY_WIDTH, WHOLE = ("tp8", "tp2sp4", "sp8"), ("tp8ep8", "tp2sp4ep8", "sp8ep8")
-TOKENS = 256
+TOKENS, QUICK_TOKENS = 256, 64
 """Of a micro-batch."""
 
 
@@ -40,7 +40,7 @@ def experts(quick: bool, missed: list[str]) -> list[dict[str, Any]]:
         for texts in (BY_WIDTH, WHOLE):
             shapes = [StrategyShape.parse(text) for text in (texts[:1] if quick else texts)]
             source = hollow_source(path, StageOptions(token_sharding=True), shapes)
-            rows += [_row(source, shape) for shape in shapes]
+            rows += [_row(source, shape, QUICK_TOKENS if quick else TOKENS) for shape in shapes]
     by_scheme = {row["scheme"]: row for row in rows}
     for row in rows:
         if row["scheme"] in WHOLE and (row["experts"], row["width"]) != (16, 768):
@@ -50,7 +50,7 @@ def experts(quick: bool, missed: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def _row(source: CausalLM, shape: StrategyShape) -> dict[str, Any]:
+def _row(source: CausalLM, shape: StrategyShape, tokens: int) -> dict[str, Any]:
     (pipeline,) = shape.pipelines
     assert pipeline.scheme is not None, "it is uniform"
     tp, sp, ep = pipeline.scheme.tp, pipeline.scheme.sp, pipeline.scheme.ep
@@ -61,7 +61,7 @@ def _row(source: CausalLM, shape: StrategyShape) -> dict[str, Any]:
     timer = StageTimer(
         source, ParallelScheme(tp, 3, sp, ep), 1, torch.device("cpu"), torch.float32, clock=HostClock(time.process_time)
     )
-    timings = [timer.time((TOKENS,)) for _ in range(2)]
+    timings = [timer.time((tokens,)) for _ in range(2)]
     moved = sum(counted.call.num_bytes for counted in timings[0].calls)
     return {
         "scheme": str(PipelineShape.of(pipeline.scheme)),
@@ -69,8 +69,8 @@ def _row(source: CausalLM, shape: StrategyShape) -> dict[str, Any]:
         "width": held[2],
         "layer MiB": round(2 * end_of_slots(slots) / 2**20),  # of 16 bit parameters
         "intervals": len(plan.pull_layout(bucket, strategy).pieces[0]),
-        "tokens": TOKENS,
+        "tokens": tokens,
         "collectives MiB": round(moved / 2**20, 1),
-        "kept KiB a token": round(kept_bytes(timer, (TOKENS,)) / TOKENS / 2**10),
+        "kept KiB a token": round(kept_bytes(timer, (tokens,)) / tokens / 2**10),
         "CPU ms": round(min(timing.ms for timing in timings)),
     }
