@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
 
 from ds_hydra.engine.calls import Call, gathered, taken_once
-from ds_hydra.engine.scoring import TokenScores
+from ds_hydra.engine.scoring import RoutedScores, TokenScores
 from ds_hydra.engine.steps import Steps
 from ds_hydra.engine.weights import EngineWithWeights
 from ds_hydra.pipe.scores import ScoreLoss
@@ -98,21 +98,31 @@ class EngineInParts(EngineWithWeights):
         """See `ThreeCallEngine`."""
         return super().gradients_wait() or self.steps.parts.count > 0
 
+    @overload
     def log_probs(
         self,
         sequences: Any,
         *,
         entropy: bool = False,
         temperature: float | None = None,
-        routed_experts: bool = False,
-    ) -> TokenScores:
+        routed_experts: Literal[False] = False,
+    ) -> TokenScores: ...
+
+    @overload
+    def log_probs(
+        self, sequences: Any, *, entropy: bool = False, temperature: float | None = None, routed_experts: Literal[True]
+    ) -> RoutedScores: ...
+
+    def log_probs(
+        self, sequences: Any, *, entropy: bool = False, temperature: float | None = None, routed_experts: bool = False
+    ) -> TokenScores | RoutedScores:
         """The log-probability of each token of this rank's sequences, given those before it, and the entropy of what it
         is drawn from, in the mode of an evaluation; see `TokenScores`.
 
         `sequences` and `temperature` as of `forward_backward`; other columns than those for tokens, labels and masks
-        are not read, but for `routed_experts`. With that argument also the experts that the routers of a mixture have
-        chosen. ConfigError where a sequence would be truncated or left out, and for routers that choose by other means
-        than `torch.topk` [Note: replayed routers].
+        are not read, but for `routed_experts`. With that argument it returns `RoutedScores`, which has the experts that
+        the routers of a mixture have chosen. ConfigError where a sequence would be truncated or left out, and for
+        routers that choose by other means than `torch.topk` [Note: replayed routers].
         """
         score = partial(self.steps.parts.scoring.log_probs, entropy=entropy, routed_experts=routed_experts)
         return self.on_all(Call(lambda: score(sequences, temperature), once="log_probs"))

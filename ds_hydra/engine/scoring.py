@@ -35,9 +35,14 @@ class TokenScores(NamedTuple):
 
     log_probs: list[Tensor]  # log p(label), which is the token itself unless `labels` say otherwise
     entropy: list[Tensor] | None  # of p
-    routed_experts: list[Tensor] | None = (
-        None  # (tokens, routers, chosen) int64 of each, of the token at place i itself
-    )
+
+
+class RoutedScores(NamedTuple):
+    """The same, with what the routers have chosen for the token at place i itself: (tokens, routers, chosen) int64."""
+
+    log_probs: list[Tensor]
+    entropy: list[Tensor] | None
+    routed_experts: list[Tensor]
 
 
 class Scoring:
@@ -71,19 +76,23 @@ class Scoring:
             raise ConfigError(f"temperature must be a positive number, but is {temperature!r}") from None
         return Reads(given, only, lambda: self._routing)
 
-    def log_probs(self, batch: Any, temperature: float | None, *, entropy: bool, routed_experts: bool) -> TokenScores:
+    def log_probs(
+        self, batch: Any, temperature: float | None, *, entropy: bool, routed_experts: bool
+    ) -> TokenScores | RoutedScores:
         """See `EngineInParts.log_probs`."""
         self.check_model()
         if self.valued:
             raise ConfigError("the model gives a value for each token and no log-probabilities: call values()")
         routing = self._routing if routed_experts else None
         found, chosen = self._found("log_probs", batch, temperature, routing)
-        shape = () if routing is None else (len(routing.paths), routing.chosen)
-        return TokenScores(
-            self._at_own_place(found, LOG_PROB),
-            self._at_own_place(found, ENTROPY) if entropy else None,
-            [torch.from_numpy(one).long().to(self._device).unflatten(1, shape) for one in chosen] if shape else None,
+        scores = TokenScores(
+            self._at_own_place(found, LOG_PROB), self._at_own_place(found, ENTROPY) if entropy else None
         )
+        if routing is None:
+            return scores
+        shape = len(routing.paths), routing.chosen
+        experts = [torch.from_numpy(one).long().to(self._device).unflatten(1, shape) for one in chosen]
+        return RoutedScores(*scores, experts)
 
     def values(self, batch: Any) -> list[Tensor]:
         """See `EngineInParts.values`."""
