@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer
 from trl import DPOTrainer, GRPOTrainer, RLOOTrainer
 
 from ds_hydra.hugging_face.accelerator import without_engine
@@ -32,7 +31,7 @@ from ds_hydra.pipe.models.adapted import is_peft_model
 from ds_hydra.zero_hetero.errors import ConfigError
 
 if TYPE_CHECKING:
-    _Base = Trainer
+    from transformers import Trainer as _Base
 else:
     _Base = object  # what stands above a trainer of TRL's must not stand between it and Trainer
 

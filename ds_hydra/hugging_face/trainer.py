@@ -50,6 +50,12 @@ class HydraTrainer(Trainer):
     without it.
     """
 
+    # Trainer's own, of which the annotations are seen where transformers' are not.
+    deepspeed: Any
+    optimizer: Any
+    lr_scheduler: Any
+    preprocess_logits_for_metrics: Any
+
     def __init__(self, *args: Any, loss_fn: TokenLoss | None = None, **kwargs: Any):
         self._loss_fn = loss_fn
         self._token_function: TokenFunction | None = None

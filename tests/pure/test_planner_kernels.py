@@ -122,3 +122,21 @@ def test_a_compiled_walk_counts_no_references() -> None:
 
     fast, plain = seconds_of(kernel, arrays, fresh_list_walk), seconds_of(list_walk, lists, fresh_walk)
     assert plain > 12 * fast, f"{1e6 * plain:.0f} us in plain Python, {1e6 * fast:.0f} us compiled"
+
+
+def _nearest(number: int) -> int:
+    return number + 1
+
+
+def _both(number: int) -> int:
+    return _nearest(-1) + _nearest(number)
+
+
+def test_a_kernel_is_compiled_once_for_constants_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    numba = pytest.importorskip("numba")
+    plain = numba.njit
+    monkeypatch.setattr(numba, "njit", lambda *given, **options: plain(*given, **options | {"cache": False}))
+    names = dict(globals())
+    clones = load._clones({one.__name__: one for one in (_nearest, _both)}, names, "once", load._compiler())
+    assert clones["_both"](5) == 6
+    assert len(clones["_nearest"].signatures) == 1

@@ -126,6 +126,7 @@ def compiled(*instead: ModuleType) -> Kernels:
 def _compiler() -> Callable[[Any], Any]:
     """What compiles a clone [Note: why kernels are cloned]."""
     import numba
+    from numba.core.types import unliteral
 
     shared = {module.__name__ for module in _SHARED}
     uncounted = {function.__name__ for function in _INNERMOST}
@@ -137,7 +138,16 @@ def _compiler() -> Callable[[Any], Any]:
         options: dict[str, Any] = {"_nrt": False} if walks or clone.__name__ in uncounted else {}
         if walks and clone.__name__ != list_walk.list_walk.__name__:
             options["inline"] = "always"  # called in the loops of a walk
-        return numba.njit(cache=True, nogil=True, **options)(clone)
+        kernel = numba.njit(cache=True, nogil=True, **options)(clone)
+        template = kernel.get_call_template
+
+        def of_types(given: Sequence[Any], named: Mapping[str, Any]) -> Any:
+            # A kernel that is called with -1 here and with a variable there would be compiled twice, and all that it
+            # calls with it: a tenth of the time that all kernels take.
+            return template(tuple(map(unliteral, given)), {name: unliteral(one) for name, one in named.items()})
+
+        kernel.get_call_template = of_types
+        return kernel
 
     return compiled_clone
 
