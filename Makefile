@@ -110,11 +110,10 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Three at a time, on two cores: tests with ranks often wait for each other, and the rest runs meanwhile. The longest
-# begin.
+# Two at a time: tests with ranks often wait for each other, and the rest runs meanwhile. The longest begin.
 test: $(STAMP)
 	$(MAKE) --jobs=2 --output-sync=target lint kernels
-	$(MAKE) --jobs=3 --output-sync=target test-training test-models test-jobs test-ranks test-pure
+	$(MAKE) --jobs=2 --output-sync=target test-training test-models test-jobs test-ranks test-pure
 
 # Compiles the planner's kernels, which all tests and jobs then load from numba's cache.
 kernels: $(STAMP)

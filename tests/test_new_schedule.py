@@ -28,6 +28,7 @@ from ds_hydra.pipe.schedules.registry import SCHEDULES, Schedule, orders, regist
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.plan.runnable import check_runnable
 from ds_hydra.planner import Planner, PlannerOptions, StepPlan, validate_plan
+from ds_hydra.planner.kernels import load
 from ds_hydra.planner.proposal.spaces import wider_shapes
 from ds_hydra.planner.recipe import PlanRecipe
 from ds_hydra.zero_hetero.errors import PlanError
@@ -86,6 +87,13 @@ def registered() -> Iterator[None]:
     del SCHEDULES[WEIGHTS_FIRST.name]
 
 
+@pytest.fixture
+def in_plain_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of this schedule are not compiled, for which each process would take half a minute."""
+    timing = load._timing
+    monkeypatch.setattr(load, "_timing", lambda walk, is_compiled: timing(walk, is_compiled=False))
+
+
 def planned(which: str, schedule: str = "weights-first") -> StepPlan:
     options = PlannerOptions(kernels=which)
     planner = Planner(TABLE, [StrategyShape.parse(f"2*pp2/{schedule}")], options)
@@ -136,12 +144,14 @@ def test_another_process_plans_the_same() -> None:
     assert other.planner().plan(0, range(len(LENGTHS)), LENGTHS).digest() == planned("pure").digest()
 
 
+@pytest.mark.usefixtures("in_plain_python")
 def test_it_trains_as_one_process_does() -> None:
     case = Case("new", "llama", ("2*pp2/weights-first", "tp2pp2/weights-first", "4*tp1"), steps=3, slices=True)
     missed = compare(case.shortened()).missed(case.aims, case.name)
     assert not missed, missed
 
 
+@pytest.mark.usefixtures("in_plain_python")
 def test_it_is_previewed_and_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = ["--cost-table", "a800-7b", "--lengths", "pretraining", "--tokens", "60000", "--context", "8192"]
     strategies = ["4*tp2pp2/weights-first", "4*tp4"]

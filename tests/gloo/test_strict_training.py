@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -267,8 +268,8 @@ def test_no_step_connects_a_pair(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "rule"), UNDER_STRICT.items())
 def test_rows_of_the_table(name: str, rule: str) -> None:
-    (case,) = (case for case in CASES if case.name == name)
-    missed = compare(
-        case.shortened(), timeout=240, strict=Rules(**dict.fromkeys(rule.split(), True), stall_s=100)
-    ).missed(case.aims, case.name)
+    (case,) = (case.shortened() for case in CASES if case.name == name)
+    case = replace(case, strategies=case.strategies[:2], steps=2)
+    rules = Rules(**dict.fromkeys(rule.split(), True), stall_s=100)
+    missed = compare(case, timeout=240, strict=rules).missed(case.aims, case.name)
     assert not missed, missed

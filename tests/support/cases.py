@@ -60,9 +60,6 @@ UNDER_STRICT = {
     "V, slices": "blocking connect",
     "states": "blocking connect",
     "spread, slices": "blocking connect",
-    "latent, deepseek_v3, slices": "blocking one_queue",
-    "windows, gemma3": "blocking connect",
-    "chunks, slices": "blocking one_queue",
     "groups of heads, one key head": "lazy one_queue",
     "groups of unequally many heads": "lazy one_queue",
 }

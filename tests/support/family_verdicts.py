@@ -8,6 +8,7 @@ import re
 import time
 import traceback
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -108,7 +109,10 @@ def _verdicts(name: str, shapes: Mapping[str, str]) -> dict[str, str]:
                 source = CausalLM(model, StageOptions(token_sharding=True))
     except Exception as error:
         return dict.fromkeys(shapes, _told(error))
-    if by_numbers != source.facts:
+    # Numbers choose experts, by rounding alone where they tie, so layers may run unlike each other that are alike; then
+    # more of them are examined.
+    told, expected = (replace(one, flow=replace(one.flow, ran=())) for one in (by_numbers, source.facts))
+    if told != expected:
         return dict.fromkeys(shapes, f"{DIFFERS}: runs with numbers tell something else than those without")
     data = tried_data(96, [(6, 33, 2), (12,)], special=special_tokens(model), left_out=source.uncounted)
     try:
