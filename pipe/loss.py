@@ -82,15 +82,15 @@ def token_losses(logits: Tensor, labels: Tensor, vocab_start: int, group: Group)
     )
 
 
-def loss_of(token_loss: TokenLoss | None, *, valued: bool) -> TokenLoss | None:
-    """What stages are trained on in place of the cross entropy. ConfigError for a loss of logits where a model's head
-    gives values."""
-    if valued and token_loss not in (None, squared_values):
+def loss_of_values(token_loss: TokenLoss | None) -> TokenLoss:
+    """What stages of a model whose head gives values are trained on in place of the cross entropy. ConfigError for a
+    loss of logits."""
+    if token_loss not in (None, squared_values):
         raise ConfigError(
             "the model gives a value for each token and no logits, which loss_fn is of: leave it out, and pass a loss "
             "of values to engine.forward_backward()"
         )
-    return squared_values if valued else token_loss
+    return squared_values
 
 
 def squared_values(values: Tensor, labels: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from ds_hydra.commands.figures import figures_parser, finish
 
 ROOT = Path(__file__).resolve().parents[1]
 _MARK = re.compile(r"pytest\.mark\.long|long_but\(")
-PARTS = 4  # each within what a quick form may take
+PARTS = 6  # each within what a quick form may take
 
 
 def files(root: Path = ROOT) -> list[str]:
@@ -32,7 +32,7 @@ def files(root: Path = ROOT) -> list[str]:
 
 
 def part(number: int, paths: Sequence[str]) -> list[str]:
-    """The files of a part, from 1 on: every fourth one, as files that lie beside each other cost alike."""
+    """The files of a part, from 1 on: every sixth one, as files that lie beside each other cost alike."""
     return list(paths[number - 1 :: PARTS])
 
 

@@ -77,7 +77,8 @@ def check_candidates(job: Job, world: World, candidates: Sequence[StrategyShape]
             channel=world.channel,
             node_size=world.node_size,
         )
-        _refuse_other_ways(found, source)
+        if found.boxed:
+            _refuse_other_ways(found, source)
         return _of_packs(found, candidates, parts, world) if off else found
 
     asked = source.options

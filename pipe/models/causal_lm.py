@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ds_hydra.pipe.adapters import adapter_rule, ends_of, plain_name
 from ds_hydra.pipe.attention import interface as attention
-from ds_hydra.pipe.loss import TokenLoss, loss_of
+from ds_hydra.pipe.loss import TokenLoss, loss_of_values
 from ds_hydra.pipe.model_plan import BY_WIDTH, ModelPlan, ParamSpec, ShardRule, make_buckets
 from ds_hydra.pipe.models.balancing import Balancing, asks_for_balance, find_balancing
 from ds_hydra.pipe.models.causal_stage import CausalStage
@@ -86,7 +86,7 @@ class CausalLM:
         refuse_unsupported(model)
         attention.register()
         self.valued = model.get_output_embeddings() is None
-        self.token_loss = loss_of(token_loss, valued=self.valued)
+        self.token_loss = loss_of_values(token_loss) if self.valued else token_loss
         self.overlap = Overlap() if options.sp_overlap else AT_ONCE
         self.model_class, self.name = type(model), type(model).__name__
         asked = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())

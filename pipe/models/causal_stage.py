@@ -43,6 +43,8 @@ class CausalStage(StageModule):
     Modules keep their names in the whole model; those of other stages are there, without values, and are not run.
     """
 
+    _replay: Replay | None = None  # once a micro-batch has routes
+
     def __init__(self, source: CausalLM, place: StagePlace, device: torch.device, dtype: torch.dtype):
         model = source.skeleton(device, dtype)
         source.functions.install(model)
@@ -61,7 +63,7 @@ class CausalStage(StageModule):
             self._boxes.install(layers)
         self._recomputing = Recomputing(len(own), self._checkpointed)
         self._recomputing.install(own)
-        self._recomputes_all, self._replay = source.options.activation_checkpointing, Replay(model, place)
+        self._recomputes_all = source.options.activation_checkpointing
         needed = source.plan.needed(place.stage)
         names = {path: name for path, name in source.aliases.items() if name in needed}
         embedding, head = ends_of(model)
@@ -206,7 +208,8 @@ class CausalStage(StageModule):
         """What a layer that is computed again runs in, the first time and the second."""
         first, again = self._draws.checkpointed()
         boxes = nullcontext() if self._boxes is None else self._boxes.again()
-        again = self._again(again, self._pack, boxes, self._replay.again())
+        routes = nullcontext() if self._replay is None else self._replay.again()
+        again = self._again(again, self._pack, boxes, routes)
         return first, again if self._routers is None else self._routers.recomputing(again)
 
     @contextmanager
@@ -236,7 +239,10 @@ class CausalStage(StageModule):
         received = None if hidden is None else from_wire(hidden, self._doors[self.place.stage.first_layer])
         positions = batch.position_ids + self._first_position
         inputs: dict[str, Any] = {"input_ids": _tokens(batch), "position_ids": positions, "use_cache": False}
-        with self._draws.of(keys), routing, self._replay.of(batch.routes):
+        if batch.routes is not None and self._replay is None:
+            self._replay = Replay(self.module, self.place)
+        replayed = nullcontext() if self._replay is None else self._replay.of(batch.routes)
+        with self._draws.of(keys), routing, replayed:
             if self._boxes is not None and run is not None:
                 return self._boxes(received, batch, run, inputs)
             return self._cut(received, **inputs)

@@ -43,7 +43,7 @@ def refuse_unsupported(model: Any) -> None:
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise ConfigError(f"{name} is an encoder-decoder; only causal language models are supported")
-    if head_of(model) is None:
+    if model.get_output_embeddings() is None and head_of(model) is None:
         raise ConfigError(
             f"{name} has no language modelling head; use its ...ForCausalLM class, or for a value of each token its "
             "...ForTokenClassification class with num_labels=1"

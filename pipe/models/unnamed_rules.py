@@ -82,9 +82,10 @@ def latent_styles(model: nn.Module, plan: Mapping[str, str], boxes: Iterable[str
     inside = tuple(f"{path}." for path in boxes)
     for path, module in model.named_modules():
         children = {name for name, _ in module.named_children()}
+        if not children.issuperset(_LATENT_ALL) or f"{path}.".startswith(inside):
+            continue
         own = {f"{path}.{name}": style for name, style in _LATENT.items() if name in children}
-        told = any(style_of(plan, name) for name in own) or f"{path}.".startswith(inside)
-        if children.issuperset(_LATENT_ALL) and not told:
+        if not any(style_of(plan, name) for name in own):
             found |= own
     return found
 
@@ -92,7 +93,8 @@ def latent_styles(model: nn.Module, plan: Mapping[str, str], boxes: Iterable[str
 def _derived(source: CausalLM, tp: int, known: UnnamedRules) -> UnnamedRules:
     """Rules of all parameters that need one beside what is known."""
     alone = look(source, 1)
-    source = source.planned(known, source.tokens)
+    if known.latent:
+        source = source.planned(known, source.tokens)
     for _ in range(_ATTEMPTS):
         cut = look(source, tp)
         rules = dict(_new_rules(source, alone, cut, known.rules))

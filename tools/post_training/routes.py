@@ -23,7 +23,7 @@ from tools.post_training.rollouts import PER_RANK, rollouts, scores_of, share
 
 EXPERTS, CHOSEN = 4, 2
 SPREAD = (Layout("tp2ep2 + sp2ep2"), Layout("2*tp2ep2", recompute=True))  # whole experts
-QUICK = (LAYOUTS[5], LAYOUTS[7])
+QUICK = (LAYOUTS[5],)
 Off = Callable[[list[dict[str, Any]]], None]
 Weigh = Callable[[Tensor, Tensor], Tensor]
 
