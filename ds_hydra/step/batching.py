@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
@@ -51,24 +51,20 @@ class RankBatches:
 
     def scores(self) -> list[Float64Array]:
         """The scores that were kept, (tokens, num_scores) of each micro-batch, without padding."""
-        found = []
-        for batch, row in zip(self.batches, self.rows, strict=True):
-            if batch.scored is not None and batch.scored.found is not None:
-                start, stop = batch.pack.local
-                held = min(stop, sum(span.stop - span.start for span in row)) - start  # padding stands at the end
-                found.append(batch.scored.found[: max(0, held)].cpu().numpy())
-        return found
+        kept = ((batch.scored.found if batch.scored else None, held) for batch, held in self._held())
+        return [found[:held].cpu().numpy() for found, held in kept if found is not None]
 
     def chosen(self) -> list[Float64Array]:
         """The experts that were kept, (tokens, routers * chosen) of each micro-batch, without padding; 0 of routers on
         other stages."""
-        found = []
+        kept = ((batch.routes.found if batch.routes else None, held) for batch, held in self._held())
+        return [found[:held].flatten(1).double().cpu().numpy() for found, held in kept if found is not None]
+
+    def _held(self) -> Iterator[tuple[MicroBatch, int]]:
+        """Each micro-batch, and how many tokens that are no padding this rank has of it: padding stands at the end."""
         for batch, row in zip(self.batches, self.rows, strict=True):
-            if batch.routes is not None and batch.routes.found is not None:
-                start, stop = batch.pack.local
-                held = min(stop, sum(span.stop - span.start for span in row)) - start
-                found.append(batch.routes.found[: max(0, held)].flatten(1).double().cpu().numpy())
-        return found
+            start, stop = batch.pack.local
+            yield batch, max(0, min(stop, sum(span.stop - span.start for span in row)) - start)
 
     def places(self, offsets: Sequence[int]) -> list[npt.NDArray[np.int64]]:
         """For each micro-batch, where its tokens on this rank stand among all of the plan's, (T_local,); -1: padding.

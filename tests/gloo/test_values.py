@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.checks import check
 from tests.support.families import build_model
-from tests.support.small_job import same, small_config, small_engine, whole_state
+from tests.support.refused_calls import refused_calls
+from tests.support.small_job import small_config, small_engine
 from tests.support.sources import shared_source
 from tools import aims
 from tools.post_training import equality
@@ -73,17 +75,9 @@ REFUSED: dict[str, tuple[Callable[[Any, list[dict[str, Any]]], Any], str]] = {
 def test_what_a_model_of_values_cannot_do_is_refused_on_all_ranks_and_nothing_changes() -> None:
     def on_rank(rank: int) -> tuple[list[str], bool]:
         engine = small_engine(rank, model=build_model(VALUES, torch.float32), data=None, strategies=["tp2", "2*tp1"])
-        before, told = whole_state(engine), []
-        for call, _ in REFUSED.values():
-            try:
-                call(engine, items(rank))
-                told.append("done")
-            except (ConfigError, KeyError, TypeError) as error:  # of the loss itself: it stays what it is
-                told.append(str(error))
-        unchanged = same(before, whole_state(engine)) and not engine.gradients_wait()
-        engine.forward_backward(items(rank), ValueLoss())
-        engine.optimizer_step()
-        return told, unchanged and not same(before, whole_state(engine))
+        calls = [partial(call, engine, items(rank)) for call, _ in REFUSED.values()]
+        errors = (ConfigError, KeyError, TypeError)  # of the loss itself: it stays what it is
+        return refused_calls(engine, calls, lambda: engine.forward_backward(items(rank), ValueLoss()), errors)
 
     with shared_source(build_model(VALUES, torch.float32)):
         (told, right), (others, also) = run_ranks(on_rank, 2, timeout=120)
