@@ -254,8 +254,9 @@ class ModelPlan:
         sizes = [0] * strategy.num_ranks
         known: dict[object, tuple[tuple[Piece, ...], int]] = {}  # replicas of a stage hold the same
         for stage in (stage for pipeline in strategy.pipelines for stage in pipeline.stages):
-            for holder in range(stage.holders):
-                key = (stage.ranges, stage.tp, stage.ep, holder)
+            kind, holders = (stage.ranges, stage.tp, stage.ep), stage.holders
+            for holder in range(holders):
+                key = kind, holder
                 if key not in known:
                     slots = self.slots(bucket, stage, holder)
                     mine = tuple(
@@ -266,7 +267,7 @@ class ModelPlan:
                     known[key] = mine, end_of_slots(slots)
                 # Ranks of a stage are numbered with tp fastest, so these are a tp rank's sequence parallel ranks, which
                 # hold the same; or one rank alone.
-                for rank in stage.ranks[holder :: stage.holders]:
+                for rank in stage.ranks[holder::holders]:
                     pieces[rank], sizes[rank] = known[key]
         return Layout(bucket.numel, tuple(pieces), tuple(sizes), self.alignment)
 

@@ -2,7 +2,7 @@
 
 python -m tools.check_simulator [--quick] [--json FILE]
 
-speed    1024 ranks in under 2 s, transfers planned anew and known from an earlier step
+speed    1024 ranks, transfers planned anew and known from an earlier step
 plans    random plans on 1 to 32 ranks, a third of them of two phases: their order is checked, then each is simulated
          and its figures must add up; none may stand still
 traces   of some of these plans, by the format's rules
@@ -40,13 +40,6 @@ from ds_hydra.zero_hetero.errors import PlanError
 from tests.support.random_plans import random_job, random_plan
 from tools import aims, machine
 
-STRATEGIES = (
-    "16*tp16 + 32*tp8pp2 + 16*tp4pp2 + 8*tp4pp4",
-    "64*tp16",
-    "8*tp16 + 16*tp8 + 32*tp4pp4 + 32*tp2pp4",
-    "2*tp16 + 4*tp8pp4 + 104*tp4pp2 + tp2pp4 + 3*tp4pp2",
-    "1024*tp1",  # every rank pulls everything: a million messages for a layer
-)
 PLANS, QUICK_PLANS = 10_000, 400
 _TIMES = 3  # that the speed is measured
 
@@ -65,16 +58,17 @@ def large_plan(strategy: StrategyShape, seed: int) -> tuple[TableFile, StepPlan]
 def check_speed(missed: list[str]) -> list[dict[str, object]]:
     """Seconds of CPU for a step on 1024 ranks, in a process where nothing is known of an earlier one. The least of
     some: what else the machine does adds up to a third, as new pages of memory take longer then."""
-    rows, most = [], machine.limit(aims.SIMULATOR_S)
+    rows = []
     with get_context("fork").Pool(1, maxtasksperchild=1) as pool:
-        for text in STRATEGIES:
+        for text, aim in aims.SIMULATOR_S.items():
             row, *others = pool.map(_speed, [text] * _TIMES, chunksize=1)
             for name in ("first s", "then s"):
                 row[name] = min(one[name] for one in (row, *others))
-            rows.append(row)
-            seconds = max(row["first s"], row["then s"])
-            if seconds >= most.here:
-                missed.append(f"{text}: {seconds:.2f} s for {row['ranks']} ranks, not under {most}")
+            rows.append({**row, "at most s": aim})
+    for row in rows:
+        seconds, most = max(row["first s"], row["then s"]), machine.limit(row["at most s"])
+        if seconds >= most.here:
+            missed.append(f"{row['strategy']}: {seconds:.2f} s for {row['ranks']} ranks, not under {most}")
     return rows
 
 
@@ -176,7 +170,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "plans": check_plans(plans, missed),
             "traces": check_traces(plans // 40, missed),
         }
-        show(f"a step on 1024 ranks, seconds of CPU; under {machine.limit(aims.SIMULATOR_S)}", tables["speed"])
+        times = f"{machine.slowness():.2f} times as slow as the reference machine"
+        show(f"a step on 1024 ranks, seconds of CPU of a machine {times}", tables["speed"])
         show("random plans, order checked and simulated", tables["plans"])
         show("traces by the format's rules", tables["traces"])
         slowest = max(float(str(row["first s"])) for row in tables["speed"])

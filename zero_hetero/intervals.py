@@ -60,6 +60,20 @@ def sum_by(group: Column, num_groups: int, values: Column) -> Column:
     return np.bincount(group, weights=values, minlength=num_groups).astype(np.int64)
 
 
+def sorted_by(first: Column, then: Column, n: int) -> Column:
+    """The stable order by one column of ranks and then by another, both below `n`, at most 65,536."""
+    # Where nearly every pair of ranks has one message, each is put at its place in a table of all pairs: a million of
+    # them take a fifth of the time of sorting. Sorting 16 bit numbers takes a tenth of that of wide ones.
+    if 2 * len(first) > n * n:
+        table = np.full(n * n, -1)
+        table[first * n + then] = np.arange(len(first))
+        order = table[table >= 0]
+        if len(order) == len(first):
+            return order
+    order = np.argsort(then.astype(np.uint16), kind="stable")
+    return order[np.argsort(first[order].astype(np.uint16), kind="stable")]
+
+
 def first_conflict(group: Column, start: Column, stop: Column) -> tuple[int, int] | None:
     """The first two intervals of one group that overlap, as indices, or None; all columns of shape (n,)."""
     order = np.lexsort((start, group))

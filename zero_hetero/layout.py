@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain, pairwise
 from typing import NamedTuple, TypeVar
 
@@ -78,8 +79,8 @@ class Layout:
         order = np.lexsort((start, rank))
         return PieceColumns(rank[order], start[order], stop[order], offset[order])
 
-    def validate(self) -> None:
-        """Raise `PlanError` if the layout contradicts itself."""
+    def validate(self) -> PieceColumns:
+        """The layout's `columns`. Raises `PlanError` if it contradicts itself."""
         if len(self.sizes) != len(self.pieces):
             raise PlanError(
                 f"a layout has pieces for {len(self.pieces)} ranks but buffer sizes for {len(self.sizes)}; "
@@ -96,6 +97,7 @@ class Layout:
                     f"rank {columns.rank[conflict[0]]} has the same {what} in two pieces, {one} and {other}; "
                     f"a rank holds each element once, so cut one of them"
                 )
+        return columns
 
     def _check_bounds(self, columns: PieceColumns) -> None:
         """Raise `PlanError` for a piece that is empty or leaves the tensor or its rank's buffer."""
@@ -119,6 +121,7 @@ class Layout:
         raise PlanError(f"rank {rank[at]}: {piece} {reason}")
 
 
+@lru_cache(maxsize=16)  # one for each kind of bucket
 def even_layout(numel: int, num_ranks: int) -> Layout:
     """Rank r holds the r-th of `num_ranks` nearly equal intervals, without padding.
 

@@ -43,7 +43,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ds_hydra.zero_hetero.intervals import Column, sum_by
+from ds_hydra.zero_hetero.intervals import Column, sorted_by, sum_by
 from ds_hydra.zero_hetero.layout import padded
 from ds_hydra.zero_hetero.transfer_plan import Slice, TransferPlan
 from ds_hydra.zero_hetero.twin_plan import TwinPush
@@ -123,13 +123,16 @@ def push_scratch(plan: TransferPlan, *, cast: bool) -> Column:
     Every message that is received takes its size, and so does every run that is sent, if it is `cast` or lies in
     several intervals.
     """
+    return _push_scratch(plan, cast)[0]
+
+
+def _push_scratch(plan: TransferPlan, *casts: bool) -> list[Column]:
     (sent,) = _runs(plan, plan.slices.src_offset)
-    copied = sent.split | cast
     begin = np.flatnonzero(sent.first)
-    received = padded(np.add.reduceat(sent.numel, begin)) if len(begin) else sent.numel
-    return sum_by(sent.dst[begin], plan.num_ranks, received) + sum_by(
-        sent.src[copied], plan.num_ranks, padded(sent.numel[copied])
-    )
+    numels = padded(np.add.reduceat(sent.numel, begin)) if len(begin) else sent.numel
+    received = sum_by(sent.dst[begin], plan.num_ranks, numels)
+    copied = [sent.split | cast for cast in casts]
+    return [received + sum_by(sent.src[one], plan.num_ranks, padded(sent.numel[one])) for one in copied]
 
 
 def piece_of(count: int, part: int) -> int:
@@ -154,12 +157,12 @@ def twin_push_windows(
 def twin_push_bytes(plan: TwinPush, element_bytes: tuple[int, int], grad_bytes: int) -> Column:
     """Bytes of scratch memory that each rank takes to push: shape (num_ranks,); `element_bytes` as above."""
     cast, total = grad_bytes != element_bytes[0], element_bytes[1]
-    leave = {of_alone: push_scratch(plan.leave, cast=of_alone and grad_bytes != total) for of_alone in (False, True)}
-    found = leave[True] * total
+    leave, of_alone = _push_scratch(plan.leave, False, grad_bytes != total)
+    found = of_alone * total
     for members, part in plan.teams:
         ranks = np.array(members)
         besides = end_of(twin_push_windows(len(ranks), part, 0, element_bytes, cast=cast))
-        found[ranks] = besides + leave[False][ranks] * total
+        found[ranks] = besides + leave[ranks] * total
     return found
 
 
@@ -188,7 +191,7 @@ def _runs(plan: TransferPlan, *offsets: Column) -> list[_Runs]:
     """The runs as seen from the ends where slices begin at `offsets`."""
     slices = plan.slices
     rows = np.flatnonzero(slices.src != slices.dst)
-    rows = rows[np.lexsort((slices.dst[rows], slices.src[rows]))]  # stable: within a message in flat order
+    rows = rows[sorted_by(slices.src[rows], slices.dst[rows], plan.num_ranks)]  # within a message in flat order
     src, dst, src_offset, dst_offset, length = (column[rows] for column in slices)
     if not len(rows):
         none = np.zeros(0, dtype=np.int64)

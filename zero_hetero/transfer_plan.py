@@ -172,8 +172,7 @@ def plan_transfer(src: Layout, dst: Layout, *, link_cost: LinkCost | None = None
     `link_cost(sender, receiver)` is any measure of time per element.
     Raises `PlanError` where the layouts do not fit each other or no rank holds what is wanted.
     """
-    _check_fit(src, dst)
-    held, wanted = src.columns(), dst.columns()
+    held, wanted = _checked(src, dst)
     in_tensor_order = np.argsort(held.start, kind="stable")
     held = PieceColumns(*(column[in_tensor_order] for column in held))
     # Master shards have one owner for each element: then there is nothing to choose, and one pass over sorted columns
@@ -197,8 +196,8 @@ def plan_transfer(src: Layout, dst: Layout, *, link_cost: LinkCost | None = None
     )
 
 
-def _check_fit(src: Layout, dst: Layout) -> None:
-    """Raise `PlanError` unless both layouts are sound and describe the same tensor on the same ranks."""
+def _checked(src: Layout, dst: Layout) -> tuple[PieceColumns, PieceColumns]:
+    """The columns of both. `PlanError` unless they are sound and describe the same tensor on the same ranks."""
     if src.numel != dst.numel:
         raise PlanError(
             f"the source layout describes {src.numel} elements, the destination layout {dst.numel}; "
@@ -209,8 +208,7 @@ def _check_fit(src: Layout, dst: Layout) -> None:
             f"the source layout has {src.num_ranks} ranks, the destination layout {dst.num_ranks}; "
             f"give both the job's ranks, with no pieces where a rank holds nothing"
         )
-    src.validate()
-    dst.validate()
+    return src.validate(), dst.validate()
 
 
 def _check_coverage(wanted: PieceColumns, wanted_row: Column, start: Column, stop: Column) -> None:

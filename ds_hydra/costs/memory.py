@@ -304,13 +304,23 @@ class JobMemory:
             everyone = [self._of_ranks(each, where) for each, where in {**self.strategies, one: placed}.items()]
             own = self._of_ranks(one, placed)
             for pipeline, place in zip(one.pipelines, placed.pipelines, strict=True):
-                for rank in place.stages[index].ranks if pipeline == shape else ():
-                    params, grads = (max(each[rank][item] for each in everyone if rank < len(each)) for item in (0, 1))
-                    if self.arena:
-                        params = max(params, self.arena[rank][0] * self.element.param)
-                        grads = max(grads, self.arena[rank][1] * self.element.grad)
-                    found.append(RankBytes(params, grads, own[rank].scratch))
+                ranks = place.stages[index].ranks if pipeline == shape else ()
+                # Most ranks hold what others hold under all candidates.
+                kinds = (
+                    (own[rank], *(each[rank] for each in everyone if rank < len(each)), *self._room_on(rank))
+                    for rank in ranks
+                )
+                for held in dict.fromkeys(kinds):
+                    params, grads = (max(one[item] for one in held) for item in (0, 1))
+                    found.append(RankBytes(params, grads, held[0].scratch))
         return max(found, key=lambda held: held.total)
+
+    def _room_on(self, rank: int) -> list[RankBytes]:
+        """What a rank keeps room for anyway, if anything."""
+        if not self.arena:
+            return []
+        params, grads = self.arena[rank]
+        return [RankBytes(params * self.element.param, grads * self.element.grad, 0)]
 
     def _of_ranks(self, shape: StrategyShape, placed: Strategy) -> tuple[RankBytes, ...]:
         if shape not in self._ranks:

@@ -96,10 +96,10 @@ def _ranks(plan: ModelPlan, strategy: Strategy, element: ElementBytes, node_size
         sizes = bucket_sizes(plan, strategy, twins, kinds)
         params = sum(sizes) * element.param
         places = places_by_size(plan, sizes, order, num_ranks, grad_bytes=element.grad, master_bytes=element.master)
-        room = room_for_pushes(params + places.pushed_bytes, most_stages)
+        room, grads = room_for_pushes(params + places.pushed_bytes, most_stages), places.num_bytes
         for rank in twins.ranks:
             windows = in_turn(tuple(pushes[:, rank].tolist()), room)
-            found[rank] = _Rank(params, max(places.num_bytes, int(pulls[rank])), windows)
+            found[rank] = _Rank(params, max(grads, int(pulls[rank])), windows)
     return tuple(found[rank] for rank in range(strategy.num_ranks))
 
 

@@ -36,10 +36,11 @@ def memory_over_time(memory: JobMemory, plan: PipelinePlan, times: StageTimes) -
     head = _Head(contexts, needs, alone=not memory.plain_head)
     # Costs have one key for a V and for plain pipelines, whose last stage has the head, as a V's first one has.
     ends_model = times.stage.ranges[-1].last == memory.plan.num_layers
+    sizes = [batch.num_tokens for batch in plan.microbatches]
     held = float(needs.states)
     curve = [(times.start, held)]
     for (kind, microbatch, part), start, stop in times.actions:
-        size, kept = plan.microbatches[microbatch].num_tokens, layers[part] * needs.layer
+        size, kept = sizes[microbatch], layers[part] * needs.layer
         again = whole_layers(plan.microbatches[microbatch].recompute, layers[part]) / layers[part]
         alive = size * (ends + kept * (1.0 - again * (1.0 - needs.recomputed)))
         waiting = size * kept * (1.0 - again) * needs.until_weight
@@ -69,6 +70,7 @@ class _Contexts:
         # Sums are of 4 bytes at least. Layers that are all computed again keep no keys and values of their own, and
         # their figure is of both; else it is of the sums.
         wide = max(4, param_bytes)
+        self._cut = [tuple(self._slices(number)) for number in range(len(plan.microbatches))]
         self._kept = 0.0 if needs.until_weight == 0.0 else 1.0
         self._sums = needs.context * needs.layer * (1.0 if self._kept else wide / (wide + param_bytes))
         self._rows = self._sums * param_bytes / wide
@@ -77,7 +79,7 @@ class _Contexts:
     def of(self, kind: str, microbatch: int) -> tuple[float, float]:
         """Bytes of one layer that an action makes, and that are free after it."""
         made = given_back = 0.0
-        for start, stop, total in self._slices(microbatch):
+        for start, stop, total in self._cut[microbatch]:
             own = self._kept * self._rows * (stop - start)
             if kind == "forward":
                 made += self._rows * total * (start == 0)
@@ -92,7 +94,7 @@ class _Contexts:
 
     def followed(self, microbatch: int) -> bool:
         """Whether a micro-batch holds a slice that others of its sequence follow."""
-        return any(stop < total for _, stop, total in self._slices(microbatch))
+        return any(stop < total for _, stop, total in self._cut[microbatch])
 
     def _slices(self, microbatch: int) -> Iterator[tuple[int, int, int]]:
         """Where slices begin and end, and how long their sequences are; whole sequences are none."""

@@ -97,18 +97,21 @@ class PipelineTiming:
         if action.kind == "forward" and (stage, action.part) not in self._begun:
             self._begun.add((stage, action.part))
             now = ready
-            for use, arrived in zip(times.uses[action.part], times.arrived[action.part], strict=True):
-                times.waited_computing += max(0.0, arrived - now)
-                now = times.wait(now, arrived) + use.share * duration
+            for (_, share), arrived in zip(times.uses[action.part], times.arrived[action.part], strict=True):
+                if arrived > now:
+                    times.waited_computing += arrived - now
+                    now = times.wait(now, arrived)
+                now += share * duration
             return ready, max(now, ready + duration)
         if action.kind != "forward" and stage not in self._backward:
             self._backward.add(stage)
             ready = times.wait(ready, times.pulls_done)  # [Note: memory of pulls]
         if action == self._first_push[stage]:
             times.armed = now = ready
-            for use in (use for part in reversed(times.uses) for use in reversed(part)):
-                now += use.share * self._last_seconds[stage] / len(times.uses)
-                times.gradients[use.bucket] = now
+            seconds, gradients = self._last_seconds[stage] / len(times.uses), times.gradients
+            for part in reversed(times.uses):
+                for bucket, share in reversed(part):
+                    gradients[bucket] = now = now + share * seconds
         return ready, ready + duration
 
     def _from_first_push(self, stage: int) -> float:

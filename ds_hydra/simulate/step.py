@@ -55,7 +55,7 @@ class Simulator:
         self._step = StepCosts.of(job.found.step)
         self._loads: dict[ParallelScheme | PipelineShape, tuple[StageLoad, ...]] = {}
         self._strategies: dict[object, tuple[Strategy, StrategyTransfers]] = {}
-        self._uses: dict[tuple[int, int], tuple[BucketUse, ...]] = {}
+        self._uses: dict[object, tuple[tuple[tuple[BucketUse, ...], ...], list[list[int]]]] = {}
 
     def step(self, plan: StepPlan) -> SimulatedStep:
         """One step. PlanError for a plan of other ranks, or of a shape that the table has no costs for."""
@@ -130,10 +130,8 @@ class Simulator:
         stages = []
         for index, stage in enumerate(placed.stages):
             ranks = slice_of(stage.ranks)
-            uses = tuple(self._bucket_uses(stage.part(part)) for part in range(placed.parts))
-            ready = tuple(
-                tuple(arrived[_at([use.bucket for use in part], ranks)].max(axis=1).tolist()) for part in uses
-            )
+            uses, rows = self._bucket_uses(stage)
+            ready = tuple(tuple(arrived[_at(part, ranks)].max(axis=1).tolist()) for part in rows)
             start, pulled = float(started[ranks].max()), float(done[ranks].max())
             stages.append(StageTimes(stage, index, uses, start, ready, pulled))
         batches, table, shape = planned.microbatches, self.job.table, planned.shape
@@ -159,10 +157,12 @@ class Simulator:
         ).run()
         return tuple(stages)
 
-    def _bucket_uses(self, stage: Stage) -> tuple[BucketUse, ...]:
-        layers = stage.first_layer, stage.last_layer
+    def _bucket_uses(self, stage: Stage) -> tuple[tuple[tuple[BucketUse, ...], ...], list[list[int]]]:
+        """The buckets of each part of a stage, with and without their shares."""
+        layers = stage.ranges
         if layers not in self._uses:
-            self._uses[layers] = bucket_uses(self.job.plan, stage)
+            uses = tuple(bucket_uses(self.job.plan, stage.part(part)) for part in range(len(layers)))
+            self._uses[layers] = uses, [[use.bucket for use in part] for part in uses]
         return self._uses[layers]
 
     def _stage_loads(self, shape: PipelineShape) -> tuple[StageLoad, ...]:

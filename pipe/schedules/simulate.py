@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 from ds_hydra.pipe.schedules.actions import Action, Order, Slot
@@ -94,11 +95,28 @@ def simulate_slots(
     return Simulation(tuple(tuple(walk.timed) for walk in walks)), tuple(max(w.free, w.left) for w in walks)
 
 
+class _Parts(NamedTuple):
+    """The actions of a slot."""
+
+    sends: list[Action]
+    receives: list[Action]
+    computes: list[Action]
+
+
+@lru_cache(maxsize=4096)  # pipelines have the same ones
+def _parts_of(slot: Slot) -> _Parts:
+    parts = _Parts([], [], [])
+    for action in slot:
+        (parts.computes if action.computes else parts.sends if action.sends else parts.receives).append(action)
+    return parts
+
+
 class _Walk:
     """One stage on its way through its slots."""
 
     def __init__(self, stage: int, slots: Sequence[Slot], start: float):
-        self.stage, self.slots = stage, slots
+        self.stage = stage
+        self.slots = [_parts_of(slot) for slot in slots]
         self.at = 0  # slots that are behind it
         self.begun = False  # whether the messages of the present slot have been started
         self.free = self.left = start  # when it has computed, and when its messages have left
@@ -111,10 +129,8 @@ class _Walk:
             self.at, self.begun = self.at + 1, False
         return self.at > before
 
-    def _slot(self, slot: Slot, timing: Timing, heads: dict[tuple[int, Action], float]) -> bool:
-        stage = self.stage
-        sends = [action for action in slot if action.sends]
-        receives = [action for action in slot if not action.sends and not action.computes]
+    def _slot(self, slot: _Parts, timing: Timing, heads: dict[tuple[int, Action], float]) -> bool:
+        stage, (sends, receives, computes) = self.stage, slot
         if not self.begun:
             self.begun = True
             for message in sends:
@@ -127,10 +143,9 @@ class _Walk:
             self.free = max(self.free, timing.receive(stage, message, heads.pop((stage, message))))
         if sends and receives:
             self.free = max(self.free, self.left)
-        for action in slot:
-            if action.computes:
-                began, self.free = timing.compute(stage, action, self.free)
-                self.timed.append(TimedAction(action, began, self.free))
+        for action in computes:
+            began, self.free = timing.compute(stage, action, self.free)
+            self.timed.append(TimedAction(action, began, self.free))
         return True
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ds_hydra.simulate.links import LinkModel, Port, Speed
 from ds_hydra.simulate.wires import Parcels, Routes, Wires
 from ds_hydra.zero_hetero.layout import even_layout, layout_of_intervals
-from ds_hydra.zero_hetero.transfer_plan import TransferPlan, plan_transfer
+from ds_hydra.zero_hetero.transfer_plan import SliceColumns, TransferPlan, plan_transfer
 
 
 def by_ports(plans: list[TransferPlan], ready: list[list[float]], links: LinkModel) -> list[tuple[list, list]]:
@@ -47,6 +47,12 @@ def test_an_exchange_is_what_ports_make_of_its_messages(seed: int) -> None:
     plans, ready, known = [], [], list[Routes]()
     cuts: list[list[int]] = []
     for _ in range(3):
+        if rng.random() < 0.3:  # a gather: all ranks have equal messages for each other
+            each = np.arange(size)
+            src, dst = np.repeat(each, size), np.tile(each, size)
+            plans.append(TransferPlan(size, SliceColumns(src, dst, src, src, np.full(size * size, rng.randint(1, 9)))))
+            ready.append([20 * rng.random() for _ in range(size)])
+            continue
         if not cuts or rng.random() < 0.5:
             cuts = [sorted(rng.sample(range(numel + 1), 2)) for _ in range(size)]
         times = rng.randint(1, 3)  # as large messages, which may go the same ways
