@@ -70,7 +70,8 @@ def holders() -> list[Any]:
     """Objects of other packages, one of each kind whose private names are read."""
     parameter = torch.nn.Parameter(torch.zeros(1))
     dataset = datasets.Dataset.from_list([{"a": 1}])
-    return [torch, torch.ops.aten, torch.autograd.Variable, torch.distributed.distributed_c10d, torch.nn.Linear(1, 1),
+    return [torch, torch.ops.aten, torch.autograd.Variable, torch.distributed.distributed_c10d,
+            torch.distributed.ProcessGroup, torch.nn.Linear(1, 1),
             parameter, argparse.ArgumentParser(), LlamaConfig(), PreTrainedModel, Trainer, DeepSpeedEngine, dataset,
             dataset.to_iterable_dataset()]  # fmt: skip
 

@@ -3,7 +3,8 @@
   python -m tools.first_hour [--quick] [--from ROW] [--json FILE]
 
 Later rows mean nothing after one that failed: begin again with it, by `--from`, once it is mended. Rows that need more
-GPUs than there are do not run, and are named. Without a GPU every row that can runs in tiny shapes on the CPU, which
+GPUs than there are do not run, and are named. With NCCL_MULTI_RANK_GPU_ENABLE=1 and NCCL 2.30 or later, rows of tiny
+models run with four ranks on one GPU. Without a GPU every row that can runs in tiny shapes on the CPU, which
 shows that it runs and measures nothing; `--quick` runs the shortest of these alone.
 """
 
@@ -33,6 +34,7 @@ class Row:
     shows: str
     if_not: str  # where to look
     gpus: int = 1  # that it needs
+    tiny: bool = False  # whether ranks may share one
     environment: Mapping[str, str] = field(default_factory=dict)
     on_cpu: tuple[str, ...] = ()  # what runs where there is no GPU; () nothing
     limit_s: float = 600.0
@@ -58,14 +60,14 @@ ROWS = (
         environment={**ONE_BY_ONE, "CUDA_VISIBLE_DEVICES": "0,1"}, on_cpu=(*BENCH, "several", "--quick")),
     Row("all devices", 32, (*BENCH, "several"), "the same on all", "as above", gpus=4, environment=ONE_BY_ONE),
     Row("blocking launches", 36, (*HOUR, "turns"), "the same while each launch waits for its kernel",
-        "the order of a rank's operations depends on more than its program", gpus=2,
+        "the order of a rank's operations depends on more than its program", gpus=2, tiny=True,
         environment={**ONE_BY_ONE, "CUDA_LAUNCH_BLOCKING": "1"}),
     Row("one queue", 39, (*HOUR, "turns", "--one-queue"), "the same with one queue for all streams", "as above", gpus=2,
-        environment=ONE_BY_ONE),
-    Row("equal losses", 42, (*HOUR, "equal"), "in FP32 the losses of tp1 on one device, to 1e-5 in the first step",
-        "the strategy whose loss differs", gpus=2, on_cpu=(*HOUR, "equal")),
+        tiny=True, environment=ONE_BY_ONE),
+    Row("equal losses", 42, (*HOUR, "equal"), "in FP32 the losses of tp1 on one device, to 1e-6 in each step",
+        "the strategy whose loss differs", gpus=2, tiny=True, on_cpu=(*HOUR, "equal")),
     Row("a dead rank", 48, (*HOUR, "killed"), "all others end within 3 s, with 75",
-        "134: torch's watchdog was faster; see ds_hydra/host/devices.py", gpus=2, on_cpu=(*HOUR, "killed")),
+        "134: torch's watchdog was faster; see ds_hydra/host/devices.py", gpus=2, tiny=True, on_cpu=(*HOUR, "killed")),
     Row("traces", 52, (*HOUR, "traces"), "where devices idle: launches, gathers, pushes at the end, between steps",
         "open the traces that it names at https://ui.perfetto.dev", gpus=2),
 )  # fmt: skip
@@ -88,7 +90,8 @@ def run(rows: Sequence[Row], first: str, quick: bool, json_file: Path | None) ->
     done: list[dict[str, object]] = []
     missed: list[str] = []
     for row in rows[[row.name for row in rows].index(first) :]:
-        command = row.command if gpus >= row.gpus else row.on_cpu if gpus == 0 else ()
+        enough = gpus * (ranks_a_device() if row.tiny else 1) >= row.gpus
+        command = row.command if gpus and enough else row.on_cpu if gpus == 0 else ()
         if not command or (quick and not row.short):
             needs = f"{row.gpus} GPU{'s' * (row.gpus > 1)}"
             print(f"{row.minute:3d} min  {row.name}: left out, {'--quick' if command else f'it needs {needs}'}")
@@ -109,6 +112,13 @@ def run(rows: Sequence[Row], first: str, quick: bool, json_file: Path | None) ->
     where = f"{gpus} GPUs" if gpus else "no GPU, nothing measured"
     return finish("first_hour", f"{ran} of {len(rows)} rows ran on {where}", {"gpus": gpus, "rows": done}, missed,
                   json_file)  # fmt: skip
+
+
+def ranks_a_device() -> int:
+    """Ranks of tiny models that NCCL can connect on one GPU."""
+    from tools.gpu.job import RANKS_A_DEVICE, SHARED
+
+    return RANKS_A_DEVICE if os.environ.get(SHARED) == "1" else 1
 
 
 def num_gpus() -> int:

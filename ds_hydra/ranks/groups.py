@@ -73,7 +73,7 @@ def make_groups(
     of their backend.
     """
     rank = dist.get_rank(everyone)
-    if everyone.bound_device_id is None:
+    if not _can_be_split(everyone):
         found = [(ranks, dist.new_group(list(ranks), timeout, pg_options=options)) for ranks in groups]
         return next((group for ranks, group in found if rank in ranks), None)
     # Who is in none of them gets a group of its own: torch names a group by how many its ranks have made, and all of
@@ -81,6 +81,14 @@ def make_groups(
     others = set(range(dist.get_world_size(everyone))).difference(*groups)
     parts = [list(ranks) for ranks in groups] + [[other] for other in sorted(others)]
     return dist.split_group(everyone, parts, timeout, options)
+
+
+def _can_be_split(everyone: dist.ProcessGroup) -> bool:
+    # torch (2.11 and later ones) reads past the end of an empty list where the group that is split is not the first one
+    # of NCCL in this process, as when a script starts torch.distributed twice, or after a loss (pytorch PR 192109).
+    device = everyone.bound_device_id
+    backend: Any = None if device is None else everyone._get_backend(device)
+    return backend is not None and backend.uid == 0
 
 
 class GroupCache:

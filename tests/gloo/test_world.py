@@ -94,12 +94,25 @@ def test_groups_without_a_common_rank_are_made_together() -> None:
 
 def test_one_call_splits_a_group_that_knows_its_device() -> None:
     """Ranks outside the wanted groups are split off one by one."""
-    everyone: Any = SimpleNamespace(bound_device_id=torch.device("cuda", 0))
-    ranks: dict[str, Any] = {"get_rank": lambda group: 3, "get_world_size": lambda group: 6}
+    everyone, ranks = world_of_device(0)
     with mock.patch.multiple(dist, split_group=mock.DEFAULT, **ranks) as patched:
         patched["split_group"].return_value = "own"
         assert make_groups(everyone, [(0, 1), (3, 4)]) == "own"
     patched["split_group"].assert_called_once_with(everyone, [[0, 1], [3, 4], [2], [5]], None, None)
+
+
+def test_torch_cannot_split_a_group_that_is_not_its_first() -> None:
+    """It would end the process: a second default group, after a loss or of a script, makes groups one by one."""
+    everyone, ranks = world_of_device(7)
+    with mock.patch.multiple(dist, new_group=lambda ranks, *_, **__: ranks, **ranks):
+        assert make_groups(everyone, [(0, 1), (3, 4)]) == [3, 4]
+
+
+def world_of_device(uid: int) -> tuple[Any, dict[str, Any]]:
+    """A default group of six on devices, that many of NCCL's after the first one; and what torch says to rank 3."""
+    backend = SimpleNamespace(uid=uid)
+    everyone = SimpleNamespace(bound_device_id=torch.device("cuda", 0), _get_backend=lambda device: backend)
+    return everyone, {"get_rank": lambda group: 3, "get_world_size": lambda group: 6}
 
 
 def test_a_rank_alone_talks_to_itself() -> None:

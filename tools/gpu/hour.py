@@ -20,11 +20,12 @@ import torch
 
 from ds_hydra.report.plots import read_steps
 from ds_hydra.testing import free_port
-from tools.gpu.job import LAUNCHER
+from tools.gpu.job import LAUNCHER, ranks_at_hand
 from tools.gpu.several import ROOT, STRATEGIES
 
 FREE = 0.97  # of a device's memory, before anything runs on it
-EQUAL = 1e-5  # relative, of the first step's loss
+EQUAL = 1e-6  # relative, of each step's loss
+MORE = {4: ("pp4", "2*pp2", "tp2sp2", "sp2pp2", "tp2pp2/v", "sp2pp2/v", "2*sp2", "sp2 + tp2")}  # in tiny shapes
 ENDED_S = 3.0  # the others, after a rank's death
 DEAD, OTHERS_FAULT = -9, 75
 
@@ -49,32 +50,37 @@ def devices() -> list[str]:
 
 
 def num_ranks() -> int:
-    """As many as there are devices, of those that have strategies; two on a CPU."""
-    return max((number for number in STRATEGIES if number <= torch.cuda.device_count()), default=2)
+    """As many as NCCL can connect, of those that have strategies; two on a CPU."""
+    return max((number for number in STRATEGIES if number <= ranks_at_hand()), default=2)
 
 
 def turns(one_queue: bool) -> list[str]:
     """All strategies in turn, without a hang."""
     with tempfile.TemporaryDirectory() as folder:
-        codes, _ = launch(num_ranks(), folder, STRATEGIES[num_ranks()], steps=8, one_queue=one_queue)
+        codes, _ = launch(num_ranks(), folder, every_kind(), steps=2 * len(every_kind()), one_queue=one_queue)
     return [f"rank {rank} ended with {code}" for rank, code in enumerate(codes) if code]
 
 
 def equal() -> list[str]:
-    """The first step's loss of each strategy, in FP32, beside that of one rank."""
-    losses, wrong = {}, []
-    for strategy in ("tp1", *STRATEGIES[num_ranks()]):
-        ranks = 1 if strategy == "tp1" else num_ranks()
+    """Losses in FP32 of steps by all strategies in turn, beside those of one rank."""
+    strategies, losses, wrong = every_kind(), [], []
+    for ranks, mine in ((1, ["tp1"]), (num_ranks(), strategies)):
         with tempfile.TemporaryDirectory() as folder:
-            codes, _ = launch(ranks, folder, [strategy], steps=1)
+            codes, _ = launch(ranks, folder, mine, steps=len(strategies))
             if any(codes):
-                return [f"{strategy}: the ranks ended with {codes}"]
-            losses[strategy] = read_steps(str(Path(folder, "steps.jsonl")))[0][0]["loss"]
-        off = abs(losses[strategy] / losses["tp1"] - 1)
-        print(f"{strategy}: {losses[strategy]:.8f}, {off:.1e} from one rank")
+                return [f"{', '.join(mine)}: the ranks ended with {codes}"]
+            losses.append([record["loss"] for record in read_steps(str(Path(folder, "steps.jsonl")))[0]])
+    for step, (strategy, one, several) in enumerate(zip(strategies, *losses, strict=True), start=1):
+        off = abs(several / one - 1)
+        print(f"{strategy}: {several:.8f}, {off:.1e} from one rank")
         if not off <= EQUAL:
-            wrong.append(f"{strategy}: the loss is {off:.1e} from that of one rank (aim {EQUAL:.0e})")
+            wrong.append(f"step {step}, {strategy}: the loss is {off:.1e} from that of one rank (aim {EQUAL:.0e})")
     return wrong
+
+
+def every_kind() -> list[str]:
+    """Strategies of each kind that these ranks can run."""
+    return [*STRATEGIES[num_ranks()], *MORE.get(num_ranks(), ())]
 
 
 def killed() -> list[str]:
@@ -105,22 +111,24 @@ def launch(ranks: int, folder: str, strategies: Sequence[str], **job: Any) -> tu
 
     No launcher that would itself end the others when one is dead.
     """
-    environment = {key: value for key, value in os.environ.items() if key not in LAUNCHER} | {"OMP_NUM_THREADS": "1"}
-    if not torch.cuda.is_available():
-        environment |= {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo"}
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks),
-               "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "none"}  # fmt: skip
     command = [sys.executable, "-m", "tools.gpu.hour_rank", folder, repr(job), *strategies]
-    running = [
-        subprocess.Popen(command, cwd=ROOT, env=environment | meeting | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(ranks)
-    ]
+    running = [subprocess.Popen(command, cwd=ROOT, env=one) for one in environments(ranks)]
     ended: dict[int, float] = {}
     while len(ended) < ranks:
         ended |= {rank: time.monotonic() for rank, one in enumerate(running) if rank not in ended
                   and one.poll() is not None}  # fmt: skip
         time.sleep(0.05)
     return [one.returncode for one in running], max(ended.values()) - min(ended.values())
+
+
+def environments(ranks: int) -> list[dict[str, str]]:
+    """What a launcher tells each rank of a job."""
+    kept = {key: value for key, value in os.environ.items() if key not in LAUNCHER} | {"OMP_NUM_THREADS": "1"}
+    if not torch.cuda.is_available():
+        kept |= {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo"}
+    kept |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks),
+             "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "none"}  # fmt: skip
+    return [{**kept, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
 def main() -> int:

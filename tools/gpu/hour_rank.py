@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tools.gpu.bench import Bench
-from tools.gpu.job import engine_config, llama, new_model, sequences
+from tools.gpu.job import engine_config, llama, new_model, sequences, take_device
 
 
 def train(
@@ -25,6 +25,7 @@ def train(
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
         torch.cuda.init()
         del os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
+    take_device()
     import ds_hydra
 
     bench = Bench(torch.device("cpu"), full=False, seconds=0.0, folder=folder)

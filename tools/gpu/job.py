@@ -20,6 +20,22 @@ from tools.gpu.bench import Bench
 OPTIMIZER: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 CLIPPING = 1.0
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SHARED, RANKS_A_DEVICE = "NCCL_MULTI_RANK_GPU_ENABLE", 4  # NCCL lets ranks share a device from 2.30 on, if this is 1
+
+
+def ranks_at_hand() -> int:
+    """Ranks that NCCL can connect here: one a device, or several that take turns on it; 0 without a device."""
+    return torch.cuda.device_count() * (RANKS_A_DEVICE if os.environ.get(SHARED) == "1" else 1)
+
+
+def take_device() -> torch.device:
+    """This rank's, of which there may be fewer than ranks; the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    index = int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
+    os.environ["LOCAL_RANK"] = str(index)
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
 
 def llama(bench: Bench, layers: int | None = None) -> LlamaConfig:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,16 +12,12 @@ import torch.distributed as dist
 
 import ds_hydra
 from tools.gpu.bench import Bench
-from tools.gpu.job import engine_config, llama, new_model, sequences
+from tools.gpu.job import engine_config, llama, new_model, sequences, take_device
 
 
 def train(steps_file: str, rounds: int, full: bool, strategies: Sequence[str]) -> None:
     """Every strategy in turn, `rounds` times; rank 0 writes the records."""
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    bench = Bench(device, full, 0.0, Path(steps_file).parent)
+    bench = Bench(take_device(), full, 0.0, Path(steps_file).parent)
     logging.getLogger("ds_hydra").setLevel(logging.WARNING)
     longest = bench.pick(8192, 96)
     config = engine_config(bench.pick(131072, 400), strategies=list(strategies), choose="cycle", context_length=longest)

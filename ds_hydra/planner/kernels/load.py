@@ -28,6 +28,7 @@ import functools
 import hashlib
 import importlib.util
 import inspect
+import os
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -189,5 +190,6 @@ def _timing(walk: TakeWalk, is_compiled: bool) -> Kernels:
 def select(which: str) -> Kernels:
     """The kernels that `PlannerOptions.kernels` asks for: "compiled", "pure", or "auto", compiled wherever numba is."""
     # Whether the cache on disk holds them must decide nothing: the two search with different effort.
-    compile_them = which == "compiled" or (which == "auto" and importlib.util.find_spec("numba") is not None)
+    can = importlib.util.find_spec("numba") is not None and os.environ.get("NUMBA_DISABLE_JIT", "0") in ("", "0")
+    compile_them = which == "compiled" or (which == "auto" and can)
     return compiled() if compile_them else pure()
