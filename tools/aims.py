@@ -91,6 +91,7 @@ SYSTEM_LONG = {  # the rival's time over ours, 32B on 64 GPUs with contexts of 1
 }
 SYSTEM_LONG_BOUND = {"pretraining": 1.17, "long": 1.27}  # our time over the bound there
 SYSTEM_LONG_EACH, SYSTEM_LONG_STEP = ("dynamic CP", "InfiniPipe"), 0.99  # their time over ours in every step there
+LARGER_SPACE = 1.005  # the mean step with a larger space of plans over that with any smaller one, in every cell
 SYSTEM_GAP, ENOUGH_SEQUENCES = 0.08, 20  # our median gap, in cells whose steps have so many sequences
 WAIT_FOR_PLAN_MS = 10.0  # by the clock, in a step of 64 ranks
 # Of CPU, for a step on 1024 ranks, whether its strategy is known or not: a third of what each took while not known,

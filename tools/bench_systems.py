@@ -32,7 +32,7 @@ from typing import Any
 from ds_hydra.commands.figures import figures_parser, finish, guarded, print_table
 from ds_hydra.zero_hetero.errors import ConfigError
 from tools.systems.ablation import ablation
-from tools.systems.cells import Cell, all_cells
+from tools.systems.cells import Cell, chosen_cells
 from tools.systems.curves import curve_figures, curve_row, curves
 from tools.systems.measure import NAMES, OURS, bound_ms, measure_cells
 from tools.systems.verdicts import (
@@ -85,13 +85,6 @@ def kept_cells(path: Path | None, cells: Sequence[Cell], steps: int, systems: Co
     }
 
 
-def chosen_cells(words: Sequence[str] | None, quick: bool) -> list[Cell]:
-    """Cells whose names hold all the words; the one that the aims are about for `--quick`."""
-    if quick and not words:
-        return [FLAGSHIP]
-    return [cell for cell in all_cells() if all(word.lower() in str(cell).lower() for word in words or ())]
-
-
 def show(result: Result) -> None:
     """Print a cell."""
     title = f"{result.cell}: bound {result.bound_ms:,.0f} ms, at least {result.fewest_sequences} sequences a step"
@@ -131,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def run() -> int:
         began, steps = time.perf_counter(), args.steps or (QUICK_STEPS if args.quick else STEPS)
-        cells = chosen_cells(args.cells, args.quick)
+        cells = [FLAGSHIP] if args.quick and not args.cells else chosen_cells(args.cells)
         if not cells:
             parser.error(f"no cell has the words {' '.join(args.cells)}; a cell is written {FLAGSHIP}")
         systems = [name for name in NAMES if name in {OURS, *args.systems}]

@@ -18,6 +18,7 @@ from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner import PhasedPlanner, validate_plan
 from ds_hydra.planner.fixed_layout import in_turn, packed
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
+from tools.bench_spaces import over_smaller
 from tools.bench_systems import kept_cells, run_cells
 from tools.systems.as_made import AS_MADE
 from tools.systems.cells import LONG_CELLS, WIDE_CELLS, Cell, all_cells
@@ -271,6 +272,11 @@ def test_published_figures_stand_beside_ours() -> None:
     rows = published_rows([result(Hydraulis=4766.67)])
     assert ("Hydraulis", "run", "4.29", "4.29", "+0%") in {tuple(row.values())[1:6] for row in rows}
     assert len(system_rows(result(Hydraulis=1100.0))) == 2
+
+
+def test_a_larger_space_is_held_against_the_best_smaller_one() -> None:
+    means = {"small": 100.0, "larger": 80.0, "largest": 90.0}
+    assert list(over_smaller(means)) == [("small", 100.0, 1.0), ("larger", 80.0, 0.8), ("largest", 90.0, 1.125)]
 
 
 def test_cells_are_those_that_were_asked_for() -> None:

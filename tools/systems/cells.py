@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ds_hydra.commands.shipped import FOLDER
@@ -84,3 +84,8 @@ def all_cells() -> Iterator[Cell]:
         yield Cell(model, gpus, context, tokens, mix)
     yield from LONG_CELLS
     yield from WIDE_CELLS
+
+
+def chosen_cells(words: Sequence[str] | None) -> list[Cell]:
+    """Cells whose names hold all the words."""
+    return [cell for cell in all_cells() if all(word.lower() in str(cell).lower() for word in words or ())]

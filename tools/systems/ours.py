@@ -15,7 +15,7 @@ from ds_hydra.planner.proposal.spaces import wider_shapes
 from ds_hydra.simulate.exposed import exposed_ms
 from ds_hydra.simulate.job import SimulatedJob
 from tools.systems.cells import SEEN_BEFORE, Cell
-from tools.systems.costs import Way, averaged, cluster_of, measured, table_of, with_keys
+from tools.systems.costs import NODE, Way, averaged, cluster_of, measured, table_of, with_keys
 from tools.systems.devices import base_model
 from tools.systems.hindsight import Configuration, StepMs, hindsight, planned_by
 
@@ -44,6 +44,30 @@ def settings(cell: Cell, table: CostTable, ms: StepMs) -> Iterator[Configuration
     wider = Wider(wider_shapes(table, num_layers=layers), layers=layers, plain=False)
     more = _proposed(cell, table, wider=wider)
     yield _configured(cell, table, tuple(dict.fromkeys((*whole, *more))), ms, layers=layers)
+
+
+def spaces(cell: Cell, ms: StepMs) -> Iterator[Configuration]:
+    """Our planner in larger and larger spaces; those whose pipelines do not hold the context are left out.
+
+    Each proposes by itself, and the chunked ones have the whole sequences' strategies besides, as a job's candidates
+    have.
+    """
+    table, layers = all_schemes(cell), LAYERS[base_model(cell.model)]
+    whole: tuple[StrategyShape, ...] = ()
+    for text, one in (("TP and PP", _some(table, sharing=1)), ("and SP", table)):
+        if max(cost.max_length for cost in one.costs) >= cell.context:
+            whole = _proposed(cell, one, count=_MOST)
+            yield _configured(cell, one, whole, ms, layers=0)._replace(text=text)
+    for text, one in (("and slices, V's", _some(table, sharing=NODE)), ("and SP of stages over two nodes", table)):
+        wider = Wider(wider_shapes(one, num_layers=layers), layers=layers, plain=False)
+        strategies = tuple(dict.fromkeys((*whole, *_proposed(cell, one, wider=wider))))
+        yield _configured(cell, table, strategies, ms, layers=layers)._replace(text=text)
+
+
+def _some(table: CostTable, *, sharing: int) -> CostTable:
+    """Schemes without SP, and those of at most so many ranks in a stage."""
+    found = [cost for cost in table.costs if cost.uniform.sp == 1 or cost.uniform.tp * cost.uniform.sp <= sharing]
+    return CostTable(tuple(found))
 
 
 def all_schemes(cell: Cell) -> CostTable:
