@@ -31,6 +31,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Annotated, Literal
 
 from pydantic import PlainSerializer
@@ -40,6 +41,7 @@ from ds_hydra.zero_hetero.errors import PlanError
 from ds_hydra.zero_hetero.layout import ALIGNMENT, Layout, Piece, padded
 
 Gradient = Literal["complete", "partial"]
+Blocks = tuple[tuple[int, int], ...]  # rows, and how many units they are
 Names = Annotated[frozenset[str], PlainSerializer(sorted)]  # equal in every process, whatever Python's hashes there
 
 BY_WIDTH = "the job is set up for experts that are cut by width; name an ep in hydra.strategies"
@@ -59,7 +61,9 @@ class ShardRule:
     None: single rows). If there are fewer units than ranks, several ranks hold each unit and their gradients add up.
     For an uncut parameter, `gradient` says whether each rank's gradient is "complete" (the same everywhere) or
     "partial" (to be summed). Stacked experts that are spread as whole ones [Note: whole experts] are cut by the stage's
-    `ep`: `by_width` are dim and parts by which tensor parallel ranks would have cut them.
+    `ep`: `by_width` are dim and parts by which tensor parallel ranks would have cut them. Parts of different sizes are
+    `blocks` of dimension 0, each with its rows and its own units. With `degrees`, ranks of other degrees all hold the
+    whole, and have its complete gradient.
     """
 
     dim: int | None = None
@@ -67,6 +71,12 @@ class ShardRule:
     units: int | None = None
     gradient: Gradient = "complete"
     by_width: tuple[int | None, int] | None = None
+    blocks: Blocks = ()
+    degrees: tuple[int, ...] = ()
+
+    def of(self, tp: int) -> ShardRule:
+        """The rule for ranks of one degree."""
+        return self if not self.degrees or tp in self.degrees else ShardRule()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,34 +111,36 @@ class ParamSpec:
             )
         if not self.rule.units and rows < tp:
             raise PlanError(f"{self.name}: {rows} rows cannot be cut over tp={tp}; use tp <= {rows}")
-        # 2 key/value heads over tp = 4: ranks 0 and 1 hold head 0, ranks 2 and 3 hold head 1, as their queries need.
-        if units < tp:
-            first = tp_rank * units // tp
-            last = first + 1
-        else:
-            first, last = tp_rank * units // tp, (tp_rank + 1) * units // tp
-        return first * (rows // units), last * (rows // units)
+        return share_of_rows(rows, units, tp_rank, tp)
+
+    def shard_ranges(self, tp_rank: int, tp: int) -> tuple[tuple[int, int], ...]:
+        """Rows [start, stop) of the whole cut dimension that `tp_rank` of `tp` holds, of each part; none: all of it."""
+        rule = self.rule.of(tp)
+        if rule.dim is None or tp == 1:
+            return ()
+        rows = self.shape[rule.dim] // rule.parts
+        own = [share_of_rows(*block, tp_rank, tp) for block in rule.blocks]
+        own = own or [self.shard_rows(tp_rank, tp)] * rule.parts
+        begins = accumulate((size for size, _ in rule.blocks or ((rows, 0),) * rule.parts), initial=0)
+        return tuple((begin + start, begin + stop) for begin, (start, stop) in zip(begins, own, strict=False))
 
     def shard_shape(self, tp_rank: int, tp: int) -> tuple[int, ...]:
         """Shape of what `tp_rank` of `tp` holds."""
-        if self.rule.dim is None or tp == 1:
+        ranges = self.shard_ranges(tp_rank, tp)
+        if not ranges or self.rule.dim is None:
             return self.shape
-        start, stop = self.shard_rows(tp_rank, tp)
         shape = list(self.shape)
-        shape[self.rule.dim] = (stop - start) * self.rule.parts
+        shape[self.rule.dim] = sum(stop - start for start, stop in ranges)
         return tuple(shape)
 
     def shard_intervals(self, tp_rank: int, tp: int) -> Iterator[tuple[int, int]]:
         """Intervals [start, stop) of the flat parameter that `tp_rank` of `tp` holds [Note: flat order]."""
-        if self.rule.dim is None or tp == 1:
+        ranges = self.shard_ranges(tp_rank, tp)
+        if not ranges or self.rule.dim is None:
             yield 0, self.numel
             return
-        start, stop = self.shard_rows(tp_rank, tp)
-        rows = self.shape[self.rule.dim]
-        row_numel = self.numel // rows
-        for part in range(self.rule.parts):
-            base = part * (rows // self.rule.parts)
-            yield (base + start) * row_numel, (base + stop) * row_numel
+        row_numel = self.numel // self.shape[self.rule.dim]
+        yield from ((start * row_numel, stop * row_numel) for start, stop in ranges)
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +294,7 @@ class ModelPlan:
     def _contributed(slot: Slot, tp_rank: int, tp: int) -> Iterator[tuple[int, int, int]]:
         # A norm weight of 4 elements under tp = 2, of which both ranks have the whole gradient: rank 0 sends elements
         # 0..1, rank 1 sends 2..3. If both sent all 4, the owners' sum would be twice the gradient.
-        rule = slot.param.rule
+        rule = slot.param.rule.of(tp)
         if tp > 1 and rule.dim is None and rule.gradient == "complete":
             lo, hi = slot.numel * tp_rank // tp, slot.numel * (tp_rank + 1) // tp
             if hi > lo:
@@ -304,10 +316,18 @@ class ModelPlan:
             check_experts(self.experts, self.no_ep, tp, sp, ep)
             for bucket in self.buckets:
                 for param in bucket.params:
-                    if param.rule.dim is not None and param.rule.by_width is None and tp > 1:
-                        param.shard_rows(0, tp)
+                    if param.rule.by_width is None:
+                        param.shard_ranges(0, tp)
             if self.num_heads:
                 check_heads(self.num_heads, self.num_kv_heads, tp if self.heads_cut else 1, sp)
+
+
+def share_of_rows(rows: int, units: int, tp_rank: int, tp: int) -> tuple[int, int]:
+    """Rows [start, stop) that `tp_rank` of `tp` holds of so many rows, which are cut in whole units."""
+    # 2 key/value heads over tp = 4: ranks 0 and 1 hold head 0, ranks 2 and 3 hold head 1, as their queries need.
+    first = tp_rank * units // tp
+    last = first + 1 if units < tp else (tp_rank + 1) * units // tp
+    return first * (rows // units), last * (rows // units)
 
 
 def end_of_slots(slots: Sequence[Slot]) -> int:

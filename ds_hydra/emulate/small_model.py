@@ -68,8 +68,11 @@ def _small(param: ParamSpec, factor: int) -> ParamSpec:
     rule, wanted, name = param.rule, param.numel / factor, _small_name(param.name)
     if rule.dim is None:
         return replace(param, name=name, shape=(max(1, round(wanted)),))
-    rows = rule.parts * (rule.units or min(ROWS, param.shape[rule.dim] // rule.parts))
-    return replace(param, name=name, shape=(rows, max(1, round(wanted / rows))), rule=replace(rule, dim=0))
+    blocks = tuple((units, units) for _, units in rule.blocks)
+    rows = sum(units for _, units in blocks)
+    rows = rows or rule.parts * (rule.units or min(ROWS, param.shape[rule.dim] // rule.parts))
+    rule = replace(rule, dim=0, blocks=blocks)
+    return replace(param, name=name, shape=(rows, max(1, round(wanted / rows))), rule=rule)
 
 
 def _renamed(names: frozenset[str]) -> frozenset[str]:

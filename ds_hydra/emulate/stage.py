@@ -97,7 +97,7 @@ class EmulatedStage(StageModule):
         held |= {str(index): plan.layers[index] for index in range(stage.first_layer, stage.last_layer)}
         held |= {"last": plan.last} if place.is_last else {}
         rules = {param.name: param.rule for bucket in plan.buckets for param in bucket.params}
-        scales = {name: _scale(rule, stage.tp) for name, rule in rules.items()}
+        scales = {name: _scale(rule.of(stage.tp), stage.tp) for name, rule in rules.items()}
         # Of whole experts that all ranks of a stage share out, a rank's are reached by the tokens of all of them.
         over_all = stage.ep > stage.tp
         self.shared_out = frozenset(name for name, rule in rules.items() if over_all and rule.by_width is not None)
@@ -158,7 +158,7 @@ class EmulatedStage(StageModule):
 class _Part(nn.Module):
     """Parameters that are used together, their `share` of the stage's time, and scales of gradients by name."""
 
-    def __init__(self, stage: EmulatedStage, share: float, scales: Mapping[str, float]):
+    def __init__(self, stage: EmulatedStage, share: float, scales: Mapping[str, float | Tensor]):
         super().__init__()
         self._stage, self._share, self._scales = stage, share, scales
 
@@ -244,7 +244,7 @@ class _CountedGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, part: _Part, seconds: Mapping[str, float], scales: list[float], *params: Tensor
+        ctx: Any, x: Tensor, part: _Part, seconds: Mapping[str, float], scales: list[float | Tensor], *params: Tensor
     ) -> Tensor:
         ctx.part, ctx.seconds, ctx.scales = part, seconds, scales
         ctx.shapes = [param.shape for param in params]
@@ -261,13 +261,17 @@ class _CountedGradient(torch.autograd.Function):
         return (grad, None, None, None, *gradients)
 
 
-def _scale(rule: ShardRule, tp: int) -> float:
-    """What a tensor parallel rank contributes to the gradient of an element that it holds, so that the sum counts once.
+def _scale(rule: ShardRule, tp: int) -> float | Tensor:
+    """What a tensor parallel rank contributes to the gradient of an element that it holds, so that the sum counts once;
+    of blocks by row, (rows, 1).
 
     Of 2 heads on 8 ranks each is held, and its gradient contributed, by 4: each contributes a quarter.
     """
     if rule.dim is None:
         return 1.0 / tp if rule.gradient == "partial" else 1.0
+    if rule.blocks and tp > 1:
+        rows = [torch.full((max(1, units // tp), 1), min(1.0, units / tp)) for _, units in rule.blocks]
+        return torch.cat(rows)
     return min(1.0, rule.units / tp) if rule.units else 1.0
 
 

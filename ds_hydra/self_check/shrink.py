@@ -6,6 +6,7 @@ Sizes go by the names that Hugging Face's configs use. Whatever says how a layer
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -74,7 +75,6 @@ _RULES: tuple[tuple[str, Any], ...] = (
     (r"^(index_topk|indexer_budget|block_size|floor_scale)$", lambda _, old: min(old, 4)),
     (r"^(mamba_)?chunk_size$", lambda _, old: min(old, 8)),
     (r"^(mamba_d_state|ssm_state_size|state_size)$", lambda _, old: min(old, 8)),
-    (r"^(mamba_n_groups|mamba_ngroups|n_groups)$", lambda _, old: min(old, 1)),
     (r"^(index|indexer)_n_heads$|^indexer_compress_ratio$", lambda _, old: min(old, 2)),
     (r"^indexer_kv_heads$", lambda _, old: min(old, 1)),
     (r"^hidden_size_per_layer_input$|^(altup|laurel)", lambda _, old: min(old, 8)),
@@ -213,6 +213,8 @@ def _agree(config: Any) -> None:
 
 _SSM_HEADS = {"mamba_n_heads": "mamba_d_head", "mamba_num_heads": "mamba_head_dim", "n_mamba_heads": "mamba_headdim"}
 
+_SSM_GROUPS = ("mamba_n_groups", "mamba_ngroups", "n_groups")
+
 
 def _agree_state_space(values: dict[str, Any]) -> None:
     """Heads of a state space layer, whose widths are together those of the layer, times what it expands by."""
@@ -221,6 +223,9 @@ def _agree_state_space(values: dict[str, Any]) -> None:
         if isinstance(values.get(heads), int) and size in values:
             values[heads], values[size] = width // HEAD_DIM, HEAD_DIM
             values |= {"mamba_d_ssm": width} if isinstance(values.get("mamba_d_ssm"), int) else {}
+            # So that every degree divides them as before: those that divide attention heads divide these heads too.
+            groups = (key for key in _SSM_GROUPS if isinstance(values.get(key), int))
+            values |= {key: math.gcd(values[key], values[heads]) for key in groups}
 
 
 def _rotary_kind(parameters: Any) -> Any:

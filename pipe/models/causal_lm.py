@@ -43,6 +43,7 @@ from ds_hydra.pipe.models.meta_copy import (
 )
 from ds_hydra.pipe.models.positions import counts_padding, first_position, refuse_dynamic_rotary, uncounted_tokens
 from ds_hydra.pipe.models.recognise import find_functions
+from ds_hydra.pipe.models.recurrent_heads import shared_heads
 from ds_hydra.pipe.models.refusals import find_layers, known_tokens, refuse_parts_in_evaluation, refuse_unsupported
 from ds_hydra.pipe.models.state import refuse_reading, refuse_state
 from ds_hydra.pipe.models.three_ways import find_ways
@@ -273,6 +274,7 @@ class CausalLM:
         vocabulary = {modules[id(module)] for module in (ends[:1] if self.valued else ends)}
         in_vocabulary = {name for path, name in self.aliases.items() if path.rpartition(".")[0] in vocabulary}
         styled = tensor_parallel_obstacle(model, self.style_plan, ends)
+        self.head_cuts, by_heads = shared_heads(model, self.boxes, self.layers_path, self.aliases)
         specs: dict[str, ParamSpec] = {}
         for name, parameter in model.named_parameters():
             shape = tuple(parameter.shape)
@@ -285,7 +287,7 @@ class CausalLM:
             else:
                 plain = plain_name(name)
                 own = adapter_rule(name, shard_rule(self.style_plan, plain, shape, found.units(plain)))
-                rule = unnamed.rule(name) or gate_beside_up(model, name, own)
+                rule = by_heads.get(name) or unnamed.rule(name) or gate_beside_up(model, name, own)
                 rule = ShardRule(gradient="partial") if name in tokens.partial else rule
             rule = ShardRule(0, by_width=(rule.dim, rule.parts)) if name in spread.stacks else rule
             specs[name] = ParamSpec(name, shape, rule, parameter.requires_grad)

@@ -23,6 +23,7 @@ from ds_hydra.pipe.models.draws import Draws, Keys
 from ds_hydra.pipe.models.plain_head import PlainHead
 from ds_hydra.pipe.models.positions import count_by_sequence, split_rotary_by_length
 from ds_hydra.pipe.models.recompute import Recomputing
+from ds_hydra.pipe.models.recurrent_heads import share_heads
 from ds_hydra.pipe.models.replay import Replay
 from ds_hydra.pipe.packed_weights import PackedLinears
 from ds_hydra.pipe.row_collectives import all_rows
@@ -43,6 +44,7 @@ class CausalStage(StageModule):
     Modules keep their names in the whole model; those of other stages are there, without values, and are not run.
     """
 
+    _boxes: StageBoxes | None = None
     _replay: Replay | None = None  # once a micro-batch has routes
 
     def __init__(self, source: CausalLM, place: StagePlace, device: torch.device, dtype: torch.dtype):
@@ -57,7 +59,6 @@ class CausalStage(StageModule):
         self._routers = None if source.balancing is None else Routers(source.balancing, place)
         if self._routers is not None:
             self._routers.install(model)
-        self._boxes: StageBoxes | None = None
         if source.boxes:
             self._boxes = StageBoxes(source.boxes, source.flow, place.stage, self._draws)
             self._boxes.install(layers)
@@ -78,6 +79,7 @@ class CausalStage(StageModule):
         self._pack_weights(source.functions.packed, names)
         specs = {path: source.specs[name] for path, name in source.aliases.items()}
         rank = (source.style_plan, specs, place.tp_rank, place.stage.tp, place.tp_group)
+        share_heads(model, source.head_cuts, names, *rank[2:])
         self._routed: dict[int, list[Routed]] = defaultdict(list)  # by layer
         if source.experts is not None and place.stage.ep > 1:
             spread = spread_experts(model, source.experts.modules, place, lambda: self._pack)

@@ -20,6 +20,7 @@ from ds_hydra.pipe.models.attended import Attended, Where
 from ds_hydra.pipe.models.boxed_layers import BoxedLayers
 from ds_hydra.pipe.models.boxes import Box, Boxes, Capture, Leaves, Run, is_plain
 from ds_hydra.pipe.models.cut import hand_on
+from ds_hydra.pipe.models.find_heads import with_heads
 from ds_hydra.pipe.models.find_states import with_states
 from ds_hydra.pipe.models.flow import Door
 from ds_hydra.pipe.models.mixers import FIRST, Call, Calls, Mixers, called, put_back
@@ -58,7 +59,7 @@ def find_boxes(alone: Mixers, packed: Mixers | None, first_position: int = 0) ->
     if not any(found.values()):
         return Boxes()
     row = row if packs else calls
-    boxes = with_states(alone, _tried(alone, found, calls, row, packed=packs), calls)
+    boxes = with_heads(alone, with_states(alone, _tried(alone, found, calls, row, packed=packs), calls), calls)
     return replace(boxes, heads=heads if packs else frozenset(), whole=boxes.whole or (twice if packs else ""))
 
 

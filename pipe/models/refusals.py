@@ -183,7 +183,7 @@ def refuse_misaligned_experts(model: nn.Module, specs: Iterable[ParamSpec], tp: 
         return
     step = max(1, _GROUPED_ALIGNMENT // dtype.itemsize)
     for spec in specs:
-        if len(spec.shape) != 3 or spec.rule.dim is None or spec.rule.by_width is not None:
+        if len(spec.shape) != 3 or spec.rule.dim not in (1, 2):  # whole experts, or channels of a convolution
             continue
         shapes = (spec.shard_shape(rank, tp) for rank in range(tp))
         wrong = sorted({size for shape in shapes for size in shape[1:] if size % step})

@@ -31,18 +31,24 @@ ADAPTED_WITHOUT_TP: dict[str, tuple[str, dict[str, Any]]] = {
         {"target_modules": ["in_proj_qkvz", "out_proj", "q_proj"], "lora_dropout": 0.2},
     ),
 }
+# Beside layers whose heads tensor parallel ranks share.
+ADAPTED_BY_HEADS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lora of heads": ("qwen3_5", {"target_modules": ["in_proj_qkv", "in_proj_b", "out_proj", "q_proj"]}),
+    "lora of heads with dropout": ("bamba", {"target_modules": ["in_proj", "out_proj"], "lora_dropout": 0.2}),
+}
+_ALL = ADAPTED | ADAPTED_WITHOUT_TP | ADAPTED_BY_HEADS
 
 
 def base_family(name: str) -> str:
     """The family of the model beneath the adapters; any other family is its own."""
-    return (ADAPTED | ADAPTED_WITHOUT_TP).get(name, (name, {}))[0]
+    return _ALL.get(name, (name, {}))[0]
 
 
 def adapted(name: str, base: Any) -> Any:
     """What `peft.get_peft_model` makes of a model of the base's family; frozen but for the adapters."""
     from peft import LoraConfig, get_peft_model  # what trains other models does without
 
-    _, settings = (ADAPTED | ADAPTED_WITHOUT_TP)[name]
+    _, settings = _ALL[name]
     own = {key: value for key, value in (_SETTINGS | settings).items() if key != "another"}
     # Adapters of a 16 bit base in 16 bit: the reference computes all of it in one type, as the ranks do.
     model = get_peft_model(base, LoraConfig(**own), autocast_adapter_dtype=False)

@@ -1,11 +1,14 @@
-"""Training cases of modules in which tokens meet: boxes, and recurrent layers that carry states through slices."""
+"""Training cases of modules in which tokens meet: boxes, recurrent layers that carry states through slices, and whose
+heads tensor parallel ranks share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 
+from tests.support.adapted_models import ADAPTED_BY_HEADS
 from tests.support.case import (
+    BFLOAT16,
     CHANGING,
     CHANGING_8,
     CHANGING_WITHOUT_TP,
@@ -64,3 +67,29 @@ def states() -> Iterator[Case]:
     yield replace(base, name="states fp32", family="lfm2", dtype=FLOAT32, optimizer="SGD")
     yield replace(base, name="states on 8 ranks", family="lfm2", strategies=CHANGING_8)
     yield replace(base, name="states, long ones only", lengths=(300, 200, 450) * 8, strategies=("2*pp2", "tp2pp2"))
+
+
+_BY_TP = ("tp2 + 2*tp1", "tp2pp2", "tp4", "tp2sp2")
+
+
+def by_heads() -> Iterator[Case]:
+    """Recurrent layers of which each tensor parallel rank computes its own heads."""
+    base = Case("", "qwen3_next", _BY_TP, steps=4)
+    for family in ("qwen3_next", "qwen3_5", "olmo_hybrid", "bamba", "granite_4", "nemotron_h", "granite, experts"):
+        own = replace(base, family=family)
+        yield replace(own, name=f"by heads, {family}")
+        yield replace(own, name=f"by heads, {family}, slices", strategies=("tp2 + 2*tp1", "tp2pp2/v", "tp4"), steps=3,
+                      slices=True, recompute=True)  # fmt: skip
+    few = replace(base, family="nemotron_h", steps=2)
+    yield replace(few, name="by heads", strategies=("tp4", "tp2pp2/zb-h1"), slices=True, recompute=True, quick=True)
+    yield replace(few, name="by heads on 8 ranks", strategies=("tp8", "tp4sp2", "tp4 + tp2pp2"))
+    yield replace(few, name="by heads, split", strategies=("tp2pp2/zb-h1", "sp2 + tp2/zb-h1"), slices=True)
+    yield replace(few, name="by heads, checkpointed", activation_checkpointing=True)
+    yield replace(few, name="by heads, phases", strategies=("4*tp1 then 2*tp2 then tp4",))
+    yield replace(few, name="by heads, frozen lower layers", frozen=("embeddings", "layers.0.", "layers.1."))
+    yield replace(few, name="by heads, fp32", dtype=FLOAT32, optimizer="SGD")
+    yield replace(few, name="by heads, bf16", dtype=BFLOAT16)
+    for family in ADAPTED_BY_HEADS:
+        own = replace(base, family=family, draws="dropout" in family)
+        yield replace(own, name=f"by heads, {family}")
+        yield replace(own, name=f"by heads, {family}, slices", strategies=("tp4", "tp2pp2/v"), steps=2, slices=True)

@@ -51,6 +51,26 @@ BOXED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
 }  # fmt: skip
 
+# Recurrent layers whose heads tensor parallel ranks share: projections in one and apart; fewer groups of B and C
+# than ranks.
+BY_HEADS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "qwen3_5": ("qwen3_5_text", _SIZES | _DELTA | _MIXED),
+    "olmo_hybrid": (
+        "olmo_hybrid",
+        _SIZES | _MIXED | {"linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 6,
+                           "linear_value_head_dim": 12},
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        _SIZES | {"mamba_num_heads": 16, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 8,
+                  "layers_block_type": ["mamba", "attention", "mamba", "mlp"], "head_dim": 8},
+    ),
+    "granite_4": (
+        "granitemoehybrid",
+        _SIZES | _MAMBA_2 | _MIXED | {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 32},
+    ),
+}  # fmt: skip
+
 # Hybrids with experts, of which rows of the table of training cases tell.
 WITH_EXPERTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3_5_moe": ("qwen3_5_moe_text", _SIZES | _DELTA | _EXPERTS | _MIXED),

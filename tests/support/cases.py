@@ -12,7 +12,7 @@ from itertools import chain
 
 from tests.support.adapted_models import ADAPTED, ADAPTED_WITHOUT_TP
 from tests.support.attending_cases import chunks, latent, windows
-from tests.support.boxed_cases import boxed, states
+from tests.support.boxed_cases import boxed, by_heads, states
 from tests.support.case import (
     AMPLIFYING,
     BFLOAT16,
@@ -324,6 +324,7 @@ CASES: tuple[Case, ...] = (
     *_balanced(),
     *boxed(),
     *states(),
+    *by_heads(),
     *spread(),
     *in_groups(),
     *over_nodes(),

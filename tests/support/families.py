@@ -1,8 +1,9 @@
 """Tiny models of many families for tests: a name in, a freshly initialised model out, the same in every process.
 
-Names are keys of FAMILIES, of BALANCED, VALUED, BOXED, WITH_EXPERTS, ROUTED, ATTENDING and HARD_MODELS, of CHANGED and
-CHANGED_LINEARS (a Llama that was changed), of ADAPTED and ADAPTED_WITHOUT_TP (a model with PEFT's adapters),
-"layer_list" for a DeepSpeed `PipelineModule` with a tied layer, or the path of a Hugging Face config file.
+Names are keys of FAMILIES, of BALANCED, VALUED, BOXED, BY_HEADS, WITH_EXPERTS, ROUTED, ATTENDING and HARD_MODELS, of
+CHANGED and CHANGED_LINEARS (a Llama that was changed), of ADAPTED, ADAPTED_BY_HEADS and ADAPTED_WITHOUT_TP (a model
+with PEFT's adapters), "layer_list" for a DeepSpeed `PipelineModule` with a tied layer, or the path of a Hugging Face
+config file.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ds_hydra.pipe.models.adapted import base_of
 from ds_hydra.pipe.rows import Pack
 from tests.support.adapted_models import adapted, base_family
 from tests.support.attending_models import ATTENDING
-from tests.support.boxed_models import BOXED, WITH_EXPERTS
+from tests.support.boxed_models import BOXED, BY_HEADS, WITH_EXPERTS
 from tests.support.changed_models import CHANGED, CHANGED_LINEARS
 from tests.support.hard_models import HARD_MODELS
 from tests.support.routed_models import ROUTED, SURE, made_sure
@@ -104,7 +105,7 @@ NOT_BY_INTERFACE = frozenset({"bloom", "gptj"})  # they attend by code of their 
 def hf_config(family: str) -> Any:
     """The Hugging Face config of a family, or of a config file."""
     family = "llama" if family in CHANGED or family in CHANGED_LINEARS else base_family(family)
-    tables = (FAMILIES, HARD_MODELS, BALANCED, VALUED, BOXED, WITH_EXPERTS, ROUTED, ATTENDING)
+    tables = (FAMILIES, HARD_MODELS, BALANCED, VALUED, BOXED, BY_HEADS, WITH_EXPERTS, ROUTED, ATTENDING)
     listed = next((table[family] for table in tables if family in table), None)
     if listed:
         model_type, settings = listed
