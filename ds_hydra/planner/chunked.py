@@ -28,6 +28,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.planner.chunked_refine import Chunked, refined
 from ds_hydra.planner.chunked_space import ChunkedSpace
 from ds_hydra.planner.chunked_times import PipelineTimes
@@ -82,13 +83,16 @@ class ChunkedSearch:
         self._tries = tries
         self._turns = 0  # searches before this one, which draw other numbers
         self._best: list[Chunked] = []  # of all strategies that were refined
+        self._earlier: dict[StrategyShape, list[Chunked]] = {}  # of these, the last plans before the best one
         self.known: Overheads | None = None  # once `best_of` has seen some
 
     def best_of(self, kinds: Sequence[PipelineKinds], count: int = 1) -> list[Chunked]:
         """The best plans found over these strategies: up to so many, each of another strategy, best first; none where
-        no strategy holds all sequences."""
+        no strategy holds all sequences. Where several are wanted, the best strategy's last plans before its best one
+        follow: they take hardly longer, but their messages may add less."""
         self.known = self.probes(kinds)
-        return self._searched(kinds)[:count]
+        found = self._searched(kinds)[:count]
+        return [*found, *self._earlier.get(found[0].kinds.strategy, [])] if found and count > 1 else found
 
     def beside(self, kinds: Sequence[PipelineKinds], tries: int) -> list[Chunked]:
         """The search goes on with so many tries for further strategies of rows that `best_of` has seen, and for the
@@ -107,7 +111,8 @@ class ChunkedSearch:
         best = _most_promising(found)[:_REFINED]
         for number, one in enumerate(best):
             spare = self._times.left * (len(best) - number - 1) // (len(best) - number)
-            found.append(refined(one, self._times, spare, self._turns * _OTHER_NUMBERS))
+            *self._earlier[one.kinds.strategy], last = refined(one, self._times, spare, self._turns * _OTHER_NUMBERS)
+            found.append(last)
         of_strategy = {one.kinds.strategy: one for one in sorted(found, key=lambda one: -one.ms)}
         by_ms = list(reversed(of_strategy.values()))
         self._best = by_ms[:_REFINED]

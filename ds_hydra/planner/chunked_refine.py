@@ -16,6 +16,7 @@ from ds_hydra.planner.kernels.arrays import Ints
 from ds_hydra.planner.kernels.problem import PipelineKinds
 
 _UNEVEN = 0.3  # of what the slowest pipeline takes more than the mean stays when a plan is refined
+_EARLIER = 2  # plans before the best one that are told
 _EXCHANGES = 6  # that are simulated for the slowest pipeline at a time
 
 
@@ -38,11 +39,12 @@ class Chunked(NamedTuple):
         return _UNEVEN * self.ms + (1.0 - _UNEVEN) * mean
 
 
-def refined(found: Chunked, times: PipelineTimes, spare: int = 0, turn: int = 0) -> Chunked:
+def refined(found: Chunked, times: PipelineTimes, spare: int = 0, turn: int = 0) -> list[Chunked]:
     """Better micro-batches for the slowest pipeline, or an exchange of sequences, while more than `spare` tries are
-    left. What is drawn at random is another from another `turn` on."""
+    left: the last few plans on the way, the best one last. What is drawn at random is another from another `turn` on.
+    """
     owner, timed, rows = found.owner.copy(), list(found.timed), found.kinds.shape.pipeline_scheme
-    stuck = False
+    stuck, latest = False, [found]
     while times.left > spare and not stuck:
         turn += 1
         slow = max(range(len(timed)), key=lambda p: timed[p].ms)
@@ -52,7 +54,9 @@ def refined(found: Chunked, times: PipelineTimes, spare: int = 0, turn: int = 0)
         elif not _exchange(times, rows, slow, owner, timed, spare):
             # Where no other pipeline has room, better micro-batches of theirs make some.
             stuck = not _recut_others(times, rows, slow, timed)
-    return Chunked(found.kinds, owner, tuple(timed))
+        if not stuck:
+            latest = [*latest[-_EARLIER:], Chunked(found.kinds, owner.copy(), tuple(timed))]
+    return latest
 
 
 def _recut_others(times: PipelineTimes, rows: Ints, slow: int, timed: list[Timed]) -> bool:
