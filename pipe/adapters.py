@@ -17,7 +17,18 @@ Where ranks share tokens [Note: token sharding] a row-parallel layer is the same
 column-parallel one gets a rank's own tokens: A makes 8 features of each of them, and these are gathered for B. That is
 less than to gather x for A, which a frozen W needs no more in the backward.
 
-PEFT's own forward runs in all cases. Nothing here imports PEFT: its classes are told by their names.
+[Note: adapters of stacks]
+A stack (E, out, in) of E experts has one A and one B for all of them: A (r E, in), of each expert r rows, one expert
+after the other, and B (out, r E), of each of r columns those of all experts. With 4 experts that make 96 features of
+64, r = 2 and two ranks:
+
+                      W               A          B
+  alone               (4, 96, 64)     (8, 64)    (96, 8)
+  by outputs          (4, 48, 64)     (8, 64)    (48, 8)     of A each rank has a part of the gradient
+  by inputs           (4, 96, 32)     (8, 32)    (96, 8)     of B
+  whole experts       (2, 96, 64)     (4, 64)    (96, 4)     columns 0, 1, 4, 5 on the first rank
+
+PEFT's own forward runs beside linear layers. Nothing here imports PEFT: its classes are told by their names.
 """
 
 from __future__ import annotations
@@ -25,8 +36,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ds_hydra.pipe.model_plan import ShardRule
@@ -37,10 +50,12 @@ Within = Callable[[], AbstractContextManager[None]]
 
 LORA_LINEAR = "peft.tuners.lora.layer.Linear"
 LORA_EMBEDDING = "peft.tuners.lora.layer.Embedding"
+LORA_STACK = "peft.tuners.lora.layer.ParamWrapper"
 SAVED_WHOLE = "peft.utils.other.ModulesToSaveWrapper"
 
 # What a parameter's name has inside a wrapped linear layer: base_layer.weight, lora_A.default.weight.
 _PART = re.compile(r"\.(base_layer|lora_[AB]\.[^.]+)(?=\.(weight|bias)$)")
+_INSIDE = re.compile(r"(\.base_layer)+(?=\.[^.]+$)")  # of a stack, which may have several adapters around it
 _CUT_DIM = {"lora_A": 1, "lora_B": 0}  # by its inputs, as a row-parallel layer is; by its outputs, as a column-parallel
 
 
@@ -61,7 +76,34 @@ def linear_of(module: nn.Module) -> nn.Module:
 
 def plain_name(name: str) -> str:
     """The name that a parameter's weight or bias had, or that of the layer it is beside, before PEFT wrapped it."""
-    return _PART.sub("", name)
+    return _PART.sub("", _INSIDE.sub("", name))
+
+
+def stack_path(path: str) -> str:
+    """Where a module of stacks stood before PEFT put adapters around it."""
+    return re.sub(r"(\.base_layer)+$", "", path)
+
+
+def run_stacks(model: nn.Module) -> None:
+    """Let the adapters of stacks add to what their module reads, and not take the place of its parameter meanwhile, as
+    PEFT's own forward does."""
+    for module in model.modules():
+        if class_path(module) == LORA_STACK:
+            wrap(module, partial(_on_stack, module), "function", "adapter of a stack")
+
+
+def _on_stack(module: Any, *args: Any, **kwargs: Any) -> Any:
+    experts, name = module.get_base_layer(), module.parameter_name
+    weight = module.get_param()
+    for adapter in module.active_adapters:
+        if adapter in module.lora_A:
+            left, right, scale = module.get_delta_factors(adapter)
+            weight = torch.baddbmm(weight, left, right, alpha=scale)
+    vars(experts)[name] = weight  # which Python finds before the parameter
+    try:
+        return module.base_layer(*args, **kwargs)
+    finally:
+        del vars(experts)[name]
 
 
 def linear_path(path: str, module: nn.Module) -> str:

@@ -76,9 +76,11 @@ def spread_experts(
         module = model.get_submodule(path)
         every = num_experts(module)
         count = every // stage.ep
-        for name, value in list(vars(module).items()):
-            if "experts" in name and type(value) is int and value == every:
-                setattr(module, name, count)  # by which models count, and bound what they index
+        around = [model.get_submodule(path[: path.index(".base_layer")])] if ".base_layer" in path else []
+        for owner in (module, *(each for outer in around for each in outer.modules())):
+            for name, value in list(vars(owner).items()):
+                if "experts" in name and type(value) is int and value == every:
+                    setattr(owner, name, count)  # by which models count, and bound what they index
         first = place.holder % stage.ep * count
         own = partial(_own_experts, module.forward, first, count, routed=routed)
         wrap(module, own, "tensor parallel", "own experts")

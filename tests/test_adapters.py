@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -16,10 +17,17 @@ from ds_hydra.pipe import adapters, token_sharding
 from ds_hydra.pipe.model_plan import ShardRule
 from ds_hydra.pipe.models import causal_lm
 from ds_hydra.pipe.models.adapted import base_of
+from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.models.experts import for_strategies
+from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.row_collectives import all_rows
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
 from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.self_check.check import check_strategies
+from ds_hydra.self_check.compare import compare
+from ds_hydra.self_check.plain import Plain
+from ds_hydra.self_check.precision import doubled
+from ds_hydra.self_check.runs import run_pipeline, uneven_data
 from ds_hydra.self_check.small_copy import small_copy
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.families import build_model
@@ -54,7 +62,7 @@ def quantized() -> Any:
 
 REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: lora(use_dora=True), r"q_proj is a LoRA layer of a kind of its own \(DoraLinearVariant.*use_dora"),
-    (lambda: lora("mixtral", target_parameters=["mlp.experts.gate_up_proj"]), r"ParamWrapper: .* 4 experts"),
+    (lambda: lora(target_parameters=["o_proj.weight"]), r"o_proj is a .*ParamWrapper of 'weight', which is no stack"),
     (lambda: lora(trainable_token_indices={"embed_tokens": [1]}), r"embed_tokens is a .*TrainableTokensWrapper, which"),
     (lambda: peft(IA3Config(target_modules=["k_proj"], feedforward_modules=[])), "'default' is of the kind IA3, which"),
     (lambda: peft(VeraConfig(target_modules=["q_proj"])), "'default' is of the kind VERA, .*peft.LoraConfig"),
@@ -121,6 +129,44 @@ def test_the_self_check_finds_mistakes(model: Any, mistake: Callable[[], Any], t
         result = check_strategies(model, [StrategyShape.parse("tp2")], StageOptions(token_sharding=True), keep=False)
     (objection,) = result.objections()
     assert re.search(told, objection)
+
+
+def of_consecutive_columns(right: Any) -> Any:
+    """Of B each rank has a part as it comes, and not each expert's columns."""
+
+    def rules(*given: Any) -> Any:
+        found = right(*given)
+        last = [name for name, spec in found.items() if "lora_B" in name and spec.rule.dim == 1]
+        as_one = {name: replace(found[name], rule=replace(found[name].rule, parts=1, units=None)) for name in last}
+        return found | as_one
+
+    return rules
+
+
+def all_complete(right: Any) -> Any:
+    """Of what is not cut every rank is taken to have the whole gradient."""
+
+    def rules(*given: Any) -> Any:
+        whole = {name: replace(spec, rule=ShardRule()) for name, spec in right(*given).items() if spec.rule.dim is None}
+        return right(*given) | whole
+
+    return rules
+
+
+STACK_MISTAKES = [("tp2ep2", of_consecutive_columns), ("tp2", all_complete), ("tp2", None), ("tp2ep2", None)]
+
+
+@pytest.mark.parametrize(("text", "mistake"), STACK_MISTAKES)
+def test_adapters_of_stacks(text: str, mistake: Any) -> None:
+    """What is seen of mistakes is seen of nothing else."""
+    shape = StrategyShape.parse(text)
+    model = base_of(build_model("lora of stacks", torch.float64))
+    data, right = uneven_data(97, [(6, 33), (12,)]), causal_lm.with_stack_rules
+    with doubled(), mock.patch.object(causal_lm, "with_stack_rules", mistake(right) if mistake else right):
+        source = for_strategies(CausalLM(model), [shape])
+    plain = Plain(model, source.flow.draws, source.layers_path).outcome(data)
+    (pipeline,) = place_strategy(shape, 2, source.plan.num_layers).pipelines
+    assert (compare(plain, run_pipeline(source, pipeline, data)).what is None) is (mistake is None)
 
 
 def test_adapters_may_be_wider_than_their_base() -> None:

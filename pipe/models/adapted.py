@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from ds_hydra.pipe.adapters import LORA_EMBEDDING, LORA_LINEAR, SAVED_WHOLE, class_path, head_of
+from ds_hydra.pipe.adapters import LORA_EMBEDDING, LORA_LINEAR, LORA_STACK, SAVED_WHOLE, class_path, head_of
+from ds_hydra.pipe.model_plan import ParamSpec, ShardRule
 from ds_hydra.zero_hetero.errors import ConfigError
 
 NAMES_OF_PEFT = "base_model.model."
 """What stands before the names of the base's parameters in a PEFT model."""
 
 _PEFT_MODEL, _MIXED_MODEL = "peft.peft_model.PeftModel", "peft.mixed_model.PeftMixedModel"
-_KNOWN = frozenset({LORA_LINEAR, LORA_EMBEDDING, SAVED_WHOLE})
-_LORA_STACK = "peft.tuners.lora.layer.ParamWrapper"
+_KNOWN = frozenset({LORA_LINEAR, LORA_EMBEDDING, LORA_STACK, SAVED_WHOLE})
 _REMEDY = "train with peft.LoraConfig, its target_modules and modules_to_save, or leave the adapter out"
 
 
@@ -88,11 +89,10 @@ def refuse_adapters(model: nn.Module) -> None:
         kind = class_path(module)
         if not kind.startswith("peft."):
             continue
-        if kind == _LORA_STACK:
+        if kind == LORA_STACK and module.num_experts == 1:
             raise ConfigError(
-                f"{path} is a {kind}: an adapter of the stack {module.parameter_name!r} of its {module.num_experts} "
-                "experts, which is not supported. PEFT makes one of target_parameters, and of target_modules that "
-                "name an expert's layers, such as up_proj: name others, such as q_proj and o_proj"
+                f"{path} is a {kind} of {module.parameter_name!r}, which is no stack of experts: not supported. PEFT "
+                "makes one of target_parameters: name the layer in target_modules"
             )
         if kind not in _KNOWN:
             raise ConfigError(f"{path} is a {kind}, which is not supported; {_REMEDY}")
@@ -114,3 +114,27 @@ def _refuse_state(path: str, module: Any) -> None:
             f"the adapter of {path} is disabled and would not be trained: call enable_adapter_layers(), or leave the "
             "`with model.disable_adapter()` before initialize()"
         )
+
+
+def with_stack_rules(model: nn.Module, specs: Mapping[str, ParamSpec]) -> dict[str, ParamSpec]:
+    """Parameters with the rules that adapters of stacks have by those of the stacks [Note: adapters of stacks]."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = dict(specs)
+    for path, wrapper in model.named_modules():
+        if class_path(wrapper) != LORA_STACK:
+            continue
+        module: Any = wrapper
+        rule = specs[names[id(module.get_param())]].rule
+        dim, parts = rule.by_width or (rule.dim, rule.parts)
+        transposed = getattr(module.get_base_layer(), "is_transposed", False)  # (experts, in, out)
+        outputs = None if dim is None else dim == (2 if transposed else 1)
+        first = ShardRule(1, parts) if outputs is False else ShardRule(gradient="partial" if outputs else "complete")
+        last = ShardRule(0, parts) if outputs else ShardRule(gradient="complete" if outputs is None else "partial")
+        for name in module.lora_A:
+            a, b, count = first, last, module.num_experts
+            if rule.by_width is not None:
+                a = ShardRule(0, units=count, by_width=(first.dim, first.parts))
+                b = ShardRule(1, module.r[name], count, by_width=(last.dim, last.parts))
+            for weight, own in ((f"{path}.lora_A.{name}.weight", a), (f"{path}.lora_B.{name}.weight", b)):
+                found[weight] = replace(specs[weight], rule=own)
+    return found

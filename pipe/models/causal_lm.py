@@ -18,10 +18,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ds_hydra.pipe.adapters import adapter_rule, ends_of, plain_name
+from ds_hydra.pipe.adapters import adapter_rule, ends_of, plain_name, stack_path
 from ds_hydra.pipe.attention import interface as attention
 from ds_hydra.pipe.loss import TokenLoss, loss_of_values
 from ds_hydra.pipe.model_plan import BY_WIDTH, ModelPlan, ParamSpec, ShardRule, make_buckets
+from ds_hydra.pipe.models.adapted import with_stack_rules
 from ds_hydra.pipe.models.balancing import Balancing, asks_for_balance, find_balancing
 from ds_hydra.pipe.models.causal_stage import CausalStage
 from ds_hydra.pipe.models.cut import hand_on
@@ -33,12 +34,12 @@ from ds_hydra.pipe.models.heads import Heads
 from ds_hydra.pipe.models.kinds import find_kinds
 from ds_hydra.pipe.models.lone_rank import cannot_run, look
 from ds_hydra.pipe.models.meta_copy import (
-    checkpoint_nothing,
     copy_to_meta,
     devices_to_run_on,
     give_values,
     parameter_hooks,
     place_on,
+    ready_to_run,
     run_experts_one_by_one,
 )
 from ds_hydra.pipe.models.positions import counts_padding, first_position, refuse_dynamic_rotary, uncounted_tokens
@@ -225,7 +226,7 @@ class CausalLM:
         place_on(copied, device)
         give_values(copied, values, device)
         run_experts_one_by_one(copied)
-        copied.apply(checkpoint_nothing)
+        ready_to_run(copied)
         return copied
 
     def without_values(self, run: Callable[[Any], _Found]) -> _Found:
@@ -267,7 +268,7 @@ class CausalLM:
         config, model, flow, unnamed, tokens = self.text_config, self.template, self.flow, self.unnamed, self.tokens
         spread = self.experts or Experts(obstacle=BY_WIDTH)
         styles = {**self._published_plan, **(self.latent if unnamed.latent else {})}
-        self.style_plan = without(styles, unnamed.whole) | dict.fromkeys(spread.modules, STYLE)
+        self.style_plan = without(styles, unnamed.whole) | dict.fromkeys(map(stack_path, spread.modules), STYLE)
         found = Heads(config, model, self.flow.heads, attends=not self.boxes or bool(self.flow.heads))
         ends = ends_of(model)
         modules = {id(module): path for path, module in model.named_modules()}
@@ -282,24 +283,23 @@ class CausalLM:
                 rule = ShardRule(dim=0)
             elif styled:
                 rule = ShardRule()
-            elif name.startswith(modules[id(ends[0])] + ".") and plain_name(name) == name:
+            elif name in tokens.partial or (name.startswith(modules[id(ends[0])] + ".") and plain_name(name) == name):
                 rule = ShardRule(gradient="partial")  # it sees the tokens whose rows the rank holds
             else:
                 plain = plain_name(name)
                 own = adapter_rule(name, shard_rule(self.style_plan, plain, shape, found.units(plain)))
                 rule = by_heads.get(name) or unnamed.rule(name) or gate_beside_up(model, name, own)
-                rule = ShardRule(gradient="partial") if name in tokens.partial else rule
             rule = ShardRule(0, by_width=(rule.dim, rule.parts)) if name in spread.stacks else rule
             specs[name] = ParamSpec(name, shape, rule, parameter.requires_grad)
+        specs = with_stack_rules(model, specs)
         groups = [("embeddings", flow.first), *((f"layers.{i}", names) for i, names in enumerate(flow.layers))]
         groups.append(("head", frozenset(specs)))
         placed: frozenset[str] = frozenset()
         for index, (bucket, names) in enumerate(groups):
             groups[index] = (bucket, names - placed)
             placed |= names
-        everywhere = frozenset().union(flow.first, *flow.layers)
         # What PEFT trains a copy of is left in the model, and nobody reads it.
-        beside = {name for name in frozenset(specs) - everywhere if specs[name].trainable}
+        beside = {name for name in frozenset(specs).difference(flow.first, *flow.layers) if specs[name].trainable}
         self.plan = ModelPlan(
             make_buckets(groups, specs), flow.first, flow.layers, flow.last | beside,
             found.heads, found.kv_heads, found.cut(self.style_plan, specs, f"{self.layers_path}."),
@@ -329,7 +329,7 @@ class CausalLM:
         model = copy_to_meta(self.template)
         place_on(model, device, dtype)
         model.train()
-        model.apply(checkpoint_nothing)  # its stages do [Note: recomputed layers]
+        ready_to_run(model)  # its stages do [Note: recomputed layers]
         return model
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ds_hydra.pipe.adapters import plain_name
 from ds_hydra.pipe.expert_parallel import num_experts
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.pipe.tensor_parallel import style_of
@@ -35,7 +36,7 @@ class Experts:
 def find_experts(model: Any) -> Experts:
     """The stacks that the model's own plan for expert parallelism (`ep_plan`) cuts by experts."""
     plan = dict(getattr(model, "ep_plan", None) or {})
-    stacks = {name for name, _ in model.named_parameters() if style_of(plan, name) == _STACK}
+    stacks = {name for name, _ in model.named_parameters() if style_of(plan, plain_name(name)) == _STACK}
     modules = tuple(dict.fromkeys(name.rpartition(".")[0] for name in sorted(stacks)))
     if not modules:
         routes = "experts" in " ".join(name for name, _ in model.named_modules()).lower()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_hydra.pipe.adapters import run_stacks
 from ds_hydra.pipe.models.rebinding import rebind_functions
 from ds_hydra.zero_hetero.errors import ConfigError
 
@@ -132,6 +133,12 @@ def _of_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
         return parameter
     data = torch.empty(parameter.shape, dtype=dtype, device="meta")
     return nn.Parameter(data, requires_grad=parameter.requires_grad)
+
+
+def ready_to_run(model: nn.Module) -> None:
+    """Let a copy run by the code that its stages run."""
+    model.apply(checkpoint_nothing)
+    run_stacks(model)
 
 
 def run_experts_one_by_one(model: nn.Module) -> None:

@@ -36,7 +36,14 @@ ADAPTED_BY_HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "lora of heads": ("qwen3_5", {"target_modules": ["in_proj_qkv", "in_proj_b", "out_proj", "q_proj"]}),
     "lora of heads with dropout": ("bamba", {"target_modules": ["in_proj", "out_proj"], "lora_dropout": 0.2}),
 }
-_ALL = ADAPTED | ADAPTED_WITHOUT_TP | ADAPTED_BY_HEADS
+# Adapters of stacks of experts.
+_STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+ADAPTED_STACKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lora of stacks": ("qwen3_moe", {"target_modules": ["q_proj"], "target_parameters": _STACKS}),
+    "lora of stacks (GPT-OSS)": ("gpt_oss", {"target_modules": ["q_proj"], "target_parameters": _STACKS}),
+    "lora of one stack": ("mixtral", {"target_modules": ["q_proj"], "target_parameters": _STACKS[1:]}),
+}
+_ALL = ADAPTED_STACKS | ADAPTED | ADAPTED_WITHOUT_TP | ADAPTED_BY_HEADS
 
 
 def base_family(name: str) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
 
-from tests.support.adapted_models import ADAPTED, ADAPTED_WITHOUT_TP
+from tests.support.adapted_models import ADAPTED, ADAPTED_STACKS, ADAPTED_WITHOUT_TP
 from tests.support.attending_cases import chunks, latent, windows
 from tests.support.boxed_cases import boxed, by_heads, states
 from tests.support.case import (
@@ -137,6 +137,14 @@ def _adapted() -> Iterator[Case]:
     yield replace(base, name="lora, phases", strategies=("2*tp2 then tp4", "4*tp1 then 2*pp2"))
     yield replace(base, name="lora on 8 ranks", strategies=CHANGING_8)
     yield replace(base, name="lora, nodes of 2 ranks", node_size=2)
+    for family in ADAPTED_STACKS:
+        base = Case(family, family, ("tp2pp2", "sp2 + 2*tp1", "tp4", "tp2sp2"), steps=4)
+        yield base
+        yield replace(
+            base, name=f"{family}, slices", strategies=("tp2pp2/v", "tp4"), steps=2, slices=True, recompute=True
+        )
+        spread = ("tp4ep4", "tp2sp2ep4", "tp2ep2pp2/zb-h1", "sp2ep2 + 2*tp1")
+        yield replace(base, name=f"{family}, spread", strategies=spread, quick=family == "lora of stacks")
     for family in ADAPTED_WITHOUT_TP:
         yield Case(family, family, CHANGING_WITHOUT_TP, quick=family == "lora of the ends")
 

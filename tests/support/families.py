@@ -1,9 +1,9 @@
 """Tiny models of many families for tests: a name in, a freshly initialised model out, the same in every process.
 
 Names are keys of FAMILIES, of BALANCED, VALUED, BOXED, BY_HEADS, WITH_EXPERTS, ROUTED, ATTENDING and HARD_MODELS, of
-CHANGED and CHANGED_LINEARS (a Llama that was changed), of ADAPTED, ADAPTED_BY_HEADS and ADAPTED_WITHOUT_TP (a model
-with PEFT's adapters), "layer_list" for a DeepSpeed `PipelineModule` with a tied layer, or the path of a Hugging Face
-config file.
+CHANGED and CHANGED_LINEARS (a Llama that was changed), of ADAPTED, ADAPTED_BY_HEADS, ADAPTED_STACKS and
+ADAPTED_WITHOUT_TP (a model with PEFT's adapters), "layer_list" for a DeepSpeed `PipelineModule` with a tied layer, or
+the path of a Hugging Face config file.
 """
 
 from __future__ import annotations
