@@ -275,7 +275,7 @@ class CausalLM:
         vocabulary = {modules[id(module)] for module in (ends[:1] if self.valued else ends)}
         in_vocabulary = {name for path, name in self.aliases.items() if path.rpartition(".")[0] in vocabulary}
         styled = tensor_parallel_obstacle(model, self.style_plan, ends)
-        self.head_cuts, by_heads = shared_heads(model, self.boxes, self.layers_path, self.aliases)
+        self.head_cuts, by_heads = shared_heads(self) if self.boxes else ({}, {})
         specs: dict[str, ParamSpec] = {}
         for name, parameter in model.named_parameters():
             shape = tuple(parameter.shape)
@@ -291,7 +291,7 @@ class CausalLM:
                 rule = by_heads.get(name) or unnamed.rule(name) or gate_beside_up(model, name, own)
             rule = ShardRule(0, by_width=(rule.dim, rule.parts)) if name in spread.stacks else rule
             specs[name] = ParamSpec(name, shape, rule, parameter.requires_grad)
-        specs = with_stack_rules(model, specs)
+        specs = with_stack_rules(model, specs) if getattr(model, "peft_config", None) else specs
         groups = [("embeddings", flow.first), *((f"layers.{i}", names) for i, names in enumerate(flow.layers))]
         groups.append(("head", frozenset(specs)))
         placed: frozenset[str] = frozenset()

@@ -79,7 +79,6 @@ class CausalStage(StageModule):
         self._pack_weights(source.functions.packed, names)
         specs = {path: source.specs[name] for path, name in source.aliases.items()}
         rank = (source.style_plan, specs, place.tp_rank, place.stage.tp, place.tp_group)
-        share_heads(model, source.head_cuts, names, *rank[2:])
         self._routed: dict[int, list[Routed]] = defaultdict(list)  # by layer
         if source.experts is not None and place.stage.ep > 1:
             spread = spread_experts(model, source.experts.modules, place, lambda: self._pack)
@@ -102,6 +101,7 @@ class CausalStage(StageModule):
         self._cut = CutForward(model, source.flow, source.layers_path, place.stage, device)
         if self._boxes is not None:
             self._boxes.enter(layers, self._cut)
+            share_heads(model, source.head_cuts, names, *rank[2:])
         if shards and place.is_first:
             enter_with_own_rows(layers[0], self._doors[0].key, place.tp_group)
         if place.is_last:

@@ -138,7 +138,8 @@ def _of_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
 def ready_to_run(model: nn.Module) -> None:
     """Let a copy run by the code that its stages run."""
     model.apply(checkpoint_nothing)
-    run_stacks(model)
+    if getattr(model, "peft_config", None):
+        run_stacks(model)
 
 
 def run_experts_one_by_one(model: nn.Module) -> None:

@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +36,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ds_hydra.pipe.adapters import adapter_rule, plain_name
 from ds_hydra.pipe.collectives import Group, copy_to_ranks, sum_over_ranks
 from ds_hydra.pipe.model_plan import Blocks, ShardRule, share_of_rows
-from ds_hydra.pipe.models.boxes import Boxes
 from ds_hydra.pipe.wrappers import wrap
+
+if TYPE_CHECKING:
+    from ds_hydra.pipe.models.causal_lm import CausalLM
 
 _DELTA = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "key_dim", "value_dim", "conv_dim")
 _MAMBA = ("num_heads", "head_dim", "n_groups", "ssm_state_size", "intermediate_size", "conv_dim")
@@ -156,13 +158,11 @@ def _mamba_2(module: nn.Module) -> _Parts | None:
     return _Parts(rows, (values,), sizes | _of_convolution(channels), degrees, groups)
 
 
-def shared_heads(
-    model: nn.Module, boxes: Boxes, layers_path: str, aliases: Mapping[str, str]
-) -> tuple[dict[str, tuple[HeadCut, int]], dict[str, ShardRule]]:
+def shared_heads(source: CausalLM) -> tuple[dict[str, tuple[HeadCut, int]], dict[str, ShardRule]]:
     """Of a model's boxes those that ranks share, by their paths, with the place of the hidden states among their
-    arguments; and the rules of their parameters. None that has a parameter with another module: `aliases` give the
-    names of all."""
-    uses = Counter(aliases.values())
+    arguments; and the rules of their parameters. None that has a parameter with another module."""
+    model, boxes, layers_path = source.template, source.boxes, source.layers_path
+    uses = Counter(source.aliases.values())
     found: dict[str, tuple[HeadCut, int]] = {}
     rules: dict[str, ShardRule] = {}
     for index, box in ((index, box) for index, of in enumerate(boxes.of) for box in of if box.by_heads):
