@@ -42,6 +42,7 @@ class Row:
 
 
 BENCH, HOUR = ("-m", "tools.bench_gpu"), ("-m", "tools.gpu.hour")
+LOST = ("push", "vote", "a second one while rebuilding", "a joiner")  # of the courses of `tools.gpu.lost`
 ONE_BY_ONE = {"NCCL_DEBUG": "WARN", "TORCH_NCCL_TRACE_BUFFER_SIZE": "20000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 ROWS = (
     Row("device", 0, (*HOUR, "device"), "links between all devices; nothing else on them",
@@ -68,6 +69,8 @@ ROWS = (
         "the strategy whose loss differs", gpus=2, tiny=True, on_cpu=(*HOUR, "equal")),
     Row("a dead rank", 48, (*HOUR, "killed"), "all others end within 3 s, with 75",
         "134: torch's watchdog was faster; see ds_hydra/host/devices.py", gpus=2, tiny=True, on_cpu=(*HOUR, "killed")),
+    Row("lost ranks", 50, ("-m", "tools.gpu.lost", *LOST), "the others go on, to the bits of a stop and a restart",
+        "what the ranks that ended otherwise have printed", gpus=4, tiny=True, on_cpu=("-m", "tools.gpu.lost", "push")),
     Row("traces", 52, (*HOUR, "traces"), "where devices idle: launches, gathers, pushes at the end, between steps",
         "open the traces that it names at https://ui.perfetto.dev", gpus=2),
 )  # fmt: skip

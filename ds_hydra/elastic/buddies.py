@@ -16,10 +16,10 @@ from ds_hydra.zero_hetero.layout import Layout, Piece, even_layout
 from ds_hydra.zero_hetero.transfer_plan import TransferPlan, plan_transfer
 
 
-def shift_of(hosts: Sequence[str]) -> int:
-    """How far a rank's buddy is from it; 0 for a rank alone. `hosts` are the hosts by rank; a node's ranks lie side by
-    side."""
-    if len(hosts) < 2:
+def shift_of(hosts: Sequence[str], *, copies: bool = True) -> int:
+    """How far a rank's buddy is from it; 0 for a rank alone, and without copies. `hosts` are the hosts by rank; a
+    node's ranks lie side by side."""
+    if len(hosts) < 2 or not copies:
         return 0
     largest = max(Counter(hosts).values())
     return largest if len(set(hosts)) > 1 and largest % len(hosts) else 1
@@ -64,7 +64,13 @@ def wards_first(member: int, former: Sequence[int], members: Sequence[int], shif
 
 
 def check_nothing_lost(former: Sequence[int], members: Sequence[int], shift: int) -> None:
-    """PlanError where a member of the former view is gone, and its buddy too."""
+    """PlanError where a member of the former view is gone, and its buddy too, or nobody kept a copy."""
+    gone = [member for member in former if member not in members]
+    if gone and not shift:
+        raise PlanError(
+            f"member {gone[0]} is gone, and nobody kept a copy of its share of the model (hydra.elastic.redundancy is "
+            '"off"): training cannot go on from memory, only from a checkpoint'
+        )
     for rank, member in enumerate(former):
         buddy = former[(rank + shift) % len(former)]
         if member not in members and buddy not in members:

@@ -37,14 +37,18 @@ class Call(Generic[Result]):
     once: str = ""  # the name of one that cannot be begun again: then the process ends
     _began: bool = False
 
-    def begin(self, calls: Calls) -> Result:
-        """What it returns, on this rank or one that is ahead."""
+    def begin(self, calls: Calls, meet: Callable[[], None]) -> Result:
+        """What it returns, on this rank or one that is ahead. All `meet` when they have it."""
         from ds_hydra.engine.epochs import end_lost  # what only elastic jobs enter
 
         if self._began and self.once:
             end_lost(_LOST_IN.format(self.once))
         self._began = True
-        found: Result = self.read(calls.result) if calls.behind else self.part()
+        if calls.behind:
+            found: Result = self.read(calls.result)
+            return found
+        found = self.part()
+        meet()
         return found
 
 

@@ -87,6 +87,7 @@ class Copy:
         _wait([self._exchange(*both, first + at) for at, both in enumerate(zip(sent, came, strict=True))])
         install_optimizer(self.optimizer, build_state(copies.trained, self.optimizer, states, groups))
         # Who is past this message knows that all copies are whole.
+        self._world.settle()
         self._world.channel.texts("")
         self._revision = self._own.revision
 

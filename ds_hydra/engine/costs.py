@@ -131,7 +131,7 @@ def _memory(job: Job, world: World, found: TableFile, device_bytes: float) -> Jo
         measured=found.activations,
         serial=world.edges.serial,
         phases=job.config.replay is not None or job.pre_step is not None,
-        copies=job.config.elastic is not None and world.num_ranks > 1,
+        copies=job.config.elastic is not None and job.config.elastic.redundancy != "off" and world.num_ranks > 1,
         expert_imbalance=job.config.expert_imbalance,
     )
 

@@ -166,7 +166,7 @@ class Crew:
                 self.masters.trained, optimizer, job.clipping, self.loss_scale, world, job.config.faults, unread
             )
         self.copy: Copy | None = None
-        if job.config.elastic is not None and world.num_ranks > 1:
+        if job.config.elastic is not None and self.shift:
             with together(world.channel, "allocating the copy of another rank's masters"):
                 self.copy = Copy(job.source, names, self.masters, optimizer, world, self.shift)
                 self.update.copy = self.copy

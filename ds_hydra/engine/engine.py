@@ -164,7 +164,9 @@ class HydraEngine(EngineInParts):
             cluster = cluster_of([Standing.of_text(text) for text in told], node_size=config.node_size, given=given)
         if self.global_rank == 0:
             logger.info("%s", cluster)
-        return World.of_process(self.device, cluster, timeout_s=longest_wait_s(config, begun="crew" in vars(self)))
+        wait = longest_wait_s(config, begun="crew" in vars(self))
+        aborting = None if self.going_on is None else self.going_on.freeing.aborting
+        return World.of_process(self.device, cluster, timeout_s=wait, aborts=aborting)
 
     @property
     def pre_step_callback(self) -> PreStepCallback | Callback | None:
@@ -236,10 +238,7 @@ class HydraEngine(EngineInParts):
         return torch.tensor(loss, dtype=torch.float32), torch.from_numpy(found)
 
     def destroy(self) -> None:
-        """Finish a save that is under way, end threads and the planning process, print the summary.
-
-        It also releases what DeepSpeed's engine would release.
-        """
+        """Finish a save that is under way, print the summary, release all that this engine and DeepSpeed's hold."""
         # By way of __dict__: if the constructor failed there is no crew, and nn.Module's lookup would raise instead.
         crew = self.__dict__.get("crew")
         if crew is not None:

@@ -6,13 +6,9 @@ import atexit
 import copy
 import json
 import logging
-import os
-import socket
-import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -20,6 +16,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ds_hydra.engine.copies import like
+from ds_hydra.engine.default_group import BACKENDS
 from ds_hydra.engine.record import Measured, step_record
 from ds_hydra.host.environment import members_folder
 from ds_hydra.ranks.together import first_channel
@@ -30,6 +27,7 @@ if TYPE_CHECKING:
     from ds_hydra.config.hydra_block import HydraConfig
     from ds_hydra.elastic.agent import MemberAgent
     from ds_hydra.elastic.view import View
+    from ds_hydra.engine.calls import Calls
     from ds_hydra.engine.crew import Crew
     from ds_hydra.engine.engine import HydraEngine
     from ds_hydra.engine.steps import OpenStep
@@ -37,7 +35,6 @@ if TYPE_CHECKING:
     from ds_hydra.step.update import Update
 
 _LEAST_RANKS = 2
-_ASK_S, _AGAIN_S = 1.0, 0.1  # for which a store that does not answer is asked at once, and after which again
 
 logger = logging.getLogger(__name__)
 
@@ -98,8 +95,10 @@ def start_agent(engine: HydraEngine) -> MemberAgent:
             "hydra.elastic needs map-style training_data: sequences that are streamed or handed in are lost with the "
             "rank that has them"
         )
-    if dist.get_backend() != "gloo":
-        raise ConfigError("hydra.elastic runs over gloo only in this release: remove it from the config")
+    if dist.get_backend() not in BACKENDS:
+        raise ConfigError(
+            f"hydra.elastic runs over {' and '.join(BACKENDS)} alone, and this job over {dist.get_backend()}: remove it"
+        )
     place = members_folder()
     if place is None:
         raise ConfigError(
@@ -151,40 +150,6 @@ def take_rank(engine: HydraEngine, rank: int, num_ranks: int) -> None:
             package.setLevel(logging.INFO)
 
 
-def make_default_group(view: View, rank: int, timeout_s: float, over: Callable[[], bool]) -> None:
-    """Torch's, of the ranks of a view; every one of them must call it. It gives up if the view is `over` meanwhile."""
-    hook, timeout = sys.excepthook, timedelta(seconds=timeout_s)
-    store = _store(view.store, timeout_s, over)
-    # Torch names groups by this number, counts one that could not be made, and ranks find each other by the name.
-    dist.distributed_c10d._world.group_count = 0
-    dist.init_process_group(
-        "gloo", store=dist.PrefixStore(f"epoch{view.epoch}", store), rank=rank, world_size=len(view.members),
-        timeout=timeout,
-    )  # fmt: skip
-    sys.excepthook = hook  # torch puts one more around it each time, and takes none off
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(len(view.members)))
-    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):  # what the launcher said of nodes holds no more
-        os.environ.pop(name, None)
-
-
-def _store(address: tuple[str, int], timeout_s: float, over: Callable[[], bool]) -> dist.Store:
-    """A connection to the store of a view, whose member may be gone."""
-    # Torch asks again and again where nobody listens any more, and between that no socket is there that could be shut,
-    # see [Note: freeing a thread]. So it is given little time at once, and only where somebody listens.
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            socket.create_connection(address, timeout=_ASK_S).close()
-            store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=_ASK_S))
-        except (OSError, RuntimeError):
-            if over() or time.monotonic() > deadline:
-                raise
-            time.sleep(_AGAIN_S)
-        else:
-            store.set_timeout(timedelta(seconds=timeout_s))
-            return store
-
-
 def record_voted(engine: HydraEngine, update: Update, opened: OpenStep) -> Outcome:
     """Record a step that was completed by the vote alone, unless it was recorded before; its outcome."""
     assert update.last is not None, "it was voted for"
@@ -197,6 +162,19 @@ def record_voted(engine: HydraEngine, update: Update, opened: OpenStep) -> Outco
         ))  # fmt: skip
         update.count(update.committed, outcome.grad_norm)
     return outcome
+
+
+def drop(engine: HydraEngine, crew: Crew | None, calls: Calls, *, faulty: bool) -> None:
+    """Let go of a crew and its world, and of torch's default group; without a fault all ranks do so."""
+    writer = None if crew is None else crew.checkpoints.writer
+    if crew is not None and not faulty:
+        crew.coming.forget()
+        crew.checkpoints.writer.wait()
+    engine.drop()
+    if writer is not None and writer.step >= 0:
+        calls.saved(writer.step, whole=not writer.dropped)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def complete(

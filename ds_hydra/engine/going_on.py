@@ -24,15 +24,15 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
-
-import torch.distributed as dist
 
 from ds_hydra.elastic.agent import MemberAgent
 from ds_hydra.elastic.buddies import shift_of
 from ds_hydra.elastic.view import View
 from ds_hydra.engine import epochs, joining
 from ds_hydra.engine.calls import Call, Calls
+from ds_hydra.engine.default_group import make_default_group
 from ds_hydra.engine.standing import Standing
 from ds_hydra.engine.steps import OpenStep
 from ds_hydra.host.environment import joins
@@ -72,27 +72,28 @@ class GoingOn:
 
     def __init__(self, engine: HydraEngine, config: ElasticConfig, agent: MemberAgent):
         self._engine, self.agent = engine, agent
-        self._freeing = Freeing(config.stuck_seconds, epochs.end_stuck, agent.addresses)
+        self.freeing = Freeing(config.stuck_seconds, epochs.end_stuck, agent.addresses)
         with first_channel() as channel:
-            self._freeing.adopt(channel)
+            self.freeing.adopt(channel)
         self.shift = 0  # who keeps whose copy [Note: buddies]
-        self._standing = Standing()
+        self._shift_of = partial(shift_of, copies=config.redundancy != "off")
+        self._standing = Standing(self._shift_of)
         self._open: OpenStep | None = None
         self._carried: epochs.Carried | None = None
         self._voted: Outcome | None = None  # of a step that was completed by the vote
         self._began_at = 0  # the steps that were made when the present call began
         self._calls = Calls()
         self._stopped = 0.0  # when training stopped last, by `time.perf_counter`
-        agent.on_abort(self._freeing.begin, self._freeing.resume)
+        agent.on_abort(self.freeing.begin, self.freeing.resume)
         engine._signals.wanted = lambda: agent.wanted
         atexit.register(agent.close)  # a script that ends by itself leaves in good order
 
     def begin(self, guard: Guard) -> None:
         """The first assembly."""
         view = self.agent.view
-        self.shift = shift_of([one.host for one in view.members])
+        self.shift = self._shift_of([one.host for one in view.members])
         try:
-            with self._freeing.making(len(view.members)):
+            with self.freeing.making(len(view.members)):
                 self._engine.assemble(guard=guard)
             joining.check_can_be_told(self._engine)
         except Exception as error:
@@ -149,7 +150,7 @@ class GoingOn:
 
     def call(self, call: Call[Result]) -> Result:
         """What a call of all ranks comes to, which is begun again after each fault [Note: calls]."""
-        found = self.run(lambda: call.begin(self._calls))
+        found = self.run(lambda: call.begin(self._calls, lambda: self._engine.crew.world.meet()))
         self._calls.left(None if call.once else call.close(found))
         return found
 
@@ -182,8 +183,10 @@ class GoingOn:
 
     def by_fault(self, error: Exception) -> bool:
         """Whether an error of this rank is that of a wait which a fault has ended."""
-        # Those of gloo, of torch's stores and of sockets; any other is known to be this rank's own at once.
-        return self.agent.fault(within=_KNOWN_S if isinstance(error, (RuntimeError, OSError)) else 0.0)
+        # Those of gloo, of torch's stores and of sockets; any other is known to be this rank's own at once, where no
+        # device goes on with numbers that never came, and may fail in any way [Note: aborting].
+        waited = isinstance(error, (RuntimeError, OSError)) or self._engine.device.type != "cpu"
+        return self.agent.fault(within=_KNOWN_S if waited else 0.0)
 
     def _parked(self) -> View:
         """Let go of all that belongs to the present ranks; the view with which to go on."""
@@ -194,22 +197,15 @@ class GoingOn:
     def _leave(self) -> None:
         """Let go of the world."""
         engine = self._engine
+        self.freeing.aborting.abort()
         steps, crew = vars(engine).get("steps"), vars(engine).get("crew")
         if steps is not None:
             self._open = steps.open or self._open
         if crew is not None and crew.update is self._standing.update:
             self._carried = epochs.Carried.left_by(crew)
-        writer = None if crew is None else crew.checkpoints.writer
-        if crew is not None and not self.agent.faulty:  # all do so
-            crew.coming.forget()
-            crew.checkpoints.writer.wait()
-        engine.drop()
-        if writer is not None and writer.step >= 0:
-            self._calls.saved(writer.step, whole=not writer.dropped)
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        self._freeing.park()
-        self._freeing.forget()
+        epochs.drop(engine, crew, self._calls, faulty=self.agent.faulty)
+        self.freeing.park()
+        self.freeing.forget()
 
     def _rebuild(self, view: View) -> None:
         """See [Note: going on], from the view on."""
@@ -217,10 +213,10 @@ class GoingOn:
         ids = [member.id for member in view.members]
         own = next(m.id for m in view.members if (m.pid, m.host) == (os.getpid(), host()))
         held, update = self._standing.settle(view, own, ids), self._standing.update
-        self.shift = shift_of([member.host for member in view.members])
-        with self._freeing.making(len(ids)):
+        self.shift = self._shift_of([member.host for member in view.members])
+        with self.freeing.making(len(ids)):
             wait = engine.job.config.timeout_seconds
-            epochs.make_default_group(view, ids.index(own), wait, lambda: self.agent.faulty)
+            make_default_group(view, ids.index(own), wait, lambda: self.agent.faulty, engine.device)
             epochs.take_rank(engine, ids.index(own), len(ids))
             carried, outcome = epochs.complete(engine, update, self._open, self._carried)
             if update is not None:
@@ -240,6 +236,7 @@ class GoingOn:
             self._standing.put_aside(view, crew)
             if crew.copy is not None:
                 crew.copy.refresh()
+            crew.world.settle()
         self._standing.take_aside()
         self._carried = None
         self.agent.rebuilt()

@@ -9,7 +9,7 @@ all others, so a further loss meanwhile leaves no mix of two cuts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ds_hydra.checkpoint.optimizer_state import build_state, install_optimizer
-from ds_hydra.elastic.buddies import held_layout, shift_of, wards_first
+from ds_hydra.elastic.buddies import held_layout, wards_first
 from ds_hydra.elastic.resume import newest_layout
 from ds_hydra.engine.copies import Copy, told_state
 from ds_hydra.zero_hetero.layout import even_layout
@@ -44,7 +44,7 @@ class Held:
     copy: Copy | None
 
     @classmethod
-    def of_joiner(cls, view: View) -> Held:
+    def of_joiner(cls, view: View, shift_of: Callable[[Sequence[str]], int]) -> Held:
         """What a process holds that joins: nothing of a cut that the others have."""
         former = view.former
         shift = shift_of([one.host for one in former])

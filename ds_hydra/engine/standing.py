@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ds_hydra.elastic.buddies import check_nothing_lost
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 class Standing:
     """Masters and their update, and those of a further cut that may not be whole on all ranks; none where it joins."""
 
-    def __init__(self) -> None:
+    def __init__(self, shift_of: Callable[[Sequence[str]], int]) -> None:
+        """`shift_of` tells who keeps whose copy, of the hosts by rank [Note: buddies]."""
+        self._shift_of = shift_of
         self.held: Held | None = None
         self.update: Update | None = None
         self._aside: tuple[Held, Update] | None = None
@@ -41,7 +43,7 @@ class Standing:
             end_lost("ranks were lost before each rank's share of the model had a copy")
         if self._aside is not None and self._aside[0].epoch == newest:
             self.take_aside()
-        held, update = self.held or Held.of_joiner(view), self.update
+        held, update = self.held or Held.of_joiner(view, self._shift_of), self.update
         assert held.epoch == newest, "a cut that was taken is there"
         try:
             check_nothing_lost(held.members, ids, held.shift)

@@ -114,6 +114,7 @@ class Steps:
         """Make the copies whole, if the masters have got other values, and compare them when that is due."""
         crew, step, elastic = self.crew, self.host.global_steps, self.host.hydra_config.elastic
         if crew.copy is None or elastic is None:
+            crew.update.committed = step
             return
         if crew.copy.stale:
             crew.copy.refresh()

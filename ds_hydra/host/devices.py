@@ -44,8 +44,9 @@ def before_devices_start(config: HydraConfig, backend: str, num_ranks: int | Non
                 f"{workspace!r}: with it cuBLAS may add up differently in each run; unset it"
             )
     _keep_first_nccl()
-    if config.faults.frozen_seconds > 0 and several:
-        _end_ranks_ourselves()
+    elastic = config.elastic is not None
+    if elastic or (config.faults.frozen_seconds > 0 and several):
+        _end_ranks_ourselves(elastic=elastic)
 
 
 def _let_segments_grow() -> None:
@@ -92,13 +93,18 @@ def _keep_first_nccl() -> None:
         )
 
 
-def _end_ranks_ourselves() -> None:
+def _end_ranks_ourselves(*, elastic: bool) -> None:
     # Where a rank has died on another node torch's watchdog ends this one with 134, sooner than the heartbeats have
     # told who died and end it with 75, which launchers restart at.
     begun, left = torch.distributed.is_initialized(), False
     for name in _OURS_TO_END:
         left |= os.environ.get(name, None if begun else "0") != "0"
         os.environ.setdefault(name, "0")
+    if left and elastic:
+        raise ConfigError(
+            f"hydra.elastic needs {' and '.join(f'{name}=0' for name in _OURS_TO_END)}, else torch ends the ranks that "
+            "are left when one is lost: unset them, or set them before the script starts torch.distributed"
+        )
     if left:  # the user's choice, or it was read before
         abort_later()
 

@@ -1,4 +1,4 @@
-"""Frees a thread that waits in gloo for a rank that is gone: the sockets of the groups are shut under it.
+"""Frees a thread that waits for a rank that is gone: NCCL's communicators are aborted, the sockets of the groups shut.
 
 [Note: freeing a thread]
 gloo cannot abort, and a thread that waits for a living neighbour, which itself waits for the dead one, would wait for
@@ -11,6 +11,8 @@ the groups' time-out. When the sockets of its groups are shut, each wait ends wi
   answered   while groups are made, a rank waits at its listening socket for those of higher addresses, which may be
              dead: nothing is there to be shut. So this process connects to it itself, as each of the ranks, by the
              number with which gloo's connections begin, and closes: they have come, and are gone
+  after      NCCL's communicators are aborted, for which they need their own sockets [Note: aborting]; a thread that is
+             making one, which cannot be aborted, is freed by these
   when       `WAIT_S` after the fault is known. If a socket is shut just while gloo handles the end of its peer, a wait
              may be lost
   how often  again and again until the thread is parked: it may be about to make groups, which opens sockets
@@ -25,16 +27,20 @@ import os
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ds_hydra.ranks.aborting import Aborting
+
 if TYPE_CHECKING:
     from ds_hydra.ranks.together import Texts
 
 WAIT_S = 0.25
+_ABORTED_S = 3.0  # in which communicators are aborted that are not being made
 _ANSWER_S = 0.5  # within which this process has a connection to itself
 _ASKING = 2  # TCP_SYN_SENT, the state of a connection that the other end has not answered yet
 _TABLES = {socket.AF_INET: "/proc/self/net/tcp", socket.AF_INET6: "/proc/self/net/tcp6"}  # of all connections
@@ -63,6 +69,7 @@ class Freeing:
         self._parked = threading.Event()
         self._thread: threading.Thread | None = None
         self._freed, self._num_ranks = threading.get_ident(), 0
+        self.aborting = Aborting()
 
     @contextmanager
     def making(self, num_ranks: int) -> Iterator[None]:
@@ -111,6 +118,7 @@ class Freeing:
 
     def forget(self) -> None:
         """All groups are gone, and with them their sockets."""
+        self.aborting.resume()
         with self._lock:
             self._made.clear()
 
@@ -119,9 +127,11 @@ class Freeing:
 
     def _free(self) -> None:
         """The life of the thread."""
-        for _ in range(max(1, round(self._stuck_s / WAIT_S))):
+        ends = time.monotonic() + self._stuck_s
+        while time.monotonic() < ends:
             if self._parked.wait(WAIT_S):
                 return
+            self.aborting.abort(within=_ABORTED_S)
             with self._lock:
                 opened, spared = self._opened(), self._spared()
                 shut(self._made | opened, spared)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # before there are groups: defaults of its arguments hold the one that there is
 
 from ds_hydra.pipe.placement import Strategy
+from ds_hydra.ranks.aborting import Aborting
 from ds_hydra.ranks.channel import AHEAD_TAG, Channel
 from ds_hydra.ranks.groups import GroupCache, Ranks, make_groups, needed_groups, pairs_connect_when_used
 from ds_hydra.ranks.nccl import nccl_options
@@ -68,17 +69,18 @@ class World:
     collectives: Collectives  # of twins, for the same pulls and pushes
     lane: Lane  # where their later steps are begun
     clock: Clock  # dates what this rank does
+    _aborting: Aborting | None  # of a job that goes on without ranks that it loses
     _gloo: bool  # the default group is gloo's, which needs no groups of teams
     _shared: tuple[dist.ProcessGroup, ...] = field(repr=False)  # of all ranks: torch's, those of links and edges
     _made: list[dist.ProcessGroup] = field(repr=False)
     _longest_wait: Wait = field(repr=False)
 
     @classmethod
-    def of_process(cls, device: torch.device, cluster: Cluster, *, timeout_s: float) -> World:
+    def of_process(cls, device: torch.device, cluster: Cluster, *, timeout_s: float, aborts: Aborting | None) -> World:
         """The world of torch's default process group, which must exist; every process of it must call this.
 
         `cluster` has its ranks; `timeout_s` bounds what a rank waits for others in one collective of the groups made
-        here.
+        here; `aborts` ends the waits of a job that goes on without ranks that it loses.
         """
         everyone = dist.group.WORLD
         assert everyone is not None, "init_distributed has made it"
@@ -98,8 +100,9 @@ class World:
             return own
 
         gloo = dist.get_backend(everyone) == "gloo"
-        # On devices only small messages go over gloo, between few pairs of many ranks (`channel.peers_of`).
-        with contextlib.nullcontext() if gloo else pairs_connect_when_used():
+        # On devices only small messages go over gloo, between few pairs of many ranks (`channel.peers_of`). What is to
+        # be shut when a rank is gone is there from the start [Note: freeing a thread].
+        with contextlib.nullcontext() if gloo or aborts is not None else pairs_connect_when_used():
             control = everyone if gloo else make(range(num_ranks), "gloo")
             background = make(range(num_ranks), "gloo")  # a save in the background must not meet training
         # NCCL runs one group's messages in the order they were started: pipelines get a communicator of their own, and
@@ -127,6 +130,7 @@ class World:
             collectives=MessageCollectives(links, rank) if gloo else GroupCollectives(teams.of_team),
             lane=HostLane(early=not gloo) if device.type == "cpu" else DeviceLane(device),
             clock=clock_of(device),
+            _aborting=aborts,
             _gloo=gloo,
             _shared=(everyone, pulls, edges) if num_ranks > 1 else (),
             _made=made,
@@ -165,6 +169,20 @@ class World:
         sends = [(receiver, hello) for sender, receiver in ordered if sender == self.rank]
         receives = [(sender, torch.empty_like(hello)) for sender, receiver in ordered if receiver == self.rank]
         transport.exchange(sends, receives, tag=_CONNECT_TAG).wait()
+
+    def settle(self) -> None:
+        """Return when the device has done all that was started. RuntimeError where a rank was lost meanwhile, so that
+        what has come may be anything [Note: aborting]."""
+        if self.device.type != "cpu" and self._aborting is not None:
+            torch.cuda.synchronize(self.device)
+            self._aborting.check()
+
+    def meet(self) -> None:
+        """Return when all ranks have come here with what they had started; as `settle`. A host's waits end in errors,
+        so there is nothing to ask for."""
+        if self.device.type != "cpu" and self._aborting is not None:
+            self.settle()
+            self.channel.texts("")
 
     def wait_at_most(self, seconds: float) -> None:
         """How long a rank waits for others in one collective from now on, in any group of this world."""

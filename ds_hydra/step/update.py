@@ -93,7 +93,7 @@ class Update:
         self.copy: Copied | None = (
             None  # of another rank's masters, which is updated like the own ones [Note: the vote]
         )
-        self.committed = 0  # steps whose update was made, counted where there is a copy
+        self.committed = 0  # steps whose update was made
         self.table: NormTable | None = None  # of the step that is open, if it is whole
         self.last: NormTable | None = None  # of the step before
         self._watch = Stopwatch(world.clock)
@@ -125,7 +125,7 @@ class Update:
                         masters.grad_of(piece).zero_()
             # What the ranks say of their models travels with it, too: they must freeze the same, or none goes on.
             said = (_word(model),) if self.copy is None else (_word(model), share())
-            table = norm_table([*grads, poison], self._world.group, *said)
+            table = self._table([*grads, poison], *said)
             norm, words = norm_of(table) / self.loss_scale.value, table[:, 1]
             if self.copy is not None:
                 self.table = NormTable(self.committed, tuple(map(tuple, table.tolist())))
@@ -140,6 +140,15 @@ class Update:
         with self._watch.lap("optimizer"):
             self._make(norm, value, model.frozen)
         return Applied(value, tuple(found[: len(losses)]), tuple(found[len(losses) :]), laps)
+
+    def _table(self, grads: Sequence[Tensor], *said: float | Tensor) -> Tensor:
+        """`norm_table` of all ranks."""
+        if self.copy is None:
+            return norm_table(grads, self._world.group, *said)
+        # The vote goes over the host: a row that is there proves that its rank has all, whatever befalls others then.
+        row = norm_table(grads, None, *said)[0]
+        self._world.settle()
+        return self._world.channel.rows(row.cpu()).to(row.device)
 
     def complete(self, table: NormTable) -> None:
         """Make the update of the open step, for which another rank has the table of all ranks [Note: the vote]."""
@@ -159,8 +168,7 @@ class Update:
                 _step(masters, optimizer, frozen | self._idle(masters))
         finally:
             self.is_updating = False
-        if self.copy is not None:
-            self.committed, self.last, self.table = self.committed + 1, self.table, None
+        self.committed, self.last, self.table = self.committed + 1, self.table, None
 
     def _sides(self) -> list[tuple[MasterShards, Optimizer]]:
         """The rank's masters and those of its copy, each with its optimizer."""

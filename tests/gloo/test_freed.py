@@ -13,10 +13,12 @@ import torch
 import torch.distributed as dist
 
 from ds_hydra.elastic.view import Member, View
-from ds_hydra.engine import epochs
+from ds_hydra.engine.default_group import make_default_group
 from ds_hydra.ranks.freeing import WAIT_S, Freeing
 from ds_hydra.testing import run_ranks
 from tests.support.gone_ranks import LATEST, port_at, tell_and_go
+
+CPU = torch.device("cpu")
 
 HERE = "127.0.0.1"
 
@@ -62,7 +64,7 @@ def makes_groups(_: int, peer: str) -> tuple[str, str]:
     ended = "the groups were made"
     try:
         with freeing.making(2):
-            epochs.make_default_group(view(1, server.port, 2), 0, 100.0, lambda: False)
+            make_default_group(view(1, server.port, 2), 0, 100.0, lambda: False, CPU)
             dist.all_reduce(torch.zeros(1))
     except RuntimeError as error:
         ended = str(error)
@@ -71,7 +73,7 @@ def makes_groups(_: int, peer: str) -> tuple[str, str]:
     freeing.park()
     if dist.is_initialized():
         dist.destroy_process_group()
-    epochs.make_default_group(view(2, server.port, 1), 0, 100.0, lambda: False)
+    make_default_group(view(2, server.port, 1), 0, 100.0, lambda: False, CPU)
     assert dist.group.WORLD is not None
     return ended, dist.group.WORLD.group_name
 
@@ -99,5 +101,5 @@ def test_a_view_whose_store_is_gone_is_given_up() -> None:
         return len(asked) > 1
 
     with pytest.raises(ConnectionRefusedError):
-        epochs.make_default_group(view(1, place[1], 2), 0, 1000.0, over)
+        make_default_group(view(1, place[1], 2), 0, 1000.0, over, CPU)
     assert len(asked) == 2

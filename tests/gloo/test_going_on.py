@@ -173,6 +173,28 @@ def test_a_process_joins_at_the_end_of_a_step_and_one_of_another_job_is_refused(
     assert result.losses[3] == pytest.approx(losses[3:], rel=1e-6)
 
 
+def test_without_copies_processes_join_and_a_loss_ends_the_job(tmp_path: Path, judge: Judge) -> None:
+    without = {"redundancy": "off"}
+    result = run_elastic(tmp_path / "grown", 2, STEPS, [], job=PLAIN, joins_in=[1], elastic=without)
+    assert result.codes == [0, 0, 0], result.told
+    legs = [(2, 2), (3, STEPS)]
+    assert result.legs(2, STEPS) == legs
+    assert result.digests == judge.of_legs("plain", legs)[0]
+    result = run_elastic(tmp_path / "lost", 3, STEPS, [Loss("forward", 1, 2)], job=PLAIN, elastic=without)
+    assert result.codes == [75, -9, 75], result.told
+    assert all('redundancy is "off"' in result.told[rank] for rank in (0, 2))
+
+
+@pytest.mark.long
+def test_a_rank_that_was_alone_for_some_steps_has_others_again_and_loses_one(tmp_path: Path, judge: Judge) -> None:
+    lost = [Loss("forward", 1, 1), Loss("forward", 2, 5)]
+    result = run_elastic(tmp_path / "job", 2, 7, lost, job=PLAIN, joins_in=[3, 4])
+    assert result.codes == [0, -9, -9, 0], result.told
+    legs = [(2, 1), (1, 4), (2, 5), (3, 5), (2, 7)]
+    assert result.legs(2, 7) == legs
+    assert result.digests == judge.of_legs("plain", legs)[0]
+
+
 @pytest.mark.parametrize(
     ("num", "launched", "said"),
     [

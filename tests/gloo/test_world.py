@@ -127,7 +127,7 @@ def test_connecting_uses_every_group_and_pair_once() -> None:
     strategies = [place_strategy(StrategyShape.parse(text), 4, 2) for text in ("tp2pp2", "sp2 + tp2")]
 
     def connect(rank: int) -> tuple[list[int], list[tuple[int, ...]], list[tuple[int, ...]]]:
-        world = World.of_process(torch.device("cpu"), Cluster.of(4, 4), timeout_s=30)
+        world = World.of_process(torch.device("cpu"), Cluster.of(4, 4), timeout_s=30, aborts=None)
         groups: list[int] = []
         pairs: list[list[tuple[int, ...]]] = [[], []]
         reduce, exchange = dist.all_reduce, TorchTransport.exchange
@@ -157,7 +157,7 @@ def test_worlds_are_given_back_whole() -> None:
     def many(rank: int) -> list[tuple[int, int]]:
         seen = []
         for turn in range(10):
-            world = World.of_process(torch.device("cpu"), Cluster.of(4, 2), timeout_s=30)
+            world = World.of_process(torch.device("cpu"), Cluster.of(4, 2), timeout_s=30, aborts=None)
             world.groups.create([(0, 1, 2, 3)] if turn % 2 else [(0, 1), (2, 3)])
             assert world.channel.texts(str(rank)) == ["0", "1", "2", "3"]
             assert world.background.tell("x" if rank == 0 else None) == "x"
@@ -178,7 +178,7 @@ def test_worlds_are_given_back_whole() -> None:
 @pytest.mark.parametrize("made", ["before", "after", "control"])
 def test_how_long_ranks_wait_may_be_shortened(made: str) -> None:
     def late(rank: int) -> str:
-        world = World.of_process(torch.device("cpu"), Cluster.of(2, 2), timeout_s=60)
+        world = World.of_process(torch.device("cpu"), Cluster.of(2, 2), timeout_s=60, aborts=None)
         if made == "before":
             world.groups.create([(0, 1)])
         world.wait_at_most(0.5)
@@ -200,7 +200,7 @@ def test_twins_have_groups_of_their_own_beside_those_of_sequence_parallel_ranks(
 
     def others(rank: int) -> bool:
         with mock.patch.object(worlds, "dist", OnDevices()):
-            world = World.of_process(torch.device("cpu"), Cluster.of(4, 2), timeout_s=60)
+            world = World.of_process(torch.device("cpu"), Cluster.of(4, 2), timeout_s=60, aborts=None)
             world.connect([placed], links=(), edges=(), teams=tuple(teams_of(placed, 2)))
         ranks = (0, 1) if rank < 2 else (2, 3)
         different = world.groups.of_team(ranks) is not world.teams.of_team(ranks)
@@ -313,7 +313,7 @@ def test_groups_take_as_much_of_a_device_as_their_part_allows() -> None:
             mock.patch.object(dist, "ProcessGroupNCCL", Nccl, create=True),
             mock.patch.object(dist, "new_group", new_group),
         ):
-            world = World.of_process(torch.device("cpu"), Cluster.of(4, 2), timeout_s=60)
+            world = World.of_process(torch.device("cpu"), Cluster.of(4, 2), timeout_s=60, aborts=None)
             world.groups.create(needed_groups(placed))
             world.teams.create(teams_of(placed, 2))
         assert world.links.group is not dist.group.WORLD  # type: ignore[attr-defined]

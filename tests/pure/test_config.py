@@ -45,7 +45,11 @@ def test_strategies_by_the_ranks_that_are_left() -> None:
     block = parse(elastic={"strategies": {"3": ["3*tp1"], "2": "auto"}}).elastic
     assert block is not None
     assert block.strategies == ((2, ()), (3, ("3*tp1",)))
+    assert block.redundancy == "device"
     assert parse(elastic={}).timeout_seconds == 30
+    without = parse(elastic={"redundancy": "off"}).elastic
+    assert without is not None
+    assert without.redundancy == "off"
     assert parse(elastic={}, timeout_seconds=20).timeout_seconds == 20
     assert (parse().expert_imbalance, parse(expert_imbalance=2).expert_imbalance) == (1.5, 2.0)
 
@@ -81,6 +85,7 @@ def test_no_block_means_plain_deepspeed() -> None:
         ({"trace": {"steps": 5}}, ["hydra.trace.steps", "a list of whole numbers"]),
         ({"trace": {"steps": [2, 2]}}, ["hydra.trace.steps", "twice"]),
         ({"trace": {"steps": [2]}, "steps_file": None}, ["hydra.trace", "hydra.steps_file"]),
+        ({"elastic": {"redundancy": "host"}}, ["hydra.elastic.redundancy", "'host'"]),
         ({"elastic": {"strategies": ["3*tp1"]}}, ["hydra.elastic.strategies", "must be a block"]),
         ({"elastic": {"strategies": {"x": ["3*tp1"]}}}, ["'x'", "no number of ranks"]),
         ({"elastic": {"strategies": {"2": ["3*tp1"]}}}, ["hydra.elastic.strategies.2", "uses 3 ranks and not 2"]),

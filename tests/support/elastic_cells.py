@@ -226,7 +226,7 @@ def _last_lines(result: Result) -> str:
 PLAIN = Job({
     8: ["tp2pp2 + 2*sp2", "8*tp1"], 7: ["tp2 + pp2 + 3*tp1", "7*tp1"], 6: ["tp2 + pp2 + 2*tp1", "6*tp1"],
     5: ["tp2 + 3*tp1", "5*tp1"], 4: ["tp2 + 2*tp1", "pp2 + 2*tp1", "4*tp1"], 3: ["3*tp1", "tp2 + tp1"],
-    2: ["tp2", "2*tp1"],
+    2: ["tp2", "2*tp1"], 1: ["tp1"],
 })  # fmt: skip
 
 

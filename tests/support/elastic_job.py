@@ -147,7 +147,7 @@ class Life:
         engine = self.job.engine(rank, self.num_ranks, **self.hydra)
         for loss in self.losses:
             if loss.member == rank:
-                _arm(lambda: engine, loss)
+                arm(lambda: engine, loss)
         self._to_the_end(engine, rank)
 
     def join(self, number: int) -> None:
@@ -168,7 +168,7 @@ class Life:
             _wait_for(self.folder / f"due{number}")
             for loss in self.losses:
                 if loss.member == self.num_ranks + number and loss.phase == "joining":
-                    _arm(lambda: None, loss)
+                    arm(lambda: None, loss)
         try:
             engine = job.engine(0, self.num_ranks, **self.hydra)
         except ConfigError:
@@ -176,7 +176,7 @@ class Life:
             raise
         for loss in self.losses:
             if loss.member == self.num_ranks + number and loss.phase != "joining":
-                _arm(lambda: engine, loss)
+                arm(lambda: engine, loss)
         self._to_the_end(engine, self.num_ranks + number)
 
     def _to_the_end(self, engine: Any, name: int) -> None:
@@ -215,7 +215,7 @@ def _wait_for(path: Path) -> None:
 def _entries() -> dict[str, tuple[Any, str]]:
     """By phase what is called as it begins, and where it stands."""
     from ds_hydra.elastic.agent import MemberAgent
-    from ds_hydra.engine import epochs, saving, steps
+    from ds_hydra.engine import going_on, saving, steps
     from ds_hydra.engine.copies import Copy
     from ds_hydra.engine.epochs import Carried
     from ds_hydra.engine.going_on import GoingOn
@@ -240,13 +240,14 @@ def _entries() -> dict[str, tuple[Any, str]]:
         "evaluating": (forwards.Forwards, "sequence_losses"),
         "evaluated": (steps.Steps, "evaluate"),
         "leaving": (GoingOn, "_leave"),
-        "connecting": (epochs, "make_default_group"),
+        "connecting": (going_on, "make_default_group"),
         "voted": (MemberAgent, "park"),
         "taking": (Standing, "take_aside"),
     }
 
 
-def _arm(engine_of: Callable[[], Any], loss: Loss) -> None:
+def arm(engine_of: Callable[[], Any], loss: Loss) -> None:
+    """Let this process fail as the loss says."""
     import torch.distributed as dist
 
     from tests.support.gone_ranks import tell_and_go
