@@ -42,7 +42,7 @@ class Row:
 
 
 BENCH, HOUR = ("-m", "tools.bench_gpu"), ("-m", "tools.gpu.hour")
-LOST = ("push", "vote", "a second one while rebuilding", "a joiner")  # of the courses of `tools.gpu.lost`
+LOST = ("push", "vote", "a joiner")  # of the courses of `tools.gpu.lost`
 ONE_BY_ONE = {"NCCL_DEBUG": "WARN", "TORCH_NCCL_TRACE_BUFFER_SIZE": "20000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 ROWS = (
     Row("device", 0, (*HOUR, "device"), "links between all devices; nothing else on them",
