@@ -85,13 +85,20 @@ class ThreeCallEngine(HostEngine):
 
         Returns what DeepSpeed's returns: the loss over gradient_accumulation_steps, unless `scale_wrt_gas` is False.
         """
-        if not isinstance(loss, PendingLoss):
+        ours = isinstance(loss, PendingLoss)
+        pending = ours and bool(loss.terms) and all(term.entry in self._collected for term in loss.terms)
+        if self._evaluating and not pending:
+            raise RuntimeError(
+                "engine.backward() after engine.eval(), by which losses are there at once and nothing is trained on: "
+                "call engine.train() before engine(batch)"
+            )
+        if not ours:
             raise ConfigError(
                 f"engine.backward() was given a {type(loss).__name__} that is not a loss of engine(batch): nothing of "
                 "the model runs in the script. Pass loss_fn(logits, labels) to ds_hydra.initialize() for a loss of "
                 "your own"
             )
-        if not loss.terms or any(all(term.entry is not own for own in self._collected) for term in loss.terms):
+        if not pending:
             raise RuntimeError(
                 "engine.backward(): the step of this loss has run already: call engine(batch) again for another one"
             )

@@ -197,6 +197,10 @@ def misused(rank: int) -> list[str]:
     engine.backward(engine(batch if rank == 0 else {"input_ids": [[1, 2, 99999]]}))
     engine.step()
     note(engine.step)
+    engine.eval()
+    note(lambda: engine.backward(engine(batch).loss))
+    note(lambda: engine.backward(torch.tensor(1.0)))
+    engine.train()
     for _ in range(ACCUMULATION):  # nothing of the bad step is left
         engine.backward(engine(batch))
         engine.step()
@@ -212,8 +216,9 @@ def test_misuse_is_refused_on_all_ranks() -> None:
     assert "has run already" in first[2]
     assert "without a gradient: give it before detach()" in first[3]
     assert "for the second time: add the losses up" in first[4]
+    assert all("call engine.train() before engine(batch)" in found for found in first[6:8])
     assert "failed on rank 1: item 3 of the data holds the token id 99999" in first[5]
-    assert first[6] == f"2 {ACCUMULATION * sum(len(LENGTHS[rank][0]) for rank in range(RANKS))}"
+    assert first[8] == f"2 {ACCUMULATION * sum(len(LENGTHS[rank][0]) for rank in range(RANKS))}"
 
 
 def without_targets(rank: int) -> list[str]:
