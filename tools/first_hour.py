@@ -87,6 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(rows: Sequence[Row], first: str, quick: bool, json_file: Path | None) -> int:
     """The rows from `first` on, until one fails."""
+    from tools.gpu.job import ranks_a_device
+
     gpus = num_gpus()
     if gpus == 0:
         print("there is no GPU: NO GPU IS MEASURED HERE. Rows run in tiny shapes on the CPU, where they can.")
@@ -115,13 +117,6 @@ def run(rows: Sequence[Row], first: str, quick: bool, json_file: Path | None) ->
     where = f"{gpus} GPUs" if gpus else "no GPU, nothing measured"
     return finish("first_hour", f"{ran} of {len(rows)} rows ran on {where}", {"gpus": gpus, "rows": done}, missed,
                   json_file)  # fmt: skip
-
-
-def ranks_a_device() -> int:
-    """Ranks of tiny models that NCCL can connect on one GPU."""
-    from tools.gpu.job import RANKS_A_DEVICE, SHARED
-
-    return RANKS_A_DEVICE if os.environ.get(SHARED) == "1" else 1
 
 
 def num_gpus() -> int:

@@ -23,9 +23,14 @@ LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 SHARED, RANKS_A_DEVICE = "NCCL_MULTI_RANK_GPU_ENABLE", 4  # NCCL lets ranks share a device from 2.30 on, if this is 1
 
 
+def ranks_a_device() -> int:
+    """Ranks of tiny models that NCCL can connect on one GPU: one, or several that take turns on it."""
+    return RANKS_A_DEVICE if os.environ.get(SHARED) == "1" else 1
+
+
 def ranks_at_hand() -> int:
-    """Ranks that NCCL can connect here: one a device, or several that take turns on it; 0 without a device."""
-    return torch.cuda.device_count() * (RANKS_A_DEVICE if os.environ.get(SHARED) == "1" else 1)
+    """Ranks that NCCL can connect here; 0 without a device."""
+    return torch.cuda.device_count() * ranks_a_device()
 
 
 def take_device() -> torch.device:
