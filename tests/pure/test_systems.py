@@ -18,6 +18,7 @@ from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner import PhasedPlanner, validate_plan
 from ds_hydra.planner.fixed_layout import in_turn, packed
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
+from tools import aims, bench_spaces
 from tools.bench_spaces import over_smaller
 from tools.bench_systems import kept_cells, run_cells
 from tools.systems.as_made import AS_MADE
@@ -277,6 +278,22 @@ def test_published_figures_stand_beside_ours() -> None:
 def test_a_larger_space_is_held_against_the_best_smaller_one() -> None:
     means = {"small": 100.0, "larger": 80.0, "largest": 90.0}
     assert list(over_smaller(means)) == [("small", 100.0, 1.0), ("larger", 80.0, 0.8), ("largest", 90.0, 1.125)]
+
+
+def test_spaces_of_cells_are_measured_once_and_held_to_the_aim(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, over = tmp_path / "spaces.json", aims.LARGER_SPACE + 0.01
+    path.write_text(json.dumps({"steps": 2, "rows": [[str(cell), "one", 9.0, 1.0] for cell in all_cells()]}))
+    arguments = ["--resume", "--json", str(path), "--steps"]
+    assert bench_spaces.main([*arguments, "2"]) == 0
+    assert f"{len(set(all_cells()))} cells of 2 steps" in capsys.readouterr().out
+    monkeypatch.setattr(bench_spaces, "measured", lambda cells, *_: ({"small": 1.0, "larger": over} for _ in cells))
+    assert bench_spaces.main([*arguments, "3", "--cells", *str(FLAGSHIP).split()]) == 1
+    rows = json.loads(path.read_text())["rows"]
+    assert [row[:2] for row in rows] == [[str(FLAGSHIP), "small"], [str(FLAGSHIP), "larger"]], "of 3 steps alone"
+    path.write_text("{}")
+    assert bench_spaces.main([*arguments, "3"]) == 2
 
 
 def test_cells_are_those_that_were_asked_for() -> None:
