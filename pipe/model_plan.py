@@ -36,6 +36,7 @@ from typing import Annotated, Literal
 
 from pydantic import PlainSerializer
 
+from ds_hydra.pipe.head_degrees import Boxes
 from ds_hydra.pipe.placement import Stage, Strategy, check_experts, check_heads
 from ds_hydra.zero_hetero.errors import PlanError
 from ds_hydra.zero_hetero.layout import ALIGNMENT, Layout, Piece, padded
@@ -195,7 +196,7 @@ class ModelPlan:
     no_ep: str = BY_WIDTH  # the same of whole experts that are spread over ranks
     experts: tuple[int, ...] = ()  # how many there are, where they are spread as whole ones [Note: whole experts]
     unread: Names = frozenset()  # parameters for which no loss was seen to have a gradient
-    carried: tuple[int, ...] = ()  # bytes of the states that a slice hands on in each layer; none: layers have none
+    boxes: Boxes = ()  # modules of each layer that run once for each sequence
     alignment: int = ALIGNMENT  # in elements, of parameters and buckets in a rank's buffers [Note: gaps]
 
     @property
@@ -206,16 +207,6 @@ class ModelPlan:
     def token_sharding(self) -> bool:
         """Whether tensor parallel ranks share the tokens between the blocks."""
         return not self.no_token_sharding
-
-    @property
-    def state_bytes(self) -> float:
-        """What a layer keeps, in the mean, for a slice that others follow: the states that it hands on, and their
-        gradients."""
-        return self.state_bytes_of(0, self.num_layers) / self.num_layers
-
-    def state_bytes_of(self, first: int, last: int) -> float:
-        """The same of layers first, first + 1, ..., last - 1 together."""
-        return 2.0 * sum(self.carried[first:last])
 
     def needed(self, stage: Stage) -> frozenset[str]:
         """Names of the parameters that a stage computes with, in all of its parts."""

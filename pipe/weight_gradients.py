@@ -161,6 +161,7 @@ class WeightGradients:
             and torch.is_grad_enabled()
             and x.requires_grad
             and weight.requires_grad
+            and weight.is_leaf  # a slice of one is the module's for a while only
             and not torch.is_autocast_enabled(x.device.type)  # which has the product computed in another type
         ):
             return False

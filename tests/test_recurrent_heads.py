@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.models.bamba import modeling_bamba
 
 from ds_hydra.pipe.model_plan import ParamSpec, ShardRule
-from ds_hydra.pipe.models import find_heads, recurrent_heads
+from ds_hydra.pipe.models import find_heads, own_heads, recurrent_heads
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.models.facts import ModelFacts
 from ds_hydra.pipe.models.recurrent_heads import HeadCut, head_cut
@@ -111,23 +111,21 @@ def norms_count_as_complete() -> Any:
 
 
 def norms_are_of_a_rank() -> Any:
-    right = recurrent_heads.gated_norm
+    right = own_heads.gated_norm
 
     def own(norm: Any, groups: int, rank: int, tp: int, group: Any, *given: Tensor) -> Tensor:
-        return right(norm, groups, rank, tp, None, *given)
+        return right(norm, groups, rank, tp, (), *given)
 
-    return mock.patch.object(recurrent_heads, "gated_norm", own)
+    return mock.patch.object(own_heads, "gated_norm", own)
 
 
 def squares_have_the_gradient_of_a_rank() -> Any:
-    right = recurrent_heads.copy_to_ranks
-    return mock.patch.object(
-        recurrent_heads, "copy_to_ranks", lambda x, group: x if x.shape[-1] == 1 else right(x, group)
-    )
+    right = own_heads.copy_to_ranks
+    return mock.patch.object(own_heads, "copy_to_ranks", lambda x, group: x if x.shape[-1] == 1 else right(x, group))
 
 
 def hidden_states_have_the_gradient_of_a_rank() -> Any:
-    return mock.patch.object(recurrent_heads, "copy_to_ranks", lambda x, group: x)
+    return mock.patch.object(own_heads, "copy_to_ranks", lambda x, group: x)
 
 
 MUTANTS = [

@@ -21,6 +21,7 @@ from ds_hydra.pipe.models.find_states import with_states
 from ds_hydra.pipe.models.states import State
 from ds_hydra.pipe.placement import Strategy, place_pipeline
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
+from ds_hydra.profiling import stage_memory
 from ds_hydra.profiling.stage_memory import measure_activations
 from ds_hydra.self_check.check import check_strategies
 from ds_hydra.self_check.compare import compare
@@ -200,14 +201,14 @@ def test_the_self_check_finds_slices_equal(family: str) -> None:
 @pytest.mark.parametrize("family", FOUND)
 def test_memory_counts_what_slices_hand_on(family: str) -> None:
     source = CausalLM(build_model(family, torch.float32))
-    plan, stage = source.plan, (source, 1, 1, torch.device("cpu"), torch.float32, 64)
-    assert plan.carried == tuple(sum(box.carries for box in of) for of in source.boxes.of)
+    stage = (source, 1, 1, torch.device("cpu"), torch.float32, 64)
     found = measure_activations(*stage)
-    assert found.state == plan.state_bytes == 2 * sum(plan.carried) / 4, "with their gradients"
-    with mock.patch.object(type(plan), "state_bytes_of", return_value=0.0):
+    carried = [sum(box.carries for box in of) for of in source.boxes.of]
+    assert found.state == 2 * sum(carried) / 4, "with their gradients"
+    with mock.patch.object(stage_memory, "state_bytes", return_value=0.0):
         undivided = measure_activations(*stage)
     measured = (undivided.context - found.context) * 64 * found.layer  # in the one layer of the middle stage
-    assert measured == pytest.approx(2 * plan.carried[2]), "what a length was measured with is not counted by token"
+    assert measured == pytest.approx(2 * carried[2]), "what a length was measured with is not counted by token"
 
 
 def test_slices_out_of_order_are_refused() -> None:

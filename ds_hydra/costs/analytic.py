@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from ds_hydra.costs.activations import Activations
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.peak import CAUSAL_FLOPS, known_devices, peak_tflops
+from ds_hydra.pipe.head_degrees import Boxes
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -60,12 +61,22 @@ class ModelShape:
     intermediate: int
     vocab: int
     params: int
+    boxes: Boxes = ()  # of each layer, modules that run once for each sequence
 
     def __post_init__(self) -> None:
-        for key in self.__slots__:
+        for key in (key for key in self.__slots__ if key != "boxes"):
             value = getattr(self, key)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"model shape: {key} must be a whole number of at least 1 but is {value!r}")
+
+    @property
+    def attending(self) -> int:
+        """Layers whose time grows with the square of the length."""
+        return self.layers - sum(bool(of) and all(box.recurrent for box in of) for of in self.boxes)
+
+    def computed_again(self, tp: int, sp: int) -> float:
+        """Elements of matrices in boxes that the ranks of a stage multiply beyond once for each token, together."""
+        return sum(box.weights * (tp * sp * box.share(tp, sp) - 1.0) for of in self.boxes for box in of)
 
 
 def analytic_cost_table(
@@ -83,10 +94,10 @@ def analytic_cost_table(
 
     6 FLOPs per parameter and token, 7 * hidden * length^2 per layer for causal attention (forward and
     backward), the TP all-gathers and reduce-scatters, the Ulysses all-to-alls and what whole experts of all ranks of a
-    stage are given and give back in every layer at
-    `link_bytes_per_second`, and a launch overhead per layer. What of an all-to-all leaves a node of `node_size`
-    ranks (None: nothing does) goes at `between_bytes_per_second`. Memory is no limit: a micro-batch holds up to
-    `context_length` tokens.
+    stage are given and give back in every layer at `link_bytes_per_second`, and a launch overhead per layer. Modules
+    that run once for each sequence are computed by each rank that does not share their heads, recurrent ones in a time
+    that grows with the length alone. What of an all-to-all leaves a node of `node_size` ranks (None: nothing does) goes
+    at `between_bytes_per_second`. Memory is no limit: a micro-batch holds up to `context_length` tokens.
     """
     if context_length < 1:
         raise ConfigError(f"context_length must be at least 1 token but is {context_length}")
@@ -102,7 +113,7 @@ def analytic_cost_table(
             width = scheme.tp * scheme.sp
             crosses = node_size is not None and width > node_size and between_bytes_per_second is not None
             outside = 1.0 - node_size / width if crosses and node_size is not None else 0.0
-            of_sp = 16.0 * shape.hidden * (scheme.sp - 1) / (scheme.sp * scheme.tp)
+            of_sp = _sent_over_tokens(shape, scheme)
             moved += of_sp * (1.0 - outside) / link_bytes_per_second
             moved += of_sp * outside / (between_bytes_per_second or link_bytes_per_second)
         if scheme.ep > scheme.tp:  # tokens of all ranks gathered and results scattered, there and back
@@ -112,14 +123,24 @@ def analytic_cost_table(
         costs.append(
             SchemeCost(
                 scheme,
-                a=CAUSAL_FLOPS * shape.hidden * shape.layers / speed,
-                b=6.0 * shape.params / speed + comm,
+                a=CAUSAL_FLOPS * shape.hidden * shape.attending / speed,
+                b=6.0 * (shape.params + shape.computed_again(scheme.tp, scheme.sp)) / speed + comm,
                 c=layer_overhead_ms * stage_layers,
                 max_length=context_length,
                 util_length=min(context_length, 256 * scheme.tp * scheme.sp),
             )
         )
     return CostTable(tuple(costs), source="analytic")
+
+
+def _sent_over_tokens(shape: ModelShape, scheme: ParallelScheme) -> float:
+    """Bytes that a sequence parallel rank is sent for each of its tokens, in the mean of layers: heads and what becomes
+    of them, or all tokens into a box, and out of it the sum of what ranks make of its heads where they share them."""
+    tp, sp = scheme.tp, scheme.sp
+    boxed = [any(box.heads.shared_by(tp, sp)[1] > 1 for box in of) for of in shape.boxes if of]
+    of_boxes = 4.0 * shape.hidden * (sp - 1) * sum(1 + shares for shares in boxed)
+    of_heads = 16.0 * shape.hidden * (sp - 1) / (sp * tp) * (shape.layers - len(boxed))
+    return (of_heads + of_boxes) / shape.layers
 
 
 def model_shape(plan: ModelPlan, hidden: int, vocab: int | None) -> ModelShape:
@@ -135,6 +156,7 @@ def model_shape(plan: ModelPlan, hidden: int, vocab: int | None) -> ModelShape:
         intermediate=largest,
         vocab=vocab or 1,
         params=sum(param.numel for param in params),
+        boxes=plan.boxes,
     )
 
 

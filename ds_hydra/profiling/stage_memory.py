@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ds_hydra.costs.activations import Activations
 from ds_hydra.pipe.contexts import Contexts
+from ds_hydra.pipe.head_degrees import state_bytes
 from ds_hydra.pipe.model_plan import LOGITS_AT_ONCE
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.placement import split_layers
@@ -85,7 +86,7 @@ def measure_activations(
     context = 0.0 if plan.no_slices else kept_for_slices(middle, num_tokens)
     # What was measured is of one slice that another follows, with the states that it hands on.
     own = middle.place.stage
-    states = plan.state_bytes_of(own.first_layer, own.last_layer)
+    states = state_bytes(plan.boxes[own.first_layer : own.last_layer], tp, sp)
     context = max(0.0, context - states / (own.num_layers * layer * num_tokens)) if states else context
     until_weight, again = kept_until_weight(middle, num_tokens), kept_when_recomputed(middle, num_tokens)
     fixed = 0.0
@@ -95,8 +96,8 @@ def measure_activations(
     of_experts, share = kept_in_experts(middle, num_tokens)
     layer += (1.0 - share) * of_experts
     return Activations(
-        layer, first, last, _transient(middle, num_tokens), until_weight, context, again, plan.state_bytes + fixed,
-        of_experts,
+        layer, first, last, _transient(middle, num_tokens), until_weight, context, again,
+        state_bytes(plan.boxes, tp, sp) / plan.num_layers + fixed, of_experts,
     )  # fmt: skip
 
 

@@ -15,8 +15,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ds_hydra.pipe.models.boxes import Box, Boxes, Capture, Leaves, Reached, Run, is_plain
 from ds_hydra.pipe.models.draws import Draws, Keys
 from ds_hydra.pipe.models.flow import Door
+from ds_hydra.pipe.models.own_heads import OwnHeads
 from ds_hydra.pipe.models.states import Slice, State
-from ds_hydra.pipe.row_collectives import all_of_row
+from ds_hydra.pipe.row_collectives import all_of_row, own_of_sum
 from ds_hydra.pipe.rows import Chunk
 from ds_hydra.pipe.wrappers import wrap
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -27,6 +28,7 @@ class BoxedLayers:
 
     def __init__(self, boxes: Boxes, doors: Sequence[Door], draws: Draws | None = None):
         self._boxes, self._doors, self._draws = boxes, doors, draws
+        self._shared: dict[tuple[int, str], OwnHeads] = {}
         self._run: Run | None = None
         self._capture: Capture | None = None
         self._wanted: Collection[int] = ()
@@ -42,6 +44,10 @@ class BoxedLayers:
                 else:
                     whole = partial(self._call, box, index, layer.forward)
             wrap(layer, partial(self._enter, index, whole or layer.forward), "boxed", "notes what it is handed")
+
+    def share(self, index: int, path: str, own: OwnHeads) -> None:
+        """Let sequence parallel ranks share the heads of a box of a layer."""
+        self._shared[index, path] = own
 
     @contextmanager
     def of(self, run: Run | None) -> Iterator[None]:
@@ -113,7 +119,8 @@ class BoxedLayers:
                 f"layer {index} calls {box.path or 'itself'} with {len(flat)} values, and with {len(box.sources)} when "
                 "it was examined: a module in which tokens meet must be called alike for all sequences"
             )
-        cut = _Cut(run, box, index, flat)
+        own = self._shared.get((index, box.path))
+        cut = _Cut(run, box, index, flat, sharers=1 if own is None else own.by_sp)
         outs: dict[int, Leaves] = {}
         counts = None if self._draws is None else self._draws.counts
         out_spec = spec
@@ -125,14 +132,15 @@ class BoxedLayers:
                 returned, out_spec = tree_flatten(forward(*given, **named))
             return list(cut.pairs(returned))
 
-        for group in cut.groups(alone=run.keys is not None):
-            keys, arguments = cut.keys(group[0]), cut.arguments(group)
-            if group[0] == 0 and run.pack.chunk is not None:
-                outs[0] = call_on_slice(call, box, arguments, keys, run.pack.chunk, (index, box.path))
-                continue
-            returned = call(arguments, keys)
-            for place, sequence in enumerate(group):
-                outs[sequence] = [_row(value, dims, place, len(group)) for value, dims in returned]
+        with nullcontext() if own is None else own.held():
+            for group in cut.groups(alone=run.keys is not None):
+                keys, arguments = cut.keys(group[0]), cut.arguments(group)
+                if group[0] == 0 and run.pack.chunk is not None:
+                    outs[0] = call_on_slice(call, box, arguments, keys, run.pack.chunk, (index, box.path))
+                    continue
+                returned = call(arguments, keys)
+                for place, sequence in enumerate(group):
+                    outs[sequence] = [_row(value, dims, place, len(group)) for value, dims in returned]
         return tree_unflatten(cut.joined(outs), out_spec)
 
     def _alone(self, keys: Tensor | None, counts: Any) -> Any:
@@ -164,10 +172,12 @@ def call_on_slice(
 class _Cut:
     """A box's call for a row, taken apart into calls for its sequences."""
 
-    def __init__(self, run: Run, box: Box, index: int, flat: Leaves):
-        self.run, self.box, self.index, self.flat = run, box, index, flat
+    def __init__(self, run: Run, box: Box, index: int, flat: Leaves, *, sharers: int):
+        """`sharers`: sequence parallel ranks that compute the same tokens, each some heads [Note: who shares heads]."""
+        self.run, self.box, self.index, self.flat, self.sharers = run, box, index, flat, sharers
         pack = run.pack
-        self.start, self.stop = pack.local
+        first = pack.sp_rank // sharers * sharers
+        self.start, self.stop = (sum(pack.tokens[:rank]) for rank in (first, first + sharers))
         self.offsets = pack.offsets
         # A rank without tokens takes part in the gathering, and in its backward.
         ends = enumerate(pairwise(self.offsets))
@@ -244,12 +254,22 @@ class _Cut:
                 row = torch.cat((*beside, *values), dims[0])
                 tokens = self.stop - self.start
                 skipped = max(0, self.start - self.offsets[self.here[0]]) if tokens else 0
-                found.append(row.narrow(dims[0], skipped, tokens))
+                found.append(self._of_rank(row.narrow(dims[0], skipped, tokens), dims[0]))
             else:  # of tokens by tokens, or of a size that follows from the length: of use to another box only
                 stand_in = values[0].new_empty(0)
                 self.run.apart[id(stand_in)] = (stand_in, dict(zip(self.here, values, strict=True)))
                 found.append(stand_in)
         return found
+
+    def _of_rank(self, tokens: Tensor, dim: int) -> Tensor:
+        """The own tokens, of those that this rank has computed: with its heads, if it shares these."""
+        pack = self.run.pack
+        if self.sharers == 1:
+            return tokens
+        rows = tokens.movedim(dim, 0)
+        before, after = (rows.new_zeros((n, *rows.shape[1:])) for n in (self.start, pack.num_tokens - self.stop))
+        whole = rows if self.sharers == pack.sp else torch.cat((before, rows, after))
+        return own_of_sum(whole, pack).movedim(0, dim)
 
     def _is_row(self, place: int, values: Sequence[Tensor], dims: tuple[int, ...]) -> bool:
         """Whether what the sequences return is to be put into a row: all tensors of hidden states, and others that

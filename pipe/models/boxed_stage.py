@@ -23,6 +23,7 @@ from ds_hydra.pipe.models.cut import CutForward
 from ds_hydra.pipe.models.draws import Draws, Keys
 from ds_hydra.pipe.models.flow import Flow
 from ds_hydra.pipe.models.graph import tensors_in
+from ds_hydra.pipe.models.own_heads import OwnHeads
 from ds_hydra.pipe.placement import Stage
 from ds_hydra.pipe.row_collectives import all_of_row
 from ds_hydra.pipe.rows import MicroBatch, Pack
@@ -44,6 +45,13 @@ class StageBoxes:
     def install(self, layers: nn.ModuleList) -> None:
         """Let the stage's layers run their boxes."""
         self._layers.install({index: layers[index] for index in self._own})
+
+    def share(self, layers_path: str, found: Mapping[str, OwnHeads]) -> None:
+        """Let sequence parallel ranks share heads of recurrent modules, which are found by their paths."""
+        for index in self._own:
+            for box in self._boxes.of[index]:
+                if (own := found.get(f"{layers_path}.{index}.{box.path}")) is not None and own.by_sp > 1:
+                    self._layers.share(index, box.path, own)
 
     def enter(self, layers: nn.ModuleList, cut: CutForward) -> None:
         """After all else that stands around the layers: let the first one be handed what entered it."""

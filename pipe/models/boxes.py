@@ -15,7 +15,7 @@ What a layer is handed beside the hidden states comes from captures: the model's
 layers that do nothing but note what they are called with. Of sequences of one length it is the same, as a rule.
 Of a slice of a sequence a box is handed, and hands on, what it carries [Note: carried states].
 Sequence parallel ranks gather the row, and each computes the sequences that overlap its own tokens. Tensor parallel
-ranks all compute the whole of a box, or share its heads [Note: recurrent heads].
+ranks all compute the whole of a box. Or both share its heads [Note: recurrent heads].
 
 Which modules are boxes, and which of their arguments are what, is found by trying: `mixers.py`.
 """
@@ -48,7 +48,7 @@ class Box:
     batched: bool = False  # whether sequences of one length may be rows of one call
     state: int | None = None  # which leaf of its arguments is its cache, if it passes what it carries on in slices
     carries: int = 0  # bytes that it does, of a sequence
-    by_heads: bool = False  # whether tensor parallel ranks share it [Note: recurrent heads]
+    by_heads: bool = False  # whether ranks share it [Note: recurrent heads]
 
     @property
     def rows(self) -> int | None:
@@ -72,12 +72,6 @@ class Boxes:
 
     def __bool__(self) -> bool:
         return any(self.of)
-
-    @property
-    def carried(self) -> tuple[int, ...]:
-        """Bytes that a slice of a sequence hands on in each layer; empty if it hands on nothing."""
-        found = tuple(sum(box.carries for box in boxes) for boxes in self.of)
-        return found if any(found) and not self.whole else ()
 
     def paths(self, layers_path: str) -> tuple[str, ...]:
         """The modules that are boxes, by their paths in the model."""

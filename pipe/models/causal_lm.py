@@ -44,7 +44,7 @@ from ds_hydra.pipe.models.meta_copy import (
 )
 from ds_hydra.pipe.models.positions import counts_padding, first_position, refuse_dynamic_rotary, uncounted_tokens
 from ds_hydra.pipe.models.recognise import find_functions
-from ds_hydra.pipe.models.recurrent_heads import shared_heads
+from ds_hydra.pipe.models.recurrent_heads import box_sizes, shared_heads
 from ds_hydra.pipe.models.refusals import find_layers, known_tokens, refuse_parts_in_evaluation, refuse_unsupported
 from ds_hydra.pipe.models.state import refuse_reading, refuse_state
 from ds_hydra.pipe.models.three_ways import find_ways
@@ -304,7 +304,7 @@ class CausalLM:
             make_buckets(groups, specs), flow.first, flow.layers, flow.last | beside,
             found.heads, found.kv_heads, found.cut(self.style_plan, specs, f"{self.layers_path}."),
             no_tp=styled or unnamed.obstacle, no_pp=self._pipeline_obstacle(), no_slices=flow.no_slices,
-            no_token_sharding=tokens.obstacle, unread=flow.unread, carried=self.boxes.carried,
+            no_token_sharding=tokens.obstacle, unread=flow.unread, boxes=box_sizes(self),
             no_ep=spread.obstacle, experts=spread.counts,
         )  # fmt: skip
         self.specs = specs

@@ -20,10 +20,10 @@ from ds_hydra.pipe.models.balancing import Routers
 from ds_hydra.pipe.models.boxed_stage import StageBoxes
 from ds_hydra.pipe.models.cut import CutForward, Given, from_wire, hidden_in, to_wire, with_hidden
 from ds_hydra.pipe.models.draws import Draws, Keys
+from ds_hydra.pipe.models.own_heads import own_heads, share_heads
 from ds_hydra.pipe.models.plain_head import PlainHead
 from ds_hydra.pipe.models.positions import count_by_sequence, split_rotary_by_length
 from ds_hydra.pipe.models.recompute import Recomputing
-from ds_hydra.pipe.models.recurrent_heads import share_heads
 from ds_hydra.pipe.models.replay import Replay
 from ds_hydra.pipe.packed_weights import PackedLinears
 from ds_hydra.pipe.row_collectives import all_rows
@@ -101,12 +101,18 @@ class CausalStage(StageModule):
         self._cut = CutForward(model, source.flow, source.layers_path, place.stage, device)
         if self._boxes is not None:
             self._boxes.enter(layers, self._cut)
-            share_heads(model, source.head_cuts, names, *rank[2:])
+            self._share_heads(self._boxes, source, names)
         if shards and place.is_first:
             enter_with_own_rows(layers[0], self._doors[0].key, place.tp_group)
         if place.is_last:
             path = next(name for name, module in model.named_modules() if module is head)
             self._end_with(source, model, plain_head, specs.get(f"{path}.weight"))
+
+    def _share_heads(self, boxes: StageBoxes, source: CausalLM, names: Mapping[str, str]) -> None:
+        found = own_heads(source, self.module, self.place, names, self._use)
+        share_heads(found, self.place)
+        boxes.share(source.layers_path, found)
+        self._draws.share({path: (own.part, own.parts) for path, own in found.items()})
 
     def _end_with(self, source: CausalLM, model: Any, plain_head: PlainHead | None, weight: ParamSpec | None) -> None:
         """What the last stage does with hidden states: the head, whose `weight` ranks share, and the loss."""

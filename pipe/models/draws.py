@@ -83,7 +83,12 @@ class Draws:
     def __init__(self, widths: Mapping[Place, int], tp_rank: int = 0, tp: int = 1, *, token_sharding: bool = False):
         self.widths, self._tp_rank, self._tp = dict(widths), tp_rank, tp
         self._shards = token_sharding
+        self._shared: Mapping[str, tuple[int, int]] = {}
         self._now = _Running()
+
+    def share(self, parts: Mapping[str, tuple[int, int]]) -> None:
+        """In the modules at these paths, a rank draws for one of so many parts of their features."""
+        self._shared = parts
 
     def install(self, model: nn.Module, layers_path: str) -> None:
         """Let modules of the classes that were seen to draw do so by place."""
@@ -226,12 +231,14 @@ class Draws:
         whole = self.widths.get(place, width)
         if whole == width:
             return 0
-        if width * self._tp != whole:
+        of_module = (part for path, part in self._shared.items() if place.module.startswith(f"{path}."))
+        part, parts = next(of_module, (self._tp_rank, self._tp))
+        if width * parts != whole:
             raise ConfigError(
-                f"{place.module} draws random numbers for {whole} features, of which this rank of tp={self._tp} has "
+                f"{place.module} draws random numbers for {whole} features, of which this rank, one of {parts}, has "
                 f"{width}: set its rate to 0, or use strategies with a tp that divides {whole}"
             )
-        return self._tp_rank * width
+        return part * width
 
 
 class Recorder(Draws):

@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ds_hydra.pipe.model_plan import ParamSpec
 from ds_hydra.pipe.models.boxes import Box, Boxes
 from ds_hydra.pipe.models.mixers import Call, Calls, Mixers
-from ds_hydra.pipe.models.recurrent_heads import HeadCut, gated_norm, head_cut, localized
+from ds_hydra.pipe.models.own_heads import gated_norm
+from ds_hydra.pipe.models.recurrent_heads import HeadCut, head_cut, localized
 
 
 def with_heads(alone: Mixers, boxes: Boxes, calls: Calls) -> Boxes:
@@ -98,7 +99,7 @@ class _Trial:
         of_group = SimpleNamespace(
             weight=norm.weight[first], group_size=norm.group_size, variance_epsilon=norm.variance_epsilon
         )
-        own = gated_norm(of_group, 1, 0, 1, None, hidden[:, first], gate[:, first])
+        own = gated_norm(of_group, 1, 0, 1, (), hidden[:, first], gate[:, first])
         if not _near(own, norm(hidden, gate)[:, first]):
             raise ValueError("the norm is another than that of transformers")
         norm.forward = lambda hidden, gate: hidden * torch.sigmoid(gate)

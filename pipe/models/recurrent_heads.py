@@ -17,6 +17,9 @@ Heads of Mamba-2 read B and C of their group. Where there are fewer groups than 
 group, each with a part of its gradient, and the gated norm, whose variance is that of a group, adds the squares of
 these ranks up. The kernel that fuses such a norm with all else is not called then.
 
+Sequence parallel ranks share what a tensor parallel rank has of the heads: they gather the tokens, compute their part
+by slices of its parameters, and add up each rank's tokens [Note: who shares heads].
+
 Names are those of transformers. What is made of other parts, has a bias behind its heads, or computes something else
 when it is cut (`find_heads.py`) is computed by every rank as a whole, and so is all of it by ranks of other degrees.
 """
@@ -24,19 +27,16 @@ when it is cut (`find_heads.py`) is computed by every rank as a whole, and so is
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch import nn
 
 from ds_hydra.pipe.adapters import adapter_rule, plain_name
-from ds_hydra.pipe.collectives import Group, copy_to_ranks, sum_over_ranks
+from ds_hydra.pipe.head_degrees import Boxes, BoxSize, HeadDegrees
 from ds_hydra.pipe.model_plan import Blocks, ShardRule, share_of_rows
-from ds_hydra.pipe.wrappers import wrap
+from ds_hydra.pipe.models.boxes import Box
 
 if TYPE_CHECKING:
     from ds_hydra.pipe.models.causal_lm import CausalLM
@@ -57,6 +57,11 @@ class HeadCut:
     degrees: tuple[int, ...]
     fewest: int  # key heads, or groups of B and C: of more ranks than that several share one
     norm: str = ""  # whose groups ranks then share
+
+    @property
+    def parts(self) -> HeadDegrees:
+        """By how many ranks it can be shared."""
+        return HeadDegrees(self.degrees, self.fewest if self.norm else 0)
 
     @property
     def tried(self) -> tuple[int, ...]:
@@ -174,6 +179,20 @@ def shared_heads(source: CausalLM) -> tuple[dict[str, tuple[HeadCut, int]], dict
     return found, rules
 
 
+def box_sizes(source: CausalLM) -> Boxes:
+    """What planning needs to know of a model's boxes, by layer, once it is known which of them ranks share."""
+    cuts, boxes = source.head_cuts, source.boxes
+
+    def size(index: int, box: Box) -> BoxSize:
+        path = f"{source.layers_path}.{index}.{box.path}".rstrip(".")
+        matrices = [p for p in source.template.get_submodule(path).parameters() if p.dim() > 1]
+        heads = cuts[path][0].parts if path in cuts else HeadDegrees()
+        carried = 0 if boxes.whole else box.carries
+        return BoxSize(sum(p.numel() for p in matrices), box.state is not None, carried, heads)
+
+    return tuple(tuple(size(index, box) for box in of) for index, of in enumerate(boxes.of))
+
+
 def localized(module: nn.Module, cut: HeadCut, tp: int) -> dict[tuple[nn.Module, str], int]:
     """Let a module count what a rank of `tp` has; returns what it has counted, by its owner and name."""
     before: dict[tuple[nn.Module, str], int] = {}
@@ -183,60 +202,3 @@ def localized(module: nn.Module, cut: HeadCut, tp: int) -> dict[tuple[nn.Module,
         before[of, name] = getattr(of, name)
         setattr(of, name, sum(stop - start for start, stop in (share_of_rows(*block, 0, tp) for block in blocks)))
     return before
-
-
-def share_heads(
-    model: nn.Module, cuts: Mapping[str, tuple[HeadCut, int]], names: Collection[str], tp_rank: int, tp: int,
-    group: Group,
-) -> None:  # fmt: skip
-    """Let the recurrent modules at these paths compute with a rank's heads alone; each with the place of the hidden
-    states among its arguments. `names` are the parameters of the rank's stage."""
-    for path, (cut, rows) in cuts.items():
-        if tp not in cut.degrees or not any(name.startswith(f"{path}.") for name in names):
-            continue
-        module = model.get_submodule(path)
-        localized(module, cut, tp)
-        forward: Callable[..., Any] = module.forward
-        if cut.shares_norm(tp):
-            norm = module.get_submodule(cut.norm)
-            wrap(norm, partial(gated_norm, norm, cut.fewest, tp_rank, tp, group), "tensor parallel", "norm of a group")
-            forward = partial(_unfused, module, forward)
-        wrap(module, partial(_own_heads, forward, rows, group), "tensor parallel", "own heads")
-
-
-def _own_heads(forward: Callable[..., Any], rows: int, group: Group, *args: Any, **kwargs: Any) -> Tensor:
-    flat, spec = tree_flatten((args, kwargs))
-    flat[rows] = copy_to_ranks(flat[rows], group)
-    given, named = tree_unflatten(flat, spec)
-    return sum_over_ranks(forward(*given, **named), group)
-
-
-def _unfused(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """In training transformers' code asks for a kernel that knows of one rank's norm only."""
-    before, module.training = module.training, False
-    try:
-        return forward(*args, **kwargs)
-    finally:
-        module.training = before
-
-
-def gated_norm(
-    norm: Any, groups: int, tp_rank: int, tp: int, group: Group, hidden: Tensor, gate: Tensor | None = None
-) -> Tensor:
-    """What transformers' gated RMSNorm makes of the features (..., F) of a rank, of `groups` that ranks share.
-
-    The squares of a group are those of all ranks that have a part of it: their sums are added up, one number for each
-    token and group.
-    """
-    wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
-    if gate is not None:
-        wide = wide * nn.functional.silu(gate.to(wide.dtype))
-    squares = wide.pow(2).sum(-1, keepdim=True)
-    if group is not None:
-        own = tp_rank * groups // tp
-        per_group = nn.functional.pad(squares, (own, groups - own - 1))
-        # Every rank reads the sums, so each has a part of their gradient, too.
-        squares = copy_to_ranks(sum_over_ranks(per_group, group), group)[..., own : own + 1]
-    normed = wide * torch.rsqrt(squares / norm.group_size + norm.variance_epsilon)
-    weighted: Tensor = norm.weight * normed.to(hidden.dtype)
-    return weighted

@@ -1,5 +1,5 @@
 """Training cases of modules in which tokens meet: boxes, recurrent layers that carry states through slices, and whose
-heads tensor parallel ranks share."""
+heads ranks share."""
 
 from __future__ import annotations
 
@@ -93,3 +93,30 @@ def by_heads() -> Iterator[Case]:
         own = replace(base, family=family, draws="dropout" in family)
         yield replace(own, name=f"by heads, {family}")
         yield replace(own, name=f"by heads, {family}, slices", strategies=("tp4", "tp2pp2/v"), steps=2, slices=True)
+
+
+def by_heads_over_tokens() -> Iterator[Case]:
+    """Recurrent layers of which each sequence parallel rank computes its own heads, for all tokens."""
+    base = Case("", "qwen3_next", ("sp2 + 2*tp1", "sp4", "tp2sp2", "pp2sp2"), steps=4)
+    for family in ("qwen3_next", "qwen3_5", "olmo_hybrid", "bamba", "granite_4", "nemotron_h", "granite, experts"):
+        own = replace(base, family=family)
+        yield replace(own, name=f"heads over sp, {family}")
+        yield replace(own, name=f"heads over sp, {family}, slices", strategies=("sp4", "pp2sp2/v", "tp2sp2"), steps=3,
+                      slices=True, recompute=True)  # fmt: skip
+    few = replace(base, family="nemotron_h", steps=2)
+    yield replace(few, name="heads over sp", strategies=("sp4", "pp2sp2/zb-h1"), slices=True, recompute=True,
+                  quick=True)  # fmt: skip
+    yield replace(few, name="heads over sp on 8 ranks", strategies=("sp8", "tp2sp4", "tp4sp2"))
+    # Four ranks share two key heads, two by two.
+    yield replace(few, name="heads over sp, fewer heads", family="qwen3_next", strategies=("sp4", "pp2sp2"),
+                  slices=True)  # fmt: skip
+    yield replace(few, name="heads over sp, split", strategies=("pp2sp2/zb-h1", "sp2/zb-h1 + tp2"), slices=True)
+    yield replace(few, name="heads over sp, checkpointed", activation_checkpointing=True)
+    yield replace(few, name="heads over sp, phases", strategies=("4*tp1 then 2*sp2 then sp4",))
+    yield replace(few, name="heads over sp, frozen lower layers", frozen=("embeddings", "layers.0.", "layers.1."))
+    yield replace(few, name="heads over sp, fp32", dtype=FLOAT32, optimizer="SGD")
+    yield replace(few, name="heads over sp, bf16", dtype=BFLOAT16)
+    for family in ADAPTED_BY_HEADS:
+        own = replace(base, family=family, draws="dropout" in family, steps=2)
+        yield replace(own, name=f"heads over sp, {family}", strategies=("sp4", "tp2sp2"))
+        yield replace(own, name=f"heads over sp, {family}, slices", strategies=("sp2 + pp2", "pp2sp2/v"), slices=True)

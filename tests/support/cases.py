@@ -12,7 +12,7 @@ from itertools import chain
 
 from tests.support.adapted_models import ADAPTED, ADAPTED_STACKS, ADAPTED_WITHOUT_TP
 from tests.support.attending_cases import chunks, latent, windows
-from tests.support.boxed_cases import boxed, by_heads, states
+from tests.support.boxed_cases import boxed, by_heads, by_heads_over_tokens, states
 from tests.support.case import (
     AMPLIFYING,
     BFLOAT16,
@@ -52,7 +52,7 @@ FIXED_STRATEGIES = (
 
 # Rows that train under the strict transport in place of the plain one, and with what it is strict about: a row drawn at
 # random, one where a layer reads a weight of a module that it does not call, and one each of several phases, slices,
-# states that slices carry, keys of a latent, windows, chunks, and heads in groups.
+# states that slices carry, heads of recurrent layers over sequence parallel ranks, and heads in groups.
 UNDER_STRICT = {
     "functions, sgd fp32": "blocking",
     "layer_list": "connect",
@@ -60,6 +60,7 @@ UNDER_STRICT = {
     "V, slices": "blocking connect",
     "states": "blocking connect",
     "spread, slices": "blocking connect",
+    "heads over sp": "blocking connect",
     "groups of heads, one key head": "lazy one_queue",
     "groups of unequally many heads": "lazy one_queue",
 }
@@ -333,6 +334,7 @@ CASES: tuple[Case, ...] = (
     *boxed(),
     *states(),
     *by_heads(),
+    *by_heads_over_tokens(),
     *spread(),
     *in_groups(),
     *over_nodes(),

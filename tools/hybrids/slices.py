@@ -52,8 +52,9 @@ def _row(name: str) -> dict[str, Any]:
     with doubled():
         source = CausalLM(model)
     plan = source.plan
-    row: dict[str, Any] = {"class": name, "carried, bytes a layer": max(plan.carried, default=0),
-                           "layers that carry": sum(map(bool, plan.carried))}  # fmt: skip
+    carried = [sum(box.carried for box in of) for of in plan.boxes]
+    row: dict[str, Any] = {"class": name, "carried, bytes a layer": max(carried, default=0),
+                           "layers that carry": sum(map(bool, carried))}  # fmt: skip
     row |= dict.fromkeys(_SHAPES, "-") | {"whole only": plan.no_slices[:80]}
     if plan.no_slices:
         return row
