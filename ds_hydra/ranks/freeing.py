@@ -15,6 +15,9 @@ the groups' time-out. When the sockets of its groups are shut, each wait ends wi
              making one, which cannot be aborted, is freed by these
   when       `WAIT_S` after the fault is known. If a socket is shut just while gloo handles the end of its peer, a wait
              may be lost
+  not yet    while bytes pass: gloo never ends the wait for a message of which a part has passed already. Between ranks
+             that live it passes whole, also where nobody waits for it. Of one that the dead rank has begun the wait
+             lasts until the groups' time-out
   how often  again and again until the thread is parked: it may be about to make groups, which opens sockets
   and else   a thread that is not parked after `stuck_s` will not be: the process has to end, and says where it stands
 """
@@ -25,6 +28,7 @@ import contextlib
 import json
 import os
 import socket
+import struct
 import sys
 import threading
 import time
@@ -40,8 +44,10 @@ if TYPE_CHECKING:
     from ds_hydra.ranks.together import Texts
 
 WAIT_S = 0.25
+_PASSING_S = 3.0  # for which connections over which bytes pass are left alone
 _ABORTED_S = 3.0  # in which communicators are aborted that are not being made
 _ANSWER_S = 0.5  # within which this process has a connection to itself
+_CARRIED = struct.Struct("=120xQQ")  # tcpi_bytes_acked and tcpi_bytes_received in Linux's struct tcp_info
 _ASKING = 2  # TCP_SYN_SENT, the state of a connection that the other end has not answered yet
 _TABLES = {socket.AF_INET: "/proc/self/net/tcp", socket.AF_INET6: "/proc/self/net/tcp6"}  # of all connections
 _FRAMES = 12  # the innermost ones tell where a thread stands
@@ -127,15 +133,21 @@ class Freeing:
 
     def _free(self) -> None:
         """The life of the thread."""
-        ends = time.monotonic() + self._stuck_s
-        while time.monotonic() < ends:
+        began = time.monotonic()
+        with self._lock:
+            before = carried(self._made)
+        while time.monotonic() < began + self._stuck_s:
             if self._parked.wait(WAIT_S):
                 return
             self.aborting.abort(within=_ABORTED_S)
             with self._lock:
                 opened, spared = self._opened(), self._spared()
-                shut(self._made | opened, spared)
+                now = carried(self._made)
+                waits = time.monotonic() < began + _PASSING_S
+                passing = {name for name in now if waits and now[name] != before.get(name)}
+                shut({one for one in self._made | opened if one[1] not in passing}, spared)
                 answer(opened, self._num_ranks, spared)
+                before = now
         if not self._parked.wait(WAIT_S):
             self._stuck(self._where())
 
@@ -167,6 +179,14 @@ def _ends(one: _Socket) -> tuple[_Address, _Address] | None:
 def _address(given: Sequence[Any]) -> _Address:
     """Host and port, alike for both families."""
     return str(given[0]).removeprefix("::ffff:"), int(given[1])
+
+
+def carried(sockets: Collection[_Socket]) -> dict[str, tuple[int, ...]]:
+    """By name, the bytes that the other end has acknowledged, and those that have come from there."""
+    return {
+        name: _CARRIED.unpack(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _CARRIED.size))
+        for name, one in _still_open(sockets)
+    }
 
 
 def shut(sockets: Collection[_Socket], spared: Collection[_Address] = ()) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import count
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -103,3 +106,35 @@ def test_a_view_whose_store_is_gone_is_given_up() -> None:
     with pytest.raises(ConnectionRefusedError):
         make_default_group(view(1, place[1], 2), 0, 1000.0, over, CPU)
     assert len(asked) == 2
+
+
+def passes_a_large_message(rank: int, store: Path) -> list[str]:
+    """Both ranks are freed while one message passes and neither has begun another: how each of two waits has ended."""
+    dist.destroy_process_group()
+    freeing, looks, waits = Freeing(60.0, lambda where: os._exit(9)), count(), list[str]()
+    with freeing.making(2):
+        dist.init_process_group("gloo", store=dist.FileStore(str(store), 2), rank=rank, world_size=2)
+        dist.barrier()
+
+    def carried(sockets: Collection[tuple[int, str]]) -> dict[str, int]:
+        """Bytes pass until the message has passed, however slow this machine is."""
+        return {name: 0 if waits else next(looks) for _, name in sockets}
+
+    large = torch.ones(50_000_000)
+    with mock.patch.multiple("ds_hydra.ranks.freeing", carried=carried, _PASSING_S=60.0):
+        freeing.begin()
+        for sends in (rank == 0, False):
+            try:
+                work = dist.isend(large, 1) if sends else dist.irecv(large, 1 - rank)
+                assert work is not None
+                work.wait()
+                waits.append("passed")
+            except RuntimeError:
+                waits.append("freed")
+        freeing.park()
+    return waits
+
+
+def test_a_message_of_which_a_part_has_passed_passes_whole(tmp_path: Path) -> None:
+    """gloo would wait for the rest of it until its time-out."""
+    assert run_ranks(passes_a_large_message, 2, tmp_path / "store", timeout=60) == [["passed", "freed"]] * 2

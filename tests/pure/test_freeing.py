@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import socket
 import time
+from unittest import mock
 
-from ds_hydra.ranks.freeing import WAIT_S, Freeing, open_sockets, shut
+from ds_hydra.ranks.freeing import WAIT_S, Freeing, carried, open_sockets, shut
 
 
 def pair(listener: socket.socket) -> tuple[socket.socket, socket.socket]:
@@ -50,6 +51,43 @@ def test_who_is_parked_is_not_freed_until_it_goes_on() -> None:
     time.sleep(3 * WAIT_S)
     assert len(stuck) == 1, "a thread that is not parked in time is told to be stuck, once"
     assert "in test_who_is_parked_is_not_freed_until_it_goes_on" in stuck[0], "and where it stands"
+
+
+def test_a_connection_is_left_alone_while_bytes_pass() -> None:
+    """Bytes have passed over one of two at each of the first looks."""
+    looks = [{"one": (at, 0), "other": (5, 5)} for at in (0, 17, 34, 34, 34)]
+    freeing, left_alone = Freeing(20 * WAIT_S, lambda _: None), list[set[str]]()
+    freeing._made |= {(0, "one"), (1, "other")}
+
+    def shut(sockets: set[tuple[int, str]], _: object) -> None:
+        left_alone.append({"one", "other"} - {name for _, name in sockets})
+        if len(left_alone) == 4:
+            freeing._parked.set()
+
+    with mock.patch.multiple("ds_hydra.ranks.freeing", carried=mock.Mock(side_effect=looks), shut=shut):
+        freeing.begin()
+        assert freeing._thread is not None
+        freeing._thread.join()
+    assert left_alone == [{"one"}, {"one"}, set(), set()]
+
+
+def test_bytes_that_pass_are_counted() -> None:
+    def sums() -> list[int]:
+        return [sum(of_ends) for of_ends in zip(*carried(made).values(), strict=True)]
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        before = open_sockets()
+        sends, receives = pair(listener)
+        made = open_sockets() - before
+        acknowledged, come = sums()
+        assert sums() == [acknowledged, come] == [acknowledged, 0]
+        sends.send(b"part of a message")
+        deadline = time.monotonic() + 5.0
+        while sums() != [acknowledged + 17, 17] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert sums() == [acknowledged + 17, 17]
+        sends.close()
+        receives.close()
 
 
 class Told:
