@@ -1,4 +1,5 @@
-"""What holds for every test: one thread a process, and `gpu` tests only where a device is."""
+"""What holds for every test: one thread a process, a share of those marked drawn, and `gpu`
+tests only where a device is."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 from hypothesis import settings
+
+from tests.support import drawn_tests
 
 torch.set_num_threads(1)
 if not torch.cuda.is_available():  # before Triton, if it is there, is imported by anything
@@ -37,7 +40,13 @@ def _what_stays_is_not_visited() -> None:
     gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    drawn_tests.add_option(parser)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    drawn_tests.draw(config, items)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

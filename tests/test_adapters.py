@@ -104,6 +104,7 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.drawn
 def test_the_self_check_finds_adapters_equal(model: Any) -> None:
     candidates = [StrategyShape.parse(text) for text in ("tp2pp2", "sp2")]
     result = check_strategies(model, candidates, StageOptions(token_sharding=True), keep=False)
@@ -111,6 +112,7 @@ def test_the_self_check_finds_adapters_equal(model: Any) -> None:
     assert {verdict.state for verdict in result.verdicts.values()} == {"equal"}
 
 
+@pytest.mark.drawn
 def test_adapters_of_a_model_that_recomputes_its_layers() -> None:
     """Then PEFT puts a hook on the embeddings, by which what they make has a gradient though they are frozen."""
     base = build_model("llama", torch.float32)
@@ -123,6 +125,7 @@ def test_adapters_of_a_model_that_recomputes_its_layers() -> None:
     assert result.objections() == []
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("mistake", "told"), MISTAKES, ids=["sums", "rows"])
 def test_the_self_check_finds_mistakes(model: Any, mistake: Callable[[], Any], told: str) -> None:
     with mistake():
@@ -156,6 +159,7 @@ def all_complete(right: Any) -> Any:
 STACK_MISTAKES = [("tp2ep2", of_consecutive_columns), ("tp2", all_complete), ("tp2", None), ("tp2ep2", None)]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("text", "mistake"), STACK_MISTAKES)
 def test_adapters_of_stacks(text: str, mistake: Any) -> None:
     """What is seen of mistakes is seen of nothing else."""

@@ -43,6 +43,7 @@ WAYS = {
 }
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("family", WAYS)
 def test_tokens_meet_in_these_modules(family: str) -> None:
     source = CausalLM(build_model(family, torch.float32))
@@ -53,6 +54,7 @@ def test_tokens_meet_in_these_modules(family: str) -> None:
 MIXED, SHAPES = "(sp2[0:1] > tp2[1:3] > tp1[3:4])", ("tp2", "pp2/v", "sp4", "pp2/zb-h1")
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("number", "family"), enumerate(BOXED))
 def test_equal_to_one_process(number: int, family: str) -> None:
     """In FP64; layers that are computed again, split backwards, V shapes and dropout by place among it. Each family has
@@ -122,6 +124,7 @@ MUTANTS: list[tuple[str, str, Callable[[], Any]]] = [
 ]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("family", "strategy", "mutant"), MUTANTS, ids=[f"{f}-{m.__name__}" for f, _, m in MUTANTS])
 def test_what_would_train_wrongly_is_refused(family: str, strategy: str, mutant: Callable[[], Any]) -> None:
     candidates = [StrategyShape.parse(strategy)]

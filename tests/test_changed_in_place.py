@@ -53,6 +53,7 @@ MODELS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", MODELS)
 def test_it_is_equal(name: str) -> None:
     make, texts = MODELS[name]

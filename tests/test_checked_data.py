@@ -82,6 +82,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_looks_at_the_tokens_or_at_the_number_of_rows_is_refused(change: str) -> None:
     model = small_model(tied=False)
@@ -157,6 +158,7 @@ LONG = {
 }
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("change", LONG)
 def test_what_begins_in_long_rows_is_refused(change: str) -> None:
     model = small_model(tied=False)
@@ -178,6 +180,7 @@ def test_hooks_of_all_modules_are_code_of_a_script() -> None:
     assert check(small_model(), "tp1", context_length=120).objections() == []
 
 
+@pytest.mark.drawn
 def test_rotary_embeddings_that_go_by_length_are_refused() -> None:
     rotary = modeling_llama.apply_rotary_pos_emb
 
@@ -190,6 +193,7 @@ def test_rotary_embeddings_that_go_by_length_are_refused() -> None:
     assert check(small_model(), "tp1").objections() == []
 
 
+@pytest.mark.drawn
 def test_the_last_token_of_a_large_vocabulary_is_tried() -> None:
     model = small_model(tied=False)
     model.resize_token_embeddings(5000)
@@ -205,6 +209,7 @@ def test_the_last_token_of_a_large_vocabulary_is_tried() -> None:
     assert "with the last tokens of the vocabulary in a pack the loss is" in objection
 
 
+@pytest.mark.drawn
 def test_code_of_a_script_that_was_not_tried_at_full_length_is_told() -> None:
     model = small_model(tied=False)
     model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: 2 * out)

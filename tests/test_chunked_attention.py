@@ -25,6 +25,7 @@ from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.families import build_model
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("shape", ["tp2", "sp2", "pp2/v"])
 def test_sequences_longer_than_a_chunk_equal_plain_ones(shape: str) -> None:
     """A chunk of 48 tokens and a scale that grows at 40, of which a trial with 13 tokens sees nothing."""
@@ -46,6 +47,7 @@ MUTANTS: dict[str, Any] = {
 }
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_the_self_check_finds(mutant: str) -> None:
     with MUTANTS[mutant]():

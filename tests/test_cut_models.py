@@ -87,6 +87,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("change", "told"), CHANGES, ids=lambda value: getattr(value, "__name__", ""))
 def test_models_that_must_stay_whole(change: Callable[[Any], None], told: str) -> None:
     model = build_model("llama", torch.float32)
@@ -105,6 +106,7 @@ MUTANTS = [
 ]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("name", "mutant", "told"), MUTANTS, ids=[row[1].__name__ for row in MUTANTS])
 def test_what_would_train_slices_wrongly_is_told(name: str, mutant: mutants.Mutant, told: str) -> None:
     with mutant():
@@ -112,6 +114,7 @@ def test_what_would_train_slices_wrongly_is_told(name: str, mutant: mutants.Muta
     assert re.search(told, result.no_slices), result.no_slices
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("frozen", ["", "layers.0."])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_nothing_is_kept_of_a_sequence_that_has_run(frozen: str, checkpointing: bool) -> None:

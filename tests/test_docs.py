@@ -18,6 +18,7 @@ from ds_hydra.config.read import read_config
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@pytest.mark.drawn
 def test_the_documentation_builds_without_a_warning(tmp_path: Path) -> None:
     assert sphinx(["-W", "--keep-going", "-q", "-b", "html", str(ROOT / "docs"), str(tmp_path)]) == 0
     assert "post-training" in (tmp_path / "losses.html").read_text().lower()

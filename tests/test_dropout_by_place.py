@@ -102,6 +102,7 @@ def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max(float((one[name] - value).abs().max()) for name, value in other.items()) / largest
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("shape", ["tp1", "tp2", "sp2", "pp2", "tp2pp3"])
 @pytest.mark.parametrize("build", [phi, opt, noisy_embeddings, dropped_probabilities])
 def test_every_shape_draws_alike(build: Callable[[], Any], shape: str) -> None:

@@ -19,10 +19,12 @@ def test_equal_or_refused_as_listed(name: str) -> None:
     assert short(verdicts["mixed"]) == (listed if isinstance(listed, str) else listed["mixed"]), verdicts
 
 
+@pytest.mark.drawn
 def test_attention_hands_on_rows_that_can_be_viewed_as_features() -> None:
     assert judge("AfmoeForCausalLM", {"sp3": "sp3"})[1]["sp3"] == EQUAL  # its code has `view` where others reshape
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     "name",
     [

@@ -195,6 +195,7 @@ def told(way: str, lag: int) -> str | None:
         return fingerprint(model)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("way", WAYS)
 def test_what_a_model_computes_by_is_told_by_value(way: str) -> None:
     assert told(way, 0) == told(way, 0) is not None

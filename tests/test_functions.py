@@ -101,6 +101,7 @@ class ByDimensions(LlamaRMSNorm):
         return self.weight * F.rms_norm(hidden_states, hidden_states.shape[-2:], None, self.variance_epsilon)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("kind", [Doubled, OtherEps, Limited, Held, Dropping, Widening, ByDimensions])
 def test_what_is_another_norm_stays(kind: type[nn.Module]) -> None:
     model = build_model("llama", torch.float32).eval()
@@ -237,6 +238,7 @@ def test_gated_product_and_its_gradients(act: Any) -> None:
     assert torch.autograd.gradcheck(lambda g, u, w, b: linear(Gated(g, u, act), w, b), (gate, up, weight, bias))
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("family", "shape", "options"),
     [

@@ -298,6 +298,7 @@ def test_strategies_must_fit_the_ranks() -> None:
     on_one_rank(run, num_ranks=2)
 
 
+@pytest.mark.drawn
 def test_initialize_refuses_before_there_is_a_process_group(tmp_path: Path) -> None:
     refused: list[tuple[dict[str, Any], str]] = [
         ({"hydrra": HYDRA}, "Rename it"),

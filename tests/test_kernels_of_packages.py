@@ -89,6 +89,7 @@ def tried() -> Any:
     return check(build_model("qwen3_next", torch.float32), "tp2", "pp2", keep=False)
 
 
+@pytest.mark.drawn
 def test_kernels_are_called_for_whole_sequences_and_slices_and_never_for_a_pack(kernels: Kernels) -> None:
     result = tried()
     assert (result.objections(), result.no_slices) == ([], "")
@@ -98,6 +99,7 @@ def test_kernels_are_called_for_whole_sequences_and_slices_and_never_for_a_pack(
     assert kernels.convolutions
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("kernels", ["takes rows for one sequence", "convolves rows as one sequence"], indirect=True)
 def test_a_kernel_that_ignores_where_rows_end_gets_one_sequence_at_a_time(kernels: Kernels) -> None:
     result = tried()
@@ -109,6 +111,7 @@ def test_a_kernel_that_mixes_sequences_is_refused(kernels: Kernels) -> None:
     assert tried().objections()
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("kernels", ["forgets the state", "has no gradient of the state"], indirect=True)
 def test_a_kernel_that_loses_a_state_takes_whole_sequences(kernels: Kernels) -> None:
     result = tried()

@@ -42,6 +42,7 @@ FOUND = {
 }
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     "family", long_but(FOUND, "gpt_oss", "dropout (Phi)", "layers that share weights", "hooks of modules")
 )
@@ -136,6 +137,7 @@ def object_of_its_own(layer: Any) -> None:
 EDITS = [own_forward, renamed, hook, hook_of_gradient, buffer, frozen, shorter, epsilon, held, object_of_its_own]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: str(edit.__name__))
 def test_a_layer_that_differs_is_of_no_others_kind(edit: Callable[[Any], None]) -> None:
     model = small_model()

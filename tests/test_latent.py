@@ -50,6 +50,7 @@ def rotary_parts_keep_a_part_of_their_gradient() -> Any:
     return mock.patch.object(TensorParallel, "_other", other)
 
 
+@pytest.mark.drawn
 def test_the_self_check_finds_a_shared_key_whose_gradient_is_a_part() -> None:
     with rotary_parts_keep_a_part_of_their_gradient():
         shapes = [StrategyShape.parse("tp2"), StrategyShape.parse("pp2")]

@@ -129,6 +129,7 @@ UNLIKE: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", UNLIKE)
 def test_a_layer_that_mixes_sequences_is_found_wherever_it_is(name: str) -> None:
     result = check_strategies(UNLIKE[name](), [StrategyShape.parse("tp1")], keep=False, context_length=32)

@@ -28,6 +28,7 @@ def of_family(name: str) -> Any:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings))
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_what_is_drawn_is_what_the_constructor_makes(name: str) -> None:
     """Buffers and constants to the bit; random parameters with its mean and deviation."""
@@ -75,12 +76,14 @@ def first_values(rank: int, **hydra: Any) -> dict[str, Tensor]:
     return small_engine(rank, hollow(), **hydra).fp32_state_dict()
 
 
+@pytest.mark.drawn
 def test_random_weights_do_not_depend_on_the_number_of_ranks() -> None:
     one, other = (run_ranks(lambda rank: first_values(rank, initial_weights="random"), n)[0] for n in (1, 4))
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert one["model.layers.0.mlp.up_proj.weight"].std() > 0.01
 
 
+@pytest.mark.drawn
 def test_a_folder_s_weights_train_as_the_model_that_it_was_saved_from(tmp_path: Path) -> None:
     small_model().save_pretrained(tmp_path)
 

@@ -92,6 +92,7 @@ def data() -> list[dict[str, Tensor]]:
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     "make", [functools.partial(model_of, gate), functools.partial(model_of, mix_twice, Hybrid)],
     ids=["a gate on attention", "two token mixers"],

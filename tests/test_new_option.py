@@ -73,6 +73,7 @@ def test_a_new_option_travels_from_the_config_to_the_table_and_back() -> None:
     assert table_file_from_record(TableFile(table, job).to_record(), "t").job == job
 
 
+@pytest.mark.drawn
 def test_the_self_check_tries_it_and_gives_it_up_where_it_is_wrong() -> None:
     asked = Options(token_sharding=True, halved=True)
     model, strategies = small_model(), [StrategyShape.parse("pp2")]

@@ -144,6 +144,7 @@ def test_another_process_plans_the_same() -> None:
     assert other.planner().plan(0, range(len(LENGTHS)), LENGTHS).digest() == planned("pure").digest()
 
 
+@pytest.mark.drawn
 @pytest.mark.usefixtures("in_plain_python")
 def test_it_trains_as_one_process_does() -> None:
     case = Case("new", "llama", ("2*pp2/weights-first", "tp2pp2/weights-first", "4*tp1"), steps=3, slices=True)

@@ -93,6 +93,7 @@ def on_ranks(sp: int, program: Callable[[int, Any], Any]) -> list[Any]:
     return ranks.run(lambda rank: program(rank, ranks.group(tuple(range(sp)), rank)))
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("sp", [2, 4])
 @pytest.mark.parametrize("heads", [(24, 12), (8, 2), (16, 1)])
 @pytest.mark.parametrize(

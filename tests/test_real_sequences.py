@@ -41,6 +41,7 @@ def difference(model: Any, dtype: torch.dtype, lengths: tuple[int, ...] = (7, 90
     return difference_on(own, real_data(vocab_size("llama"), lengths), dtype, CPU)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_a_llama_is_as_far_off_as_from_itself(dtype: torch.dtype) -> None:
     model = build_model("llama", torch.float32)
@@ -49,6 +50,7 @@ def test_a_llama_is_as_far_off_as_from_itself(dtype: torch.dtype) -> None:
     assert difference(model, dtype, functions="auto", activation_checkpointing=True) is None
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("family", ["dropout (Phi)", "mixtral", "olmoe, balanced", "gemma3_text"])
 def test_other_families_agree_in_bf16(family: str) -> None:
     assert difference(build_model(family, torch.float32), torch.bfloat16) is None
@@ -89,6 +91,7 @@ def looks_back(model: Any) -> None:
     mlp.forward = lambda x: before(x) + 0.5 * nn.functional.pad(x, (0, 0, 50, 0))[:, : x.shape[1]]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("attack", [counts_pairs, by_length, looks_back])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_packing_changes_is_found(attack: Callable[[Any], None], dtype: torch.dtype) -> None:

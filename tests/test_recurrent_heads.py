@@ -39,6 +39,7 @@ FOUND: dict[str, tuple[str, tuple[int, ...], dict[str, tuple[int, ...]]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("family", FOUND)
 def test_ranks_share_heads(family: str) -> None:
     path, degrees, shapes = FOUND[family]
@@ -76,6 +77,7 @@ def normed_otherwise(model: Any) -> None:
     norm.forward = lambda hidden, gate: type(norm).forward(norm, hidden, 2 * gate)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("change", [biased, of_a_part_that_nobody_knows, normed_otherwise])
 def test_what_is_made_otherwise_stays_whole(change: Callable[[Any], None]) -> None:
     model = build_model("bamba", torch.float32)
@@ -137,6 +139,7 @@ MUTANTS = [
 ]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("family", "mutant"), MUTANTS, ids=[f"{f}-{m.__name__}" for f, m in MUTANTS])
 def test_what_trying_does_not_see_differs_from_one_process(family: str, mutant: Callable[[], Any]) -> None:
     """By the comparison of which the self-check consists."""
@@ -149,6 +152,7 @@ def test_what_trying_does_not_see_differs_from_one_process(family: str, mutant: 
     assert compare(right, found).what is not None
 
 
+@pytest.mark.drawn
 def test_the_self_check_finds_what_trying_did_not() -> None:
     with channels_are_cut_as_one():
         result = check_strategies(build_model("qwen3_5", torch.float32), [StrategyShape.parse("tp2")], keep=False)
@@ -156,6 +160,7 @@ def test_the_self_check_finds_what_trying_did_not() -> None:
     assert "tp2 trains otherwise" in objection
 
 
+@pytest.mark.drawn
 def test_the_self_check_proves_more_groups_than_ranks_and_fewer() -> None:
     """Its small copy has the model's groups, or as many as its heads can have."""
     config = hf_config("nemotron_h")

@@ -89,6 +89,7 @@ def test_other_errors_and_sessions_are_left_alone() -> None:
     assert "seen mine" in run(seen + "show_refusals_plainly(); raise ValueError('mine')").stderr
 
 
+@pytest.mark.drawn
 def test_ranks_that_have_met_tell_each_refusal_once() -> None:
     pairs = [("same", "same"), ("one", "two"), ("", "only rank 1")]
     done = run(MET, json.dumps([(free_port(), texts) for texts in pairs]))

@@ -164,12 +164,14 @@ DEGREES = [  # refused under some strategies, equal under the other
 ]  # fmt: skip
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("build", "told"), WHOLE, ids=[told for _, told in WHOLE])
 def test_refused_under_every_strategy(build: Callable[[], Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         CausalLM(build())
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("build", "refused", "equal", "told"), DEGREES, ids=[row[3] for row in DEGREES])
 def test_refused_under_some_strategies(build: Callable[[], Any], refused: str, equal: str, told: str) -> None:
     plan = CausalLM(build()).plan

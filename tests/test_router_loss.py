@@ -32,6 +32,7 @@ def small(model_type: str, layers: int = 1, **more: Any) -> Any:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings))
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe"])
 def test_of_one_layer_and_one_sequence_it_is_what_transformers_adds(model_type: str) -> None:
     model = small(model_type).eval()
@@ -122,6 +123,7 @@ def checked(*strategies: str) -> CheckResult:
     )
 
 
+@pytest.mark.drawn
 def test_the_self_check_proves_it() -> None:
     found = checked("tp2pp2", "sp2", "tp2sp2", "pp2/v")
     assert found.objections() == []
@@ -148,6 +150,7 @@ MISTAKES: list[tuple[str, Any, str, Any, str]] = [
 ]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("strategy", "owner", "name", "mistake", "words"), MISTAKES)
 def test_the_self_check_finds_mistakes(strategy: str, owner: Any, name: str, mistake: Any, words: str) -> None:
     with mock.patch.object(owner, name, mistake):
@@ -155,6 +158,7 @@ def test_the_self_check_finds_mistakes(strategy: str, owner: Any, name: str, mis
     assert words in objection
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("name", "mistake"), [("counts", forget_slices), ("products", each_slice_alone)])
 def test_it_finds_mistakes_in_slices(name: str, mistake: Any) -> None:
     with mock.patch.object(balancing._Counted, name, mistake):

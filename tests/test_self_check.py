@@ -78,6 +78,7 @@ FOUND = [
 ]  # fmt: skip
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("name", "strategy", "mutant", "told", "equal"), FOUND, ids=[f"{r[0]}-{r[1]}" for r in FOUND])
 def test_what_would_train_wrongly_or_crash_is_refused(
     name: str, strategy: str, mutant: mutants.Mutant, told: str, equal: str | None
@@ -90,6 +91,7 @@ def test_what_would_train_wrongly_or_crash_is_refused(
     assert result.usable(candidates) == tuple(candidates[1:])
 
 
+@pytest.mark.drawn
 def test_a_split_backward_that_loses_gradients_is_refused() -> None:
     model = build_model("llama", torch.float32)
     assert check(model, "tp2pp2/zb-h1", "pp2/list", "tp2pp2/v", keep=False).objections() == []
@@ -122,6 +124,7 @@ def halve_loss(model: Any) -> None:
     model.loss_function = lambda **given: 0.5 * loss(**given)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("own", long_but(["smooth_labels", "z_loss", "halve_loss"], "z_loss", "halve_loss"))
 def test_a_loss_of_the_models_own_is_refused_unless_one_is_given(own: str) -> None:
     model = build_model("llama", torch.float32)
@@ -190,6 +193,7 @@ def test_a_parameter_that_is_read_before_it_arrived_is_refused() -> None:
     assert "a parameter is read before the stage waits for it" in objection
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     "family", long_but(["llama_tied", "gemma3_text", "gpt2", "qwen3_moe"], "gemma3_text", "qwen3_moe")
 )
@@ -275,6 +279,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("family", "change", "told"), REFUSED, ids=[row[1].__name__ for row in REFUSED])
 def test_what_no_stage_could_do_alike_is_refused(family: str, change: Callable[[Any], None], told: str) -> None:
     model = build_model(family, torch.float32)

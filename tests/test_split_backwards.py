@@ -45,6 +45,7 @@ def hooked() -> Any:
     return model
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("family", "shape", "checkpointing"),
     [
@@ -97,6 +98,7 @@ def leaves_the_last_out(queue: WeightGradients, entries: Sequence[Any]) -> None:
 real_run = WeightGradients._run
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("wrong", [forgets_one_weight, adds_twice, leaves_the_last_out])
 def test_a_wrong_sum_is_found(wrong: Callable[..., None]) -> None:
     with mock.patch.object(weight_gradients.WeightGradients, "_run", wrong):

@@ -63,6 +63,7 @@ def test_others_take_whole_sequences(name: str, why: str) -> None:
 MIXED, SHAPES = "(sp2[0:1] > tp2[1:3] > tp1[3:4])/zb-h1", ("tp2", "sp4", "pp2/v")
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("family", "shape"), zip(FOUND, SHAPES, strict=True))
 def test_four_slices_of_200_tokens_equal_the_whole(family: str, shape: str) -> None:
     """In FP64, to 1e-9; another sequence runs in turns with it, and short ones beside. Each family has one of the
@@ -161,6 +162,7 @@ def _names(mutants: list[tuple[str, Callable[[], Any]]]) -> list[str]:
     return [f"{family}-{mutant.__name__}" for family, mutant in mutants]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("family", "mutant"), BY_TRYING, ids=_names(BY_TRYING))
 def test_what_would_be_wrong_in_slices_runs_whole(family: str, mutant: Callable[[], Any]) -> None:
     with mutant():
@@ -178,6 +180,7 @@ BY_SELF_CHECK = [
 ]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("family", "mutant"), BY_SELF_CHECK, ids=_names(BY_SELF_CHECK))
 def test_the_self_check_sees_what_trying_did_not(family: str, mutant: Callable[[], Any]) -> None:
     def tried(*given: Any) -> Any:  # without the mutant
@@ -198,6 +201,7 @@ def test_the_self_check_finds_slices_equal(family: str) -> None:
     assert (result.objections(), result.no_slices) == ([], "")
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("family", FOUND)
 def test_memory_counts_what_slices_hand_on(family: str) -> None:
     source = CausalLM(build_model(family, torch.float32))

@@ -159,6 +159,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", REFUSED)
 def test_models_that_do_not_allow_it_stay_as_they_were(name: str) -> None:
     change, told = REFUSED[name]
@@ -196,6 +197,7 @@ def right() -> dict[str, Outcome]:
     return {family: Plain(reference_model(family, torch.float64)).outcome(DATA) for family in families}
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("family", "shape", "checkpointing"),
     [
@@ -233,6 +235,7 @@ MUTANTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
 }
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_self_check_finds_what_is_wrong(name: str) -> None:
     model, strategies = build_model("llama", torch.float32), [StrategyShape.parse("tp2")]
@@ -254,6 +257,7 @@ class Nudged(Layer):
         return out
 
 
+@pytest.mark.drawn
 def test_the_self_check_finds_padding_that_trains() -> None:
     model, strategies = build_model("llama", torch.float32), [StrategyShape.parse("tp2")]
     of_kind(Nudged)(model)
@@ -263,6 +267,7 @@ def test_the_self_check_finds_padding_that_trains() -> None:
     assert not check_strategies(model, strategies, keep=False).objections()
 
 
+@pytest.mark.drawn
 def test_a_job_goes_on_without_what_the_self_check_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model, strategies = build_model("llama", torch.float32), [StrategyShape.parse("tp2")]

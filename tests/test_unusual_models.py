@@ -39,6 +39,7 @@ def _apart(value: Tensor, reference: Tensor, least: float) -> float:
     return float((value - reference).abs().max()) / max(least, float(reference.abs().max()))
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", [*UNUSUAL, *CHANGED, *CHANGED_LINEARS, *ADAPTED, *ADAPTED_WITHOUT_TP][::6])
 def test_same_as_the_plain_model(name: str) -> None:
     shape = PipelineShape.parse(WITHOUT_TP if name in (*CHANGED_LINEARS, *ADAPTED_WITHOUT_TP) else MIXED)

@@ -89,6 +89,7 @@ def test_parts_of_two_ranks_add_up_to_all_experts(family: str, implementation: s
 FAMILIES = ("qwen3_moe", "gpt_oss", "mixtral, balanced")
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("family", long_but(FAMILIES, "gpt_oss", "mixtral, balanced"))
 def test_they_train_as_one_process_does(family: str) -> None:
     asked = strategies("tp2ep2pp2/v", "tp4ep4", "sp4ep4", "tp2sp2ep4pp2", "tp2sp2ep2")
@@ -161,6 +162,7 @@ def routing_is_another_when_computed_again() -> Any:
     return _given_others(change)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("mutant", "text", "told"),
     [

@@ -139,6 +139,7 @@ def told(family: str, shape: str, options: StageOptions) -> str:
     return "\n" + "".join(f"{count} {line}\n" for line, count in sorted(counts.items()))
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("row", TOLD, ids=lambda row: f"{row[0]} {row[1]}")
 def test_a_stage_tells_what_stands_around_its_modules(row: tuple[str, str, StageOptions]) -> None:
     assert told(*row) == TOLD[row]

@@ -37,7 +37,6 @@ TIMED = (
 # Tools with more than one set of tables, and the options of each.
 _NETWORKS = ("order", "overlap", "emulated", "sockets", "two_hosts")
 SETS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "check_tests": tuple(("--part", str(number)) for number in range(1, 7)),
     "check_devices": (
         (), ("--fast", "--without", *_NETWORKS), ("--only", *_NETWORKS[:-1]), ("--only", *_NETWORKS[-1:]),
     ),

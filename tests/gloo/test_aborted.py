@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 import ds_hydra.engine.engine  # noqa: F401  so that forked ranks need not import it
@@ -100,6 +101,7 @@ def _fails(failed: Path, *_: Any, **__: Any) -> Any:
     raise ValueError("a fault that was set off")
 
 
+@pytest.mark.drawn
 def test_nothing_is_left_of_worlds_that_faults_have_ended(tmp_path: Path) -> None:
     for rank, found in enumerate(run_ranks(aborted, 3, tmp_path, timeout=120)):
         for phase, left, kind, _, _ in found:

@@ -101,6 +101,7 @@ def same_last(seen: dict[str, list[Any]], names: Sequence[int]) -> View:
     return View.from_wire(last[0])
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("lost", "how"), [(0, "SIGKILL"), (1, "SIGKILL"), (3, "exit"), (0, "SIGSTOP"), (2, "SIGSTOP")])
 def test_survivors_go_on_in_one_view(lost: int, how: str, tmp_path: Path) -> None:
     found, seen, gone = run(tmp_path, 4, {lost: (0.6, how)}, until=3)

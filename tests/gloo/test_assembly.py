@@ -44,6 +44,7 @@ def train(engine: Any, steps: int) -> list[float]:
     return [float(engine.train_batch()) for _ in range(steps)]
 
 
+@pytest.mark.drawn
 def test_fewer_ranks_go_on_in_the_same_process_as_after_a_restart(tmp_path: Path) -> None:
     """4 ranks train and save; the first 3 go on at once, and for comparison after a stop; equal to the bit."""
 
@@ -129,6 +130,7 @@ def test_masters_of_a_second_assembly_have_no_values_until_loaded() -> None:
     assert run_ranks(again, 2, timeout=60) == [True, True]
 
 
+@pytest.mark.drawn
 def test_a_second_assembly_checks_other_strategies(tmp_path: Path) -> None:
     """The self-check copies the model in its own widths, since a hook holds a module; its values are gone by then."""
 

@@ -137,6 +137,7 @@ def all_ways(first: int) -> Between:
     return between
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("family", "first"), [("", 0), ("lora", 2)])
 def test_training_goes_on_to_the_bit(family: str, first: int) -> None:
     def model() -> Any:

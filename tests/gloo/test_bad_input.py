@@ -83,6 +83,7 @@ def used_ranks(strategy: str) -> int:
     return StrategyShape.parse(strategy).num_ranks
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("strategy", "words"),
     [
@@ -103,6 +104,7 @@ def test_strategies_that_do_not_add_up_to_the_ranks() -> None:
             assert f"= {used} ranks but the job has 2" in text
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("data", "settings", "words"),
     [
@@ -151,6 +153,7 @@ def test_links_of_a_cost_table_that_cannot_be_read(tmp_path: Path) -> None:
         assert text.startswith("ConfigError: links of the cost table: links[0]: missing "), text
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("item", "words"),
     [

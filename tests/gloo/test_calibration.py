@@ -72,6 +72,7 @@ def corrected(
     return plans, recipes
 
 
+@pytest.mark.drawn
 def test_a_restart_plans_by_the_corrections_that_the_job_had(tmp_path: Path) -> None:
     """After the step that a correction is found in, the one that it holds from, and the next."""
     stops = (4, 5, 6)

@@ -52,6 +52,7 @@ def test_a_stage_that_comes_too_late_is_refused(outside: bool) -> None:
     assert outside or "noted is 3 now" in text or "stage is 1 now" in text
 
 
+@pytest.mark.drawn
 def test_without_reading_ahead_a_stage_begins_with_its_step() -> None:
     one, other = (run_ranks(trained, 2, 0, outside, (0, 1, 2)) for outside in (False, True))
     still = run_ranks(trained, 2, 1, False, (0, 0, 0))

@@ -76,6 +76,7 @@ def trained(rank: int, ahead: int, folder: Path) -> Any:
     return counted, again, state, readers, equal
 
 
+@pytest.mark.drawn
 def test_steps_made_ready_are_the_same_to_the_bit(tmp_path: Path) -> None:
     plain = run_ranks(trained, 2, 0, tmp_path / "0")
     ready = run_ranks(trained, 2, 2, tmp_path / "2")
@@ -111,6 +112,7 @@ def broken(rank: int, ahead: int, bad: int) -> tuple[int, str, str]:
     return STEPS, "", ""
 
 
+@pytest.mark.drawn
 def test_what_the_thread_cannot_read_is_raised_in_its_step() -> None:
     order = run_ranks(lambda rank: [small_engine(rank).sampler.batch(step) for step in range(STEPS)], 1)[0]
     step, bad = 4, next(i for i in order[4] if all(i not in drawn for drawn in order[:4]))
@@ -124,6 +126,7 @@ def test_what_the_thread_cannot_read_is_raised_in_its_step() -> None:
         assert all("__getitem__" in text and ("_make" in text) == (ahead > 0) for text in own)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 8])
 def test_a_text_reaches_all_ranks_beside_collectives(num_ranks: int) -> None:
     """A thread waits for texts of rank 0's, a long one too, while all ranks use the same group."""

@@ -77,6 +77,7 @@ def survives(rank: int, cost_table: str, folder: Path) -> list[str]:
     return differing
 
 
+@pytest.mark.drawn
 def test_a_composed_strategy_survives_a_restart(cost_table: str, tmp_path: Path) -> None:
     assert run_ranks(survives, 4, cost_table, tmp_path / "saved", timeout=300) == [[]] * 4
 
@@ -114,6 +115,7 @@ def own_callback(rank: int, cost_table: str, ahead: int) -> tuple[list[str], lis
     return makers, called[:3], given, refused
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_a_users_own_callback_is_called_before_each_step_and_checked(cost_table: str, ahead: int) -> None:
     for rank, (makers, called, given, refused) in enumerate(run_ranks(own_callback, 4, cost_table, ahead)):

@@ -87,6 +87,7 @@ def our_engine(rank: int, tokens: Tensor) -> Any:
     return ds_hydra.initialize(model=small_model(tied=False), training_data=[tokens], config=our_config())[0]
 
 
+@pytest.mark.drawn
 def test_from_deepspeed_and_on(tmp_path: Path) -> None:
     """DeepSpeed trains, we go on: masters and moments are equal to the bit, the next losses equal."""
 
@@ -120,6 +121,7 @@ def test_from_deepspeed_and_on(tmp_path: Path) -> None:
     assert mine == pytest.approx(losses, rel=1e-5)
 
 
+@pytest.mark.drawn
 def test_to_deepspeed_and_on(tmp_path: Path) -> None:
     """We train, DeepSpeed goes on."""
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed  # noqa: F401  (before forking: the ranks share it)
+import pytest
 import torch
 
 import ds_hydra.engine.engine  # noqa: F401
@@ -37,6 +38,7 @@ def train(rank: int, settings: dict[str, Any]) -> tuple[dict[str, torch.Tensor],
     return found
 
 
+@pytest.mark.drawn
 def test_replayed_slices_train_as_the_recorded_run_and_off_refuses_them(tmp_path: Path) -> None:
     recorded, cut = tmp_path / "plans.jsonl", tmp_path / "cut.jsonl"
     settings = config(recorded, choose="cycle", replay=None, plans_file=str(recorded))
@@ -59,6 +61,7 @@ def test_replayed_slices_train_as_the_recorded_run_and_off_refuses_them(tmp_path
     assert all(told in text and "micro-batch" in text for text in run_ranks(refused, 2))
 
 
+@pytest.mark.drawn
 def test_sequences_that_the_planner_cuts_train_as_whole_ones(tmp_path: Path) -> None:
     """A table with shares, and costs that grow fast with length: slices under the list order and in a V."""
     costs = (SchemeCost(ParallelScheme(pp=pp), 2e-3 / pp, 0.2 / pp, 1.0 / pp, 200, 8, Shares.usual()) for pp in (1, 2))

@@ -18,6 +18,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("tried", "count"), [(damaged, len(DAMAGES)), (forged, 40)])
 def test_a_changed_checkpoint_is_refused_or_loaded_whole(
     tried: Callable[..., dict[str, list[str]]], count: int, saved: Path, tmp_path: Path

@@ -8,6 +8,7 @@ import ds_hydra.engine.engine  # noqa: F401  so that forked ranks need not impor
 from tests.support.drawn_faults import ACTIVITIES, KINDS, MODES, Case, drawn, wrong
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     "case",
     [

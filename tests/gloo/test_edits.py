@@ -28,6 +28,7 @@ def test_outcomes_are_as_far_apart_as_their_losses_or_parameters() -> None:
     assert distance(one, replace(one, parameters={"a": torch.tensor([4.0, 3.0])})) == 0.25
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("edit", "late", "strategies", "state"),
     [
@@ -42,6 +43,7 @@ def test_an_edit_is_trained_as_it_is_or_refused(edit: str, late: bool, strategie
     assert found.state == state, found
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("edit", "state"),
     [

@@ -127,6 +127,7 @@ def test_computing_hides_pulls() -> None:
     assert first_step_ms("4*tp1", inside=speed, token_ms=16.0) == pytest.approx(6.0 + 16.0 + 32.0 + 6.0 + NORM_MS)
 
 
+@pytest.mark.drawn
 def test_every_token_counts_once_whatever_the_strategy() -> None:
     job = emulated_job(*MIXED, inside=Speed(1e-5, 1e9), between=Speed(1e-4, 1e8), node_size=2)
     runs = emulate(job, len(MIXED))

@@ -46,6 +46,7 @@ ASSEMBLY = {
 }
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("part", ASSEMBLY)
 def test_whatever_fails_in_the_assembly_ends_all_ranks_with_its_cause(part: str) -> None:
     owner, name = ASSEMBLY[part]
@@ -70,6 +71,7 @@ def test_whatever_fails_in_the_assembly_ends_all_ranks_with_its_cause(part: str)
 ENDS = [(1, "SIGKILL"), (0, "SIGKILL"), (2, "exit"), (1, "sys.exit"), (0, "sys.exit")]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("lost", "how", "saved"),
     long_but(
@@ -218,6 +220,7 @@ OWN = {
 }
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("kind", OWN)
 @pytest.mark.parametrize("handed", [False, True])
 def test_an_error_of_whatever_text_is_that_of_its_rank(kind: str, handed: bool) -> None:

@@ -60,6 +60,7 @@ def plain_shares(groups: int) -> list[float]:
     return [float(each.max() / each.mean()) for each in found]
 
 
+@pytest.mark.drawn
 def test_a_record_has_the_largest_ranks_share_of_each_layer(tmp_path: Path) -> None:
     """By stages of two and of four ranks; a step whose experts nobody shares has none."""
     strategies = ["tp4ep4", "2*tp2ep2", "tp2sp2ep4", "tp2ep2pp2", "4*tp1"]

@@ -29,6 +29,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return run_job(tmp_path_factory.mktemp("straight"), 4, 3).digests
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("kind", "phase", "rank", "limit_s"),
     [("SIGKILL", "forward", 1, 3.0), ("SIGSTOP", "push", 0, 12.0), ("exception", "saving", 2, 3.0)],
@@ -70,6 +71,7 @@ def test_signals_save_and_leave_or_go_on(tmp_path: Path) -> None:
     assert (tmp_path / "latest").read_text() == "global_step3"
 
 
+@pytest.mark.drawn
 def test_a_loss_that_is_not_finite_skips_the_step_everywhere() -> None:
     """NaN in one micro-batch of one pipeline: no rank updates, the sequences are named, and too many end the job."""
     from ds_hydra.pipe.runtime import StageRuntime
@@ -117,6 +119,7 @@ def test_a_loss_that_is_not_finite_skips_the_step_everywhere() -> None:
     assert "sequences" in results[0][3][0]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("bucket", "bf16", "node_size"),
     long_but(
@@ -244,6 +247,7 @@ def half_config(num_ranks: int, **fp16: Any) -> dict[str, Any]:
     return {**small_config(num_ranks), "fp16": {"enabled": True, **fp16}}
 
 
+@pytest.mark.drawn
 def test_fp16_finds_its_scale_as_deepspeed_does(tmp_path: Path) -> None:
     """A scale that overflows comes down by DeepSpeed's rules, is saved, and training then follows FP32."""
 

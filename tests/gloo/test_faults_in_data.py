@@ -24,6 +24,7 @@ HANDED = {
 }
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("kind", HANDED)
 def test_an_iterator_that_fails_keeps_its_traceback_on_its_rank(kind: str) -> None:
     raised, expected = HANDED[kind]
@@ -45,6 +46,7 @@ def test_an_iterator_that_fails_keeps_its_traceback_on_its_rank(kind: str) -> No
     assert found[0].told + found[2].told == ""
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("kind", ["storage", "memory", "vocabulary"])
 def test_a_dataset_that_fails_does_so_with_the_code_of_its_error(kind: str, ahead: int) -> None:

@@ -27,6 +27,7 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Judge:
     return Judge(tmp_path_factory.mktemp("stopped"))
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     "cell",
     [
@@ -47,6 +48,7 @@ _EVERY_TIME = ("a second one while voted", "a second one while rebuilding", "a s
                "a share and its copy")  # fmt: skip
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", long_but(_EVERY_TIME, "a second one while voted", "a share and its copy"))
 def test_what_befalls_a_job(name: str, judge: Judge) -> None:
     """`tools.check_elastic` has all courses, and two at once in its quick form."""
@@ -54,6 +56,7 @@ def test_what_befalls_a_job(name: str, judge: Judge) -> None:
     assert judge.wrong(course) == []
 
 
+@pytest.mark.drawn
 def test_the_judgement_can_fail(judge: Judge) -> None:
     """Of a job that lost nobody; and steps of other ranks come to other bits."""
     course = Course("nothing", ())
@@ -69,6 +72,7 @@ def test_drawn_cells_are_of_every_kind() -> None:
     assert cells == drawn(60)
 
 
+@pytest.mark.drawn
 def test_a_rank_that_has_left_a_save_goes_on_with_those_that_have_not(tmp_path: Path) -> None:
     """Member 3 dies when it has sent the last message of a save to members 0 and 1, and not to 2."""
     job = replace(PLAIN, hydra={"checkpoint": {"dir": str(tmp_path / "checkpoints"), "every": 1, "resume": False}})
@@ -97,6 +101,7 @@ def noted_by_others(lost: list[Loss], folder: Path, after_step: Callable[[Any], 
     return result.noted[0]
 
 
+@pytest.mark.drawn
 def test_what_a_loss_cuts_short_is_made_again(tmp_path: Path) -> None:
     """An evaluation, then whole weights."""
     lost = [Loss("evaluating", 1, 1), Loss("gathering", 2, 3)]
@@ -104,6 +109,7 @@ def test_what_a_loss_cuts_short_is_made_again(tmp_path: Path) -> None:
     assert [len(set(map(str, of))) for of in zip(*noted, strict=True)] == [STEPS - 1] * 2
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("at_end", "after_step"), [("evaluated", _evaluated), ("gathered", _gathered)])
 def test_what_a_loss_interrupts_at_its_end_is_there_or_told(at_end: str, after_step: Any, tmp_path: Path) -> None:
     noted = noted_by_others([Loss(at_end, 3, 2), Loss(at_end, 2, 2, "behind")], tmp_path / "job", after_step)
@@ -123,6 +129,7 @@ def _exported(engine: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.drawn
 def test_where_no_strategy_fits_those_that_are_left_all_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unfit(config: HydraConfig, num_ranks: int) -> HydraConfig:
         return replace(config, strategies=(f"tp{num_ranks}",))  # 3, of 4 heads of keys and values
@@ -133,6 +140,7 @@ def test_where_no_strategy_fits_those_that_are_left_all_end(tmp_path: Path, monk
     assert "the ranks that are left cannot go on" in result.told[0]
 
 
+@pytest.mark.drawn
 def test_where_no_strategy_fits_those_that_would_be_they_go_on_without_who_has_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +160,7 @@ def test_where_no_strategy_fits_those_that_would_be_they_go_on_without_who_has_c
     assert "tp=3" in result.told[3]
 
 
+@pytest.mark.drawn
 def test_strategies_to_go_on_with_are_checked_before_step_0_and_not_again(tmp_path: Path) -> None:
     """Nor where a process joins, which is told."""
     checked = replace(PLAIN, strategies={3: ["3*tp1"], 2: ["tp2"]}, hydra={"self_check": "on"})
@@ -161,6 +170,7 @@ def test_strategies_to_go_on_with_are_checked_before_step_0_and_not_again(tmp_pa
     assert result.legs(3, 5) == [(3, 1), (2, 3), (3, 5)]
 
 
+@pytest.mark.drawn
 def test_a_process_joins_at_the_end_of_a_step_and_one_of_another_job_is_refused(tmp_path: Path, judge: Judge) -> None:
     result = run_elastic(tmp_path / "job", 3, STEPS, [], job=PLAIN, joins_in=[2], refuses=True)
     assert result.codes == [0, 0, 0, 0, 78], result.told
@@ -173,6 +183,7 @@ def test_a_process_joins_at_the_end_of_a_step_and_one_of_another_job_is_refused(
     assert result.losses[3] == pytest.approx(losses[3:], rel=1e-6)
 
 
+@pytest.mark.drawn
 def test_without_copies_processes_join_and_a_loss_ends_the_job(tmp_path: Path, judge: Judge) -> None:
     without = {"redundancy": "off"}
     result = run_elastic(tmp_path / "grown", 2, STEPS, [], job=PLAIN, joins_in=[1], elastic=without)

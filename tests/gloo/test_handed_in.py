@@ -78,6 +78,7 @@ def expected() -> Any:
     return run_ranks(of_map_style, 4)[0]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("share", "strict"),
     [

@@ -75,6 +75,7 @@ def compare(folder: Path, more: dict[str, Any], make: Callable[[], Any] = small_
         assert equal
 
 
+@pytest.mark.drawn
 def test_a_planned_trainer_is_a_plain_one_and_goes_on_after_a_stop(tmp_path: Path) -> None:
     compare(tmp_path, {"label_smoothing_factor": 0.1, "lr_scheduler_type": "cosine"})
     saved = tmp_path / "parts" / f"checkpoint-{STEPS}"
@@ -84,6 +85,7 @@ def test_a_planned_trainer_is_a_plain_one_and_goes_on_after_a_stop(tmp_path: Pat
     assert same(dict(one.named_parameters()), dict(other.named_parameters()))
 
 
+@pytest.mark.drawn
 def test_so_is_one_of_adapters(tmp_path: Path) -> None:
     compare(tmp_path, {}, adapted)
     loaded = PeftModel.from_pretrained(small_model(tied=False), tmp_path / "parts")

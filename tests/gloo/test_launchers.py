@@ -57,6 +57,7 @@ def finish(launchers: list[BaseProcess]) -> None:
             launcher.kill()
 
 
+@pytest.mark.drawn
 def test_ranks_of_two_launchers_equal_those_of_one_machine(tmp_path: Path) -> None:
     file, port = tmp_path / "two.pt", free_port()
     finish([launch(torchrun_job.save, file, num_nodes=2, node=node, ranks=2, port=port) for node in range(2)])
@@ -109,6 +110,7 @@ def _launched(folder: Path, *options: str) -> str:
     return done.stdout
 
 
+@pytest.mark.drawn
 def test_a_launcher_restarts_what_has_died(tmp_path: Path) -> None:
     """The launcher starts all ranks anew; they resume by themselves and end as if nothing had happened."""
     for name in ("undisturbed", "restarted"):

@@ -56,6 +56,7 @@ def looked(rank: int, change: Change) -> tuple[int, bool]:
     return trace.call_count, (found.facts, found.plan, found.options) == (alone.facts, alone.plan, alone.options)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("change", "runs"),
     [(other_values, [1, 0]), (another_epsilon, [1, 1]), (another_type, [1, 1]), (a_frozen_layer, [1, 1]),

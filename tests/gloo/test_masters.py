@@ -55,6 +55,7 @@ def train_sharded(rank: int, num_ranks: int, steps: int) -> tuple[list[float], d
     return norms, masters.gather_full(transport), moments
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("num_ranks", [1, 4, 5, 7])
 def test_adamw_is_bit_equal_to_the_whole(num_ranks: int) -> None:
     params = {name: torch.nn.Parameter(value) for name, value in tensors(0).items()}

@@ -22,6 +22,7 @@ CLUSTER = [{"ranks": 2, "device": "slow"}, {"ranks": 2, "device": "fast"}]
 STRATEGIES = ["(tp2[0:1]@slow > tp2[1:4]@fast)", "2*(tp1[0:1]@slow > tp1[1:4]@fast)", "tp2@slow + 2*tp1@fast"]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", ["mixed", "mixed, two pipelines"])
 def test_stages_of_two_classes_break_no_rule_of_nccl(name: str) -> None:
     (case,) = (case for case in CASES if case.name == name)
@@ -29,6 +30,7 @@ def test_stages_of_two_classes_break_no_rule_of_nccl(name: str) -> None:
     assert compare(case, strict=Rules(blocking=True)).missed(case.aims, case.name) == []
 
 
+@pytest.mark.drawn
 def test_each_class_is_given_work_by_its_own_speed() -> None:
     """Two ranks of tp2 on the slow class have less than one of tp1 on the fast one. A digest knows the cluster."""
 
@@ -55,6 +57,7 @@ def test_each_class_is_given_work_by_its_own_speed() -> None:
     assert same == pytest.approx(loss, rel=1e-5)
 
 
+@pytest.mark.drawn
 def test_strategies_are_proposed_for_the_classes() -> None:
     def train(rank: int) -> tuple[tuple[str, ...], list[float], str]:
         engine = small_engine(rank, strategies="auto", choose="best", cluster=CLUSTER, cost_table=str(MIXED_COSTS))
@@ -78,6 +81,7 @@ def test_strategies_are_proposed_for_the_classes() -> None:
     assert losses == pytest.approx(run_ranks(alike, 4)[0], rel=1e-5)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("hydra", "words"),
     [

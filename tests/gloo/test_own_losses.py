@@ -65,6 +65,7 @@ def evaluated(rank: int, own: Any) -> list[Any]:
     return [found.sums, found.num_targets, found.loss, found.perplexity, found.sequence_losses, batch]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("own", [None, by_word])
 def test_an_evaluation_has_the_loss_of_each_sequence(own: Any) -> None:
     model = reference_model("llama", torch.float64)

@@ -106,6 +106,7 @@ def trained(rank: int, edited: bool) -> tuple[list[str], dict[str, Any]]:
     return texts, whole_state(engine)
 
 
+@pytest.mark.drawn
 def test_updates_are_the_engines() -> None:
     """What was refused has changed nothing, and what plain DeepSpeed does without an effect has none."""
     edited, plain = run_ranks(trained, 2, True), run_ranks(trained, 2, False)
@@ -155,6 +156,7 @@ def in_place_of_its_own(rank: int) -> list[str]:
     return texts
 
 
+@pytest.mark.drawn
 def test_what_trains_and_is_trained_is_not_set_by_hand() -> None:
     for texts in run_ranks(in_place_of_its_own, 2):
         for text, words in zip(texts, IN_PLACE, strict=True):
@@ -179,6 +181,7 @@ def in_parts(rank: int) -> list[str]:
     return texts
 
 
+@pytest.mark.drawn
 def test_gradients_that_wait_in_parts_are_not_read() -> None:
     for texts in run_ranks(in_parts, 2):
         assert len(texts) == len(BETWEEN) - 2

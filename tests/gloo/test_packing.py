@@ -148,6 +148,7 @@ PACKS = ((7, 19, 3, 14), (1, 30, 2, 9, 25), (3, 1), (41,))
 WINDOWED = [("gemma2", 1), ("gemma2", 2), ("gemma2", 4), ("gemma2", 8), ("mistral", 2), ("qwen3", 2)]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("family", "sp"), long_but(WINDOWED, ("gemma2", 1), ("gemma2", 8), ("mistral", 2), ("qwen3", 2))
 )

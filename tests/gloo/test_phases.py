@@ -82,6 +82,7 @@ def replayed(recorded: tuple[Path, list[float]]) -> tuple[list[float], dict[str,
     return run(folder, **replay(folder), **files, faults={"frozen_seconds": 0, "compare_every": 1})
 
 
+@pytest.mark.drawn
 def test_recorded_steps_run_again_in_phases(
     recorded: tuple[Path, list[float]], replayed: tuple[list[float], dict[str, Tensor]]
 ) -> None:
@@ -104,6 +105,7 @@ def test_recorded_steps_run_again_in_phases(
         assert plan.searched_ms == sum(phase.predicted_ms for phase in plan.phases)
 
 
+@pytest.mark.drawn
 def test_a_stopped_run_goes_on_as_the_undisturbed_one(
     recorded: tuple[Path, list[float]], replayed: tuple[list[float], dict[str, Tensor]], tmp_path: Path
 ) -> None:
@@ -115,6 +117,7 @@ def test_a_stopped_run_goes_on_as_the_undisturbed_one(
     assert same(replayed[1], resumed)
 
 
+@pytest.mark.drawn
 def test_what_is_not_finite_is_told_with_its_phase(recorded: tuple[Path, list[float]]) -> None:
     """A step of which one sequence has a loss that is not finite is skipped whole: no phase leaves a trace."""
     folder, _ = recorded
@@ -196,6 +199,7 @@ def each_phase_has_its_own_mean() -> Any:
     return mock.patch.object(Stepper, "_train", by_own)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("mutant", "differs"),
     [

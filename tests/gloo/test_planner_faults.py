@@ -48,6 +48,7 @@ def calm() -> Found:
     return found
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("fault", "maker"),
     long_but(

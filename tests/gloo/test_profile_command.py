@@ -43,6 +43,7 @@ def profile(model: Path, out: Path, *more: str) -> int:
     )  # fmt: skip
 
 
+@pytest.mark.drawn
 def test_the_tool_writes_a_table_that_a_job_takes(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -72,6 +73,7 @@ def test_the_tool_writes_a_table_that_a_job_takes(
         job_cost_table(parsed.hydra, shape, (), 64, describe_job(source, CPU, torch.bfloat16, 2))
 
 
+@pytest.mark.drawn
 def test_an_interrupted_run_goes_on_where_it_was(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,6 +108,7 @@ def longest_of(rank: int, model: Path, table: Path) -> int:
     return engine.crew.plans.table[ParallelScheme()].max_length
 
 
+@pytest.mark.drawn
 def test_maxlen_of_a_measured_table_follows_the_number_of_ranks(model: Path, tmp_path: Path) -> None:
     """Fewer ranks share the masters, so each has less room for tokens than in the job that the table was made for."""
     found = {}
@@ -118,6 +121,7 @@ def test_maxlen_of_a_measured_table_follows_the_number_of_ranks(model: Path, tmp
     assert found["8"][0] > found["8"][1] == found["8"][2]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

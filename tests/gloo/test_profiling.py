@@ -157,6 +157,7 @@ def survey_two_schemes(rank: int, source: CausalLM) -> list[dict[str, object]]:
     return [entry.record() for entry in measured if entry is not None]
 
 
+@pytest.mark.drawn
 def test_schemes_that_fit_the_ranks_run_there_and_wider_ones_by_local_shapes(source: CausalLM) -> None:
     first, second = run_ranks(survey_two_schemes, 2, source)
     assert first == second  # every rank knows the same

@@ -24,6 +24,7 @@ SIZES = {"fp32": 4, "bf16": 2}
 _TRAIN = strategy_runtime.StrategyRuntime.train
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("grad_dtype", "wire", "node_size"),
     long_but(
@@ -99,6 +100,7 @@ def test_parameters_begin_on_128_bytes_and_are_what_they_are_side_by_side(
     assert all(same(one, other) for (one, _), (other, _) in zip(results, side_by_side, strict=True))
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("num_ranks", "grad_dtype"), long_but([(4, "fp32"), (4, "bf16"), (3, "bf16")], (4, "fp32"), (3, "bf16"))
 )

@@ -204,6 +204,7 @@ def trained_by_two(rank: int) -> tuple[bool, str]:
     return same(whole_state(found), whole_state(right)), str(error.value)
 
 
+@pytest.mark.drawn
 def test_a_model_that_was_trained_can_be_given_to_another_engine() -> None:
     for equal, text in run_ranks(trained_by_two, 2):
         assert equal

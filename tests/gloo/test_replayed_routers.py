@@ -32,6 +32,7 @@ def worst(rows: list[routes.Row]) -> float:
     return max(max(row.of_loss, row.of_gradients, row.of_log_probs) for row in rows)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("family", "layouts"),
     [
@@ -47,6 +48,7 @@ def test_experts_that_are_given_are_those_of_one_process(family: str, layouts: t
     assert not any(row.choices_off for row in rows), rows
 
 
+@pytest.mark.drawn
 def test_one_expert_of_one_token_is_felt() -> None:
     def off(items: list[dict[str, Any]]) -> None:
         if len(items) == routes.PER_RANK[2]:

@@ -98,6 +98,7 @@ def dropped(rank: int, folder: Path) -> tuple[bool, bool]:
     return same(whole_state(again), undisturbed), same(whole_state(other), undisturbed)
 
 
+@pytest.mark.drawn
 def test_dropout_goes_on_as_if_never_stopped(tmp_path: Path) -> None:
     with shared_source(dropping_model()):
         results = run_ranks(dropped, 2, tmp_path, timeout=200)
@@ -128,6 +129,7 @@ def all_batches(rank: int, steps: int, reorder: int) -> tuple[list[tuple[int, ..
     return made, drawn
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("ranks", "steps", "reorder"),
     [
@@ -170,6 +172,7 @@ def test_steps_that_are_not_known_ahead_are_not_reordered() -> None:
     assert "a stream" in stream
 
 
+@pytest.mark.drawn
 def test_resume_happens_by_itself(states: list[dict[str, Tensor]], tmp_path: Path) -> None:
     """With hydra.checkpoint a restarted script needs no line of its own, and passes over what is damaged."""
     config = {"checkpoint": {"dir": str(tmp_path), "every": 2, "keep_last": 2}}

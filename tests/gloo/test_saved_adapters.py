@@ -87,6 +87,7 @@ def _logits(model: Any) -> Tensor:
     return logits
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     "family",
     long_but(

@@ -57,6 +57,7 @@ def start(model: Any, strategies: list[str] | str) -> Any:
     return ds_hydra.initialize(model=model, training_data=[[3] * 20, [5] * 40] * 4, config=config)[0]
 
 
+@pytest.mark.drawn
 def test_a_job_is_refused_on_all_ranks_before_step_0() -> None:
     def program(rank: int) -> str:
         with mutants.unnamed_parameters_are_complete(), pytest.raises(ConfigError) as refused:
@@ -69,6 +70,7 @@ def test_a_job_is_refused_on_all_ranks_before_step_0() -> None:
     assert "strategies[0]" not in told[0]
 
 
+@pytest.mark.drawn
 def test_auto_leaves_out_what_is_refused() -> None:
     def propose(config: Any, found: Any, *_: Any) -> Any:
         best = "pp2" if ParallelScheme(pp=2) in found.table.schemes else "2*tp1"
@@ -102,6 +104,7 @@ def layer_list(block: type[Block], depth: int) -> Any:
     return PipelineModule(layers, num_stages=1, loss_fn=mean_loss, partition_method="uniform")
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("block", "depth"), [(Block, 4), (Block, 40), (Leaky, 4)])
 def test_layer_lists(block: type[Block], depth: int) -> None:
     strategies = [StrategyShape.parse(text) for text in ("tp2", "pp3", "sp2")]

@@ -59,6 +59,7 @@ class Watched(StageRuntime):
         self.most = max(self.most, len(run.sending))
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("schedule", ["v", "list", "zb-h1"])
 def test_a_rank_holds_as_many_sent_tensors_as_two_for_each_stage(schedule: str, strict: bool) -> None:

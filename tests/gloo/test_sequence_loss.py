@@ -75,6 +75,7 @@ def pairs(rank: int) -> tuple[list[float], dict[str, Tensor]]:
     return losses, engine.fp32_state_dict()
 
 
+@pytest.mark.drawn
 def test_pairs_are_trained_as_in_one_process() -> None:
     model = reference_model("llama", torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)  # type: ignore[arg-type]

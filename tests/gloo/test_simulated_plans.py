@@ -65,6 +65,7 @@ def planned(rank: int, folder: Path, ahead: int) -> Any:
     return found
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_plans_of_training_are_those_of_the_shortest_simulated_step(ahead: int, tmp_path: Path) -> None:
     TableFile(TABLE, links=LINKS.to_record()).save(tmp_path / "table.json")

@@ -87,6 +87,7 @@ def trained(folder: Path, mode: str, **options: Any) -> list[Trained]:
     return run_ranks(partial(train, **options), 4, folder, mode, timeout=240)
 
 
+@pytest.mark.drawn
 def test_a_slow_rank_is_told_and_plans_give_it_less_until_it_recovers(folder: Path) -> None:
     applied, *others = trained(folder, "apply")
     (slow,) = [line for line in applied.lines if line.startswith(f"rank {SLOW} ") and "times as long" in line]

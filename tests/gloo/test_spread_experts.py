@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import deepspeed  # noqa: F401  (before forking: the ranks share it)
+import pytest
 import torch
 from torch import Tensor
 
@@ -34,6 +35,7 @@ def _resumed(rank: int, case: Case, folder: str) -> tuple[list[float], dict[str,
     return [float(engine.train_batch()) for _ in range(2)], values if rank == 0 else {}
 
 
+@pytest.mark.drawn
 def test_jobs_of_both_kinds_and_another_ep_go_on_from_a_checkpoint(tmp_path: Path) -> None:
     with traced_once(SPREAD):
         losses, values = run_ranks(_saved, 2, SPREAD, str(tmp_path), timeout=120)[0]

@@ -52,6 +52,7 @@ def interrupted(rank: int, kind: Any, ahead: int, folder: Path, states: list[dic
     return differ
 
 
+@pytest.mark.drawn
 def test_stopped_in_the_middle_is_the_undisturbed_run(tmp_path: Path) -> None:
     found = run_ranks(undisturbed, 2, Stateful)
     states, losses, reads = found[0]
@@ -76,6 +77,7 @@ def given(rank: int) -> dict[str, Tensor]:
     return whole_state(engine)
 
 
+@pytest.mark.drawn
 def test_a_stream_trains_as_its_items_do() -> None:
     states = run_ranks(undisturbed, 2, Plain)[0][0]
     assert same(run_ranks(given, 2)[0], states[2])

@@ -300,6 +300,7 @@ BREAKS = [
 ]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("body", "num_ranks", "message"), BREAKS, ids=lambda value: getattr(value, "__name__", ""))
 def test_each_break_of_a_rule_is_named(body: Callable[[int], None], num_ranks: int, message: str) -> None:
     with pytest.raises(StrictError, match=message):

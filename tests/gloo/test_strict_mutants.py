@@ -74,6 +74,7 @@ MUTANTS = [
 ]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("mutant", "message"), MUTANTS, ids=lambda value: getattr(value, "__name__", ""))
 def test_each_mutant_is_named(mutant: Callable[[int, Transport], None], message: str) -> None:
     def body(rank: int) -> None:
@@ -89,6 +90,7 @@ def test_each_mutant_is_named(mutant: Callable[[int, Transport], None], message:
 RULES = {"connect": Rules(connect=True), "lazy": Rules(lazy=True), "blocking": Rules(blocking=True)}
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("rule", RULES)
 def test_pushes_that_wait_for_memory_pass(rule: str) -> None:
     """With room for one push, whatever the transport's rules, and with the bits of all of them at once."""

@@ -77,6 +77,7 @@ def trained(
     return whole_state(engine)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("num_ranks", "rule", "strategies"), ONCE_HUNG)
 def test_what_once_hung_trains_to_the_same_bits(num_ranks: int, rule: str, strategies: list[str]) -> None:
     def both(rank: int) -> bool:
@@ -107,6 +108,7 @@ def test_with_room_for_one_push_at_a_time_the_bits_are_the_same(rule: str, strat
     assert run_ranks(both, 4, timeout=240) == [True] * 4
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("room", "rule", "strategies"),
     [
@@ -145,6 +147,7 @@ def protected(rank: int, strategies: Sequence[str]) -> dict[str, Tensor]:
     return whole_state(engine)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("node_size", "strategies"),
     [(None, ["2*tp2", "tp2pp2/v", "2*sp2"]), (2, ["sp4", "2*sp2", "tp2sp2"]), (3, ["4*tp1"])],
@@ -169,12 +172,14 @@ def test_all_that_a_rank_starts_may_run_in_one_queue(node_size: int | None, stra
     assert run_ranks(both, 4, timeout=240) == [True] * 4
 
 
+@pytest.mark.drawn
 def test_one_queue_stands_still_where_a_device_decides_when_a_push_starts() -> None:
     """`tools.check_devices` shows the same of other strategies."""
     with pytest.raises(StrictError, match=r"waits for .* it would wait for ever"):
         train_with_polls("2*sp2", stall_s=4)
 
 
+@pytest.mark.drawn
 def test_a_drawn_job_ends_with_the_references_numbers() -> None:
     """Of those that `tools.check_devices` runs, one with several phases, sequence parallel ranks, a list and a V."""
     still, wrong = run(*drawn(1001))
@@ -182,6 +187,7 @@ def test_a_drawn_job_ends_with_the_references_numbers() -> None:
     assert not wrong
 
 
+@pytest.mark.drawn
 def test_a_step_follows_one_that_failed() -> None:
     """A rank cannot read its sequences; all of them give the step up and go on with the next."""
 
@@ -229,6 +235,7 @@ def test_a_lane_that_nobody_waits_for_is_found() -> None:
         run_ranks(forgets, 4, timeout=240)
 
 
+@pytest.mark.drawn
 def test_no_step_connects_a_pair(tmp_path: Path) -> None:
     """Nor does one under a strategy that is no candidate, which the plans of an earlier run ask for."""
     plans = str(tmp_path / "plans.jsonl")
@@ -266,6 +273,7 @@ def test_no_step_connects_a_pair(tmp_path: Path) -> None:
         assert equal
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("name", "rule"), UNDER_STRICT.items())
 def test_rows_of_the_table(name: str, rule: str) -> None:
     (case,) = (case.shortened() for case in CASES if case.name == name)

@@ -118,6 +118,7 @@ def mean_of(reference: OneProcess, batch: Sequence[Sample]) -> float:
     return float(outputs.loss)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("loss_norm", "by_hand"), [("token", False), ("batch", False), ("batch", True)])
 def test_the_update_is_that_of_one_process(loss_norm: str, by_hand: bool) -> None:
     with float64_throughout(reference_model(FAMILY, torch.float64)):

@@ -38,6 +38,7 @@ def with_given(rank: int, folder: Path, kind: Any, num_ranks: int) -> Any:
     return found
 
 
+@pytest.mark.drawn
 def test_an_optimizer_and_a_schedule_that_are_given_are_used(tmp_path: Path) -> None:
     found, right = (run_ranks(with_given, n, tmp_path, kind, n)[0] for kind, n in ((HydraTrainer, 2), (Trainer, 1)))
     assert [entry[2] for entry in right if len(entry) == 3] == [0.1, 0.1, 0.05, 0.05]
@@ -62,6 +63,7 @@ def trained_twice(rank: int, folder: Path, kind: Any, num_ranks: int) -> Any:
     return found
 
 
+@pytest.mark.drawn
 def test_a_second_training_begins_with_the_models_present_values(tmp_path: Path) -> None:
     found, right = (run_ranks(trained_twice, n, tmp_path, kind, n)[0] for kind, n in ((HydraTrainer, 2), (Trainer, 1)))
     for mine, its in zip(found, right, strict=True):
@@ -106,6 +108,7 @@ def with_changes(rank: int, folder: Path) -> list[str]:
     return texts
 
 
+@pytest.mark.drawn
 def test_a_callback_that_changes_gradients_or_what_updates_are_made_by_is_refused(tmp_path: Path) -> None:
     for texts in run_ranks(with_changes, 2, tmp_path):
         for text, words in zip(texts, CHANGES, strict=True):

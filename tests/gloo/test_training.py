@@ -1,4 +1,4 @@
-"""The rows of the table of training cases that run every time; `tools.check_equivalence` runs all of them."""
+"""Rows of the table of training cases, of which a run draws some; `tools.check_equivalence` runs all of them."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from tests.support.random_cases import random_case
 QUICK = [case for case in CASES if case.quick and case.name not in UNDER_STRICT]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
 def test_same_as_one_process(case: Case) -> None:
     case = case.shortened()
@@ -34,6 +35,7 @@ def test_cases_drawn_at_random(seed: int) -> None:
     assert not missed, missed
 
 
+@pytest.mark.drawn
 def test_same_plan_twice_is_bit_identical() -> None:
     """Two steps with slices, in a V and under the list order; beside the latter a pipeline has whole sequences."""
     case = Case("twice", "mixtral", ("tp2pp2/v", "sp2 + pp2/list"), FLOAT32, steps=2, slices=True).shortened()

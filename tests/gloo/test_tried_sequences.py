@@ -40,6 +40,7 @@ def engine(rank: int, model: Any, **arguments: Any) -> Any:
     )
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("operations", [None, 1e7])
 def test_known_data_are_tried_before_step_0(operations: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if operations is not None:  # in few layers

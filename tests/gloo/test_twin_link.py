@@ -33,6 +33,7 @@ def replicas(num_ranks: int) -> tuple[Layout, tuple[tuple[int, ...], ...]]:
     return Layout(numel, pieces, sizes), ((0, 2), (1, 3), tuple(range(4, num_ranks)))
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize(("num_ranks", "node_size"), [(5, 8), (8, 2), (8, 3)])
 def test_twins_pull_the_same_and_push_the_same_sum(
@@ -105,6 +106,7 @@ def test_a_group_s_collectives_do_what_messages_do() -> None:
     run_ranks(body, 4)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("node_size", [1, 3, 6])
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
 def test_twins_add_up_by_rank_what_has_travelled(wire: torch.dtype, node_size: int) -> None:

@@ -9,6 +9,7 @@ from tools.devices.two_hosts import measured
 from tools.hosts.namespaces import why_not
 
 
+@pytest.mark.drawn
 def test_hosts_of_one_name_are_told_apart_and_bytes_between_them_are_the_plans() -> None:
     if reason := why_not():
         pytest.skip(reason)

@@ -35,6 +35,7 @@ from tools.post_training.rollouts import rollouts, share
 VALUES = "llama, values"
 
 
+@pytest.mark.drawn
 def test_losses_of_values_are_those_of_one_process() -> None:
     layouts = [equality.LAYOUTS[at] for at in (5, 7)]
     rows, slices = equality.compare(VALUES, list(product(layouts, VALUE_LOSSES))[::2])
@@ -100,6 +101,7 @@ def test_a_model_of_logits_has_no_values_and_one_of_values_no_loss_of_logits() -
     run_ranks(on_rank, 1)
 
 
+@pytest.mark.drawn
 def test_a_head_of_values_is_checked_with_a_loss_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model = build_model(VALUES, torch.float32)

@@ -59,6 +59,7 @@ def watched(rank: int, lost: int, how: str) -> tuple[str, float]:
     return (ended or [""])[0], took
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("lost", "how", "told", "most_s"),
     [

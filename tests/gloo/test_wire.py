@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -19,6 +20,7 @@ def step(rank: int, wire: str | None) -> tuple[dict[str, Tensor], int]:
     return found
 
 
+@pytest.mark.drawn
 def test_the_wire_has_the_type_of_the_config() -> None:
     runs = {wire: run_ranks(step, 2, wire, timeout=120)[0] for wire in (None, "fp32", "bf16", "fp16")}
     assert runs["bf16"][1] == runs["fp16"][1] == runs["fp32"][1] // 2 > 0

@@ -227,6 +227,7 @@ def test_a_job_asks_the_hosts_for_the_size_of_its_nodes(launcher: dict[str, str]
     assert run_ranks(start, 4) == [size] * 4
 
 
+@pytest.mark.drawn
 def test_a_job_on_uneven_nodes_trains_as_one_on_even_ones() -> None:
     """Launchers tell each rank of its own node alone: ranks that took it for everybody's would wait for each other."""
 

@@ -79,6 +79,7 @@ def test_the_tools_of_the_same_commands_are_their_front_doors() -> None:
     assert set(opened) == set(modules.values()) - only, "these are commands only"
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

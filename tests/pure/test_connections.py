@@ -102,6 +102,7 @@ def pushing_early(strategy: Strategy, *, as_before: bool = False) -> set[int]:
     }
 
 
+@pytest.mark.drawn
 @settings(max_examples=25)
 @given(large_strategies(), st.sampled_from([4, 8, 64]))
 def test_a_push_connects_no_pair_and_no_ranks_wait_in_a_circle(strategy: Strategy, node_size: int) -> None:

@@ -108,6 +108,7 @@ def test_the_best_is_what_its_plan_is_simulated_to_take(lengths: list[int], part
     assert best.us / 1e3 == simulate_pipeline(PipelinePlan(shape, batches, 1.0), table)
 
 
+@pytest.mark.drawn
 @settings(max_examples=15)
 @given(st.integers(0, 40), st.integers(0, 9), st.sampled_from([1, 2]))
 def test_layers_are_computed_again_until_all_fits(more: int, seed: int, parts: int) -> None:

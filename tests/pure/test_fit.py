@@ -39,6 +39,7 @@ def points_of(cost: SchemeCost, noise: float = 0.0, seed: int = 0) -> list[Point
     return points
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("model", "cost"), PUBLISHED, ids=lambda value: str(getattr(value, "scheme", value)))
 def test_noisy_times_give_back_identifiable_coefficients(model: str, cost: SchemeCost) -> None:
     for seed in range(5):
@@ -89,6 +90,7 @@ def test_launches_on_a_gpu_are_a_floor() -> None:
     assert utilised_length(floor, 16_384) < utilised_length(line, 16_384)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("noise", [0.0, 0.02, 0.05])
 def test_a_floor_is_found_where_there_is_one(noise: float) -> None:
     for seed in range(10):

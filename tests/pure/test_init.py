@@ -60,6 +60,7 @@ def test_scripts_that_are_written_otherwise() -> None:
             swap_of(text, "bad.py")
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("script", ["three_calls", "trainer"])
 def test_a_config_is_written_that_a_job_accepts(
     script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -97,6 +98,7 @@ def test_a_config_is_written_that_a_job_accepts(
     assert 'has a block "hydra" already' in capsys.readouterr().err
 
 
+@pytest.mark.drawn
 def test_a_gain_says_whose_costs_it_follows_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, model = tmp_path / "ds.json", tmp_path / "model.json"
     config.write_text(json.dumps(DEEPSPEED))

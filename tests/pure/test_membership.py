@@ -37,6 +37,7 @@ def test_whatever_befalls_members_they_end_in_one_view(
     assert not wrong_in(cluster, {kind for kind, _ in what})
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("folder", [True, False])
 @pytest.mark.parametrize("sides", [((0, 1), (2, 3)), ((0,), (1, 2, 3)), ((3,), (0, 1, 2)), ((1, 3), (0, 2))])
 @pytest.mark.parametrize("heals", [None, 0.5, 20.0])

@@ -53,6 +53,7 @@ def _proposed(table: CostTable) -> tuple[StrategyShape, ...]:
     )
 
 
+@pytest.mark.drawn
 def test_a_larger_space_keeps_the_better_half_of_a_smaller_one_and_is_no_worse() -> None:
     means, found = [], []
     for widest in (NODE, 2 * NODE):

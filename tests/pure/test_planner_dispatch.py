@@ -24,6 +24,7 @@ def test_equal_pipelines_are_named_by_their_longest_sequence() -> None:
     assert relabel(owner, np.array([0, 3]), np.array([3, 2])).tolist() == [0, 1, 0, 2, 3, 4]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("pp", [1, 3])
 def test_packing_is_between_its_bound_and_highs(pp: int) -> None:
     rng = np.random.default_rng(pp)

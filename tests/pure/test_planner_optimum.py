@@ -19,6 +19,7 @@ from tests.support.planner_cases import Instance, pipeline_optimum, random_insta
 PER_SEED = 240
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("seed", long_but(range(21), *range(6)))
 def test_bounds_and_plans_against_enumeration(seed: int) -> None:
     rng = np.random.default_rng(seed)

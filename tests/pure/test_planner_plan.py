@@ -190,6 +190,7 @@ def test_files_that_hold_no_plans_name_the_line(tmp_path: Path, line: str) -> No
         load_plans(tmp_path / "none")
 
 
+@pytest.mark.drawn
 def test_plan_bytes_do_not_depend_on_the_process() -> None:
     code = (
         "from tests.support.planner_cases import a800_planner, a800_batch\n"

@@ -80,6 +80,7 @@ def test_plans_come_from_the_producer_and_equal_those_made_here() -> None:
         assert one.plan == here.plan(step, range(40), a800_batch(step, 40))
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("kernels", ["auto", "compiled", "pure"])
 def test_a_plan_is_the_same_whoever_makes_it(kernels: str) -> None:
     """Also where pipelines may cut sequences, of which a search with less effort or other kernels finds others."""
@@ -93,6 +94,7 @@ def test_a_plan_is_the_same_whoever_makes_it(kernels: str) -> None:
     assert all(digest for _, digest in found[0])
 
 
+@pytest.mark.drawn
 def test_the_producer_simulates_steps_of_the_job_that_it_is_told() -> None:
     table, strategies = a800_planner().cost_table, [StrategyShape.parse(text) for text in ("8*tp8", "4*tp8pp2/v")]
     found = TableFile(table, step={"fixed_ms": 3.0, "update_ms_per_element": 1e-6})
@@ -116,6 +118,7 @@ def test_the_producer_simulates_steps_of_the_job_that_it_is_told() -> None:
     assert [one.plan.strategy for one in planned] != without, "the simulation changed nothing, so this shows nothing"
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 def test_other_costs_hold_from_the_step_that_is_named_on(ahead: int) -> None:
     """Also for steps that the producer has planned, or is planning, by the costs before, and for one started anew."""
@@ -152,6 +155,7 @@ def rotten(planner: PlannerService) -> None:
     planner._producer._take = lambda line: json.loads("rot")  # type: ignore[method-assign]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("hurt", "reason"), [(killed, "died"), (stopped, "frozen"), (rotten, "garbage")])
 def test_a_producer_that_fails_is_replaced_and_asked_the_same(hurt: Callable[..., None], reason: str) -> None:
     with service(frozen_s=2.0) as planner:
@@ -222,6 +226,7 @@ def test_the_producer_validates_what_it_hands_out(monkeypatch: pytest.MonkeyPatc
     assert "cost table gives" in str(answer(planner, request)["invalid"])
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("lines", "reason"),
     [

@@ -225,6 +225,7 @@ def plans() -> list[StepPlan]:
     return [planner.plan(i, range(60), a800_batch(i, 60)) for i in range(8)]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_every_mutation_is_refused_for_its_reason(name: str, plans: list[StepPlan]) -> None:
     mutate, reason = MUTATIONS[name]

@@ -82,6 +82,7 @@ def test_widest_first_is_an_order_on_nodes_of_a_power_of_two(schemes: list[Paral
     assert not across(strategy, node_size)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("node_size", [1, 2, 3, 4, 5, 6, 7, 8, (7, 8), (8, 7, 7), (4, 7), (3, 5, 8)])
 def test_every_number_of_ranks_can_be_used_whole_on_nodes_of_any_size(node_size: NodeSize) -> None:
     for num_ranks in range(2, 65):

@@ -117,6 +117,7 @@ def test_what_is_called_from_outside_has_the_kernels_signatures() -> None:
         assert list(hints.items()) == list(typing.get_type_hints(kernel).items())
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("pp", [1, 3])
 def test_packing_by_eq_1_is_between_its_bound_and_highs(pp: int) -> None:
     rng = np.random.default_rng(pp)
@@ -143,6 +144,7 @@ def test_packing_by_eq_1_leaves_the_planner_s_kernels_as_they_are() -> None:
     assert product.compiled().pack(scheme, work, tokens, 40, bins)[1] == pytest.approx(15.0 + 2.0 + 2 * 10.0)
 
 
+@pytest.mark.drawn
 def test_hydraulis_plans_are_valid_and_state_what_they_take() -> None:
     planner = HydraulisPlanner(TABLE, [StrategyShape.parse(text) for text in POOL])
     for seed in range(3):

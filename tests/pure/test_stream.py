@@ -47,6 +47,7 @@ def test_what_is_left_out_is_told_and_costs_no_step(caplog: pytest.LogCaptureFix
     sampler.close()
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("kind", [*STREAMS, *REAL_STREAMS])
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_a_place_is_where_the_step_begins_however_far_was_read(kind: Any, ahead: int) -> None:

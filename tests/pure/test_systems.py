@@ -112,6 +112,7 @@ def test_ours_has_ulysses_on_stages_of_up_to_two_nodes_with_its_waits_in_b() -> 
     assert "waits for messages in b" in table[ParallelScheme(4, 2, 4)].derived
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", [*RIVALS, *AS_MADE])
 def test_every_rival_makes_valid_plans_within_memory(name: str) -> None:
     found = measure(CELL, 2, name)
@@ -259,6 +260,7 @@ def test_a_comparison_that_was_stopped_goes_on_with_the_cells_of_its_file(tmp_pa
             kept_cells(path, [FLAGSHIP], 2, systems)
 
 
+@pytest.mark.drawn
 def test_all_systems_and_cells_are_drawn(tmp_path: Path) -> None:
     rivals = {name: 1100.0 for name in NAMES if name != OURS}
     drawn = draw_systems([replace(result(**rivals), cell=cell) for cell in all_cells()], tmp_path)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ def test_every_tool_is_run() -> None:
     assert set(check.tool_names()) == {path.stem for path in check.FOLDER.glob("*.py")} - OTHERS
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("body", "code", "told"),
     [
@@ -125,27 +128,41 @@ def test_every_aim_in_seconds_is_read_through_the_machine() -> None:
         assert all("machine.limit(" in text or "figures.limited(" in text for text in reading), name
 
 
-def test_tests_that_are_left_out_run_in_some_part() -> None:
-    options = [command[2] for command in check.commands(["check_tests"], quick=True)]
-    assert options == [str(number + 1) for number in range(check_tests.PARTS)]
-    paths = check_tests.files()
-    assert "tests/pure/test_planner_optimum.py" in paths
-    assert sorted(path for number in options for path in check_tests.part(int(number), paths)) == paths
-
-
-def test_long_tests_run_where_they_are_asked_for_and_a_failing_one_is_missed(
+def test_marked_tests_run_where_they_are_asked_for_and_a_failing_one_is_missed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\nmarkers = ['long']\n")
-    body = (
-        "import pytest\n@pytest.mark.long\n@pytest.mark.parametrize('n', [1, 2])\ndef test_it(n):\n    assert n == 1\n"
+    (tmp_path / "tests" / "support").mkdir(parents=True)
+    (tmp_path / "pyproject.toml").write_text(
+        "[tool.pytest.ini_options]\npythonpath = ['.']\naddopts = '-m \"not long\"'\nmarkers = ['long', 'drawn']\n"
     )
-    (tmp_path / "tests" / "test_rows.py").write_text(body + "def test_other():\n    raise KeyError\n")
+    for name in ("__init__.py", "drawn_tests.py"):
+        (tmp_path / "tests" / "support" / name).write_text((ROOT / "tests" / "support" / name).read_text("utf-8"))
+    (tmp_path / "tests" / "conftest.py").write_text(
+        "import pytest\nfrom tests.support.drawn_tests import add_option as pytest_addoption, draw\n"
+        "pytest_collection_modifyitems = pytest.hookimpl(trylast=True)(draw)\n"
+    )
+    rows = "import pytest\n" + "".join(
+        f"@pytest.mark.{mark}\n@pytest.mark.parametrize('n', range(8))\ndef test_{mark}(n):\n    assert n != 3\n"
+        for mark in ("long", "drawn")
+    )
+    (tmp_path / "tests" / "test_rows.py").write_text(rows + "def test_other():\n    pass\n")
     (tmp_path / "tests" / "test_none.py").write_text("def test_other():\n    raise KeyError\n")
     monkeypatch.setattr(check_tests, "ROOT", tmp_path)
     assert check_tests.files(tmp_path) == ["tests/test_rows.py"]
-    passed, missed = check_tests.run(["tests/test_rows.py"])
-    assert passed == 1
-    assert [line.split(" - ")[0] for line in missed] == ["FAILED tests/test_rows.py::test_it[2]"]
-    assert check_tests.run(["tests/test_none.py"]) == (0, ["pytest ended with 5"])
+    passed, missed = check_tests.run(["tests/test_rows.py"], 1.0)
+    assert passed == 14
+    assert [line.split(" - ")[0] for line in missed] == [
+        "FAILED tests/test_rows.py::test_long[3]", "FAILED tests/test_rows.py::test_drawn[3]",
+    ]  # fmt: skip
+    passed, missed = check_tests.run(["tests/test_rows.py"], 0.25)
+    assert passed + len(missed) == 4
+    assert check_tests.run(["tests/test_none.py"], 1.0) == (0, ["pytest ended with 5"])
+
+    def counts(*arguments: str) -> int:
+        command = [sys.executable, "-m", "pytest", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        return sum(map(int, re.findall(r"\b(\d+) (?:passed|failed)", done.stdout)))
+
+    assert counts("tests/test_rows.py") == 2 + 1, "a quarter of those marked drawn, and those that have no mark"
+    assert counts("tests/test_rows.py::test_drawn") == 8, "who names a test means all of it"
+    assert counts("tests/test_rows.py", "-k", "test_drawn") == 8

@@ -54,6 +54,7 @@ def record(step: int, **changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.drawn
 def test_a_run_is_one_page_with_what_the_fixed_layout_would_have_taken(tmp_path: Path) -> None:
     planner = Planner(TABLE, [StrategyShape.parse("tp8 + 4*tp2")], PlannerOptions())
     plans = [planner.plan(step, range(51), LENGTHS) for step in range(3)]

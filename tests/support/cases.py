@@ -1,6 +1,6 @@
 """The table of training cases: each row is trained on ranks and compared with the single-process reference.
 
-To add a case, add a row; `tests/gloo/test_training.py` runs the rows marked quick, but for those that
+To add a case, add a row; `tests/gloo/test_training.py` draws from the rows marked quick, but for those that
 `tests/gloo/test_strict_training.py` runs, `tools.check_equivalence` all.
 """
 
