@@ -115,6 +115,7 @@ class Crew:
                 self.prepared.num_elements,
                 measured=job.config.cost_table is not None,
                 cluster=world.cluster,
+                expert_imbalance=job.config.expert_imbalance,
             )
         with together(world.channel, "allocating the master shards"):
             self.masters = ModelMasters(

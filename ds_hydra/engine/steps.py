@@ -220,10 +220,11 @@ class Steps:
             step_ms=measured.step_ms,
             moved_bytes=outcome.pull_bytes + outcome.push_bytes,
         )
+        lines = crew.watch.uneven_experts(outcome.expert_imbalances)
         if predicted := watched.get("predicted_stage_ms"):  # on all ranks, as plans may follow from it
-            lines = crew.watch.slow_ranks(stage_times(outcome, planned.plan, measured, predicted))
-            for line in lines if crew.world.rank == 0 else ():
-                logger.warning("%s", line)
+            lines += crew.watch.slow_ranks(stage_times(outcome, planned.plan, measured, predicted))
+        for line in lines if crew.world.rank == 0 else ():
+            logger.warning("%s", line)
         record = step_record(
             planned,
             outcome,

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
+from ds_hydra.costs.activations import EXPERT_IMBALANCE
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.costs.slow_ranks import NONE, SlowRanks
 from ds_hydra.costs.table_file import TableFile
@@ -23,6 +25,9 @@ _REMEDY = {
 }
 
 
+_WORSE = 1.25  # of what was told of uneven experts, before it is told again
+
+
 class StepWatch:
     """Holds the calibration of one job; `mode` is the config's `cost_correction`. All ranks give the same figures."""
 
@@ -35,12 +40,14 @@ class StepWatch:
         *,
         measured: bool,
         cluster: Cluster | None = None,
+        expert_imbalance: float = EXPERT_IMBALANCE,
     ) -> None:
-        """`num_elements` are the master elements of one rank. Of costs that nobody `measured` nothing is expected until
-        steps have corrected them."""
+        """`num_elements` are the master elements of one rank; memory is planned for an `expert_imbalance`. Of costs
+        that nobody `measured` nothing is expected until steps have corrected them."""
         self.mode = mode
         self._num_elements, self._measured = num_elements, measured
         self._found, self._num_layers = found, num_layers
+        self._imbalance = expert_imbalance
         self._cluster = cluster if cluster is not None and cluster.mixed else None
         self.table = found.table  # that plans are made by
         self.calibration, self.stragglers = self.fresh(), self.fresh_stragglers()
@@ -52,6 +59,17 @@ class StepWatch:
     def slow_ranks(self, stages: Iterable[StageTime]) -> list[str]:
         """A step's stages in, lines on ranks that have become slow out; none where nobody measured the costs."""
         return self.stragglers.observe(stages) if self._measured else []
+
+    def uneven_experts(self, imbalances: Sequence[float]) -> list[str]:
+        """A step's imbalance of each layer whose experts are spread in, a line out where memory is planned for less."""
+        found = fmean(imbalances or [0.0])  # each layer of a rank keeps its own rows
+        if found <= self._imbalance:
+            return []
+        planned, self._imbalance = self._imbalance, _WORSE * found
+        return [
+            f"the busiest of ranks that share experts computes {found:.1f} times the rows of even routing, and memory "
+            f"is planned for {planned:.1f} times: set hydra.expert_imbalance to what lasts, or plans may not fit"
+        ]
 
     @property
     def applies(self) -> bool:
