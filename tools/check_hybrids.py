@@ -9,6 +9,7 @@ costs    CPU time of a training step on packs over that of plain transformers, o
          share of it that products and attention alone take, below which no pack comes; operators a sequence and layer
 experts  Qwen3-30B-A3B on eight ranks, experts cut by width and spread as whole ones: what a rank holds of a layer,
          intervals of its pull, bytes of its collectives, what it keeps, CPU time of a layer; counted and run, FP32
+heads    a recurrent layer whose heads ranks share over one that each computes whole: CPU time, what is kept; FP32
 sinks    attention with sinks by the log-sum-exp of a kernel over probabilities in memory: CPU time, what is kept; FP32
 
 `--quick` takes fewer classes, models and turns, and the small packs. What stages with boxes must not do is a mutant in
@@ -26,6 +27,7 @@ from ds_hydra.commands.figures import guarded, run_parts
 from tests.support.family_verdicts import EQUAL, SHAPES, entry, judge
 from tools.hybrids.costs import costs
 from tools.hybrids.experts import experts
+from tools.hybrids.heads import heads
 from tools.hybrids.sinks import sinks
 from tools.hybrids.slices import slices
 from tools.hybrids.ways import ways
@@ -54,6 +56,7 @@ PARTS: dict[str, Callable[[bool, list[str]], list[dict[str, Any]]]] = {
     "slices": slices,
     "costs": costs,
     "experts": experts,
+    "heads": heads,
     "sinks": sinks,
 }
 
