@@ -63,14 +63,38 @@ class OwnHeads:
         before = [(each, each.owner._parameters[each.leaf]) for each in self.slices]
         for each, whole in before:
             assert whole is not None, f"{each.leaf} is not there"
-            parts = [whole.narrow(each.dim, start, stop - start) for start, stop in each.ranges]
-            own = parts[0] if len(parts) == 1 else torch.cat(parts, each.dim)
-            each.owner._parameters[each.leaf] = own  # type: ignore[assignment]
+            each.owner._parameters[each.leaf] = _of(whole, each.dim, each.ranges)  # type: ignore[assignment]
         try:
             yield
         finally:
             for each, whole in before:
                 each.owner._parameters[each.leaf] = whole
+
+
+def _of(whole: Tensor, dim: int, ranges: Ranges) -> Tensor:
+    """Some rows of a parameter along a dimension: of one range a view."""
+    if len(ranges) == 1:
+        ((start, stop),) = ranges
+        return whole.narrow(dim, start, stop - start)
+    own: Tensor = _Blocks.apply(whole, dim, ranges)
+    return own
+
+
+class _Blocks(torch.autograd.Function):
+    """Several ranges of rows; torch's own backward would make a gradient of the whole parameter for each of them."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, dim: int, ranges: Ranges) -> Tensor:
+        ctx.shape, ctx.dim, ctx.ranges = whole.shape, dim, ranges
+        return torch.cat([whole.narrow(dim, start, stop - start) for start, stop in ranges], dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        found = grad.new_zeros(ctx.shape)
+        parts = grad.split([stop - start for start, stop in ctx.ranges], ctx.dim)
+        for (start, stop), part in zip(ctx.ranges, parts, strict=True):
+            found.narrow(ctx.dim, start, stop - start).copy_(part)
+        return found, None, None
 
 
 def own_heads(
