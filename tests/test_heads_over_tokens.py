@@ -26,7 +26,6 @@ from ds_hydra.self_check.plain import Plain
 from ds_hydra.self_check.precision import doubled
 from ds_hydra.self_check.runs import Data, Outcome, run_pipeline, uneven_data
 from tests.support.families import build_model
-from tests.support.long_rows import long_but
 
 Subject = tuple[CausalLM, Data, Outcome]
 
@@ -47,6 +46,7 @@ def difference(subject: Subject, shape: str) -> str | None:
     return compare(right, run_pipeline(source, pipeline, data.in_slices(in_turns=True))).what
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("shape", ["sp4", "(tp2sp2[0:2] > sp2[2:4])/zb-h1"])
 def test_ranks_compute_what_one_process_does(subject: Subject, shape: str) -> None:
     assert difference(subject, shape) is None
@@ -131,14 +131,15 @@ MUTANTS = [
 ]
 
 
-@pytest.mark.parametrize("mutant", long_but(MUTANTS, *MUTANTS[:2]), ids=[mutant.__name__ for mutant in MUTANTS])
+@pytest.mark.drawn
+@pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.__name__ for mutant in MUTANTS])
 def test_whatever_else_ranks_compute_is_found(subject: Subject, mutant: Callable[[], Any]) -> None:
     """By the comparison of which the self-check consists."""
     with mutant():
         assert difference(subject, "sp4") is not None
 
 
-@pytest.mark.long
+@pytest.mark.drawn
 def test_the_self_check_finds_it_before_step_0() -> None:
     with first_heads_are_computed_by_all():
         result = check_strategies(build_model("bamba", torch.float32), [StrategyShape.parse("sp2")], keep=False)
