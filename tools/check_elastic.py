@@ -49,7 +49,7 @@ FROZEN_S = 1.5  # after which agents here count a silent one as frozen
 def membership(quick: bool, missed: list[str]) -> list[dict[str, Any]]:
     """A row for each kind of what befell members: how many orders had it, and how many ended as they may."""
     rows: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
-    for seed in range(1000 if quick else 10_000):
+    for seed in range(250 if quick else 10_000):
         wrong, kinds, cluster = tried(seed)
         if wrong:
             missed.append(f"order {seed} ({kinds}): {wrong}")
@@ -66,7 +66,7 @@ def partitions(quick: bool, missed: list[str]) -> list[dict[str, Any]]:
         for folder in (True, False):
             for heals in (None, 3.0, 20.0):
                 ends: dict[str, int] = defaultdict(int)
-                for seed in range(10 if quick else 100):
+                for seed in range(4 if quick else 100):
                     cluster = Cluster(seed, 4, folder=folder)
                     cluster.at(1.0, lambda c=cluster, s=sides: c.partition(s))  # type: ignore[misc]
                     if heals is not None:
@@ -87,7 +87,7 @@ def agents(quick: bool, missed: list[str]) -> list[dict[str, Any]]:
     for how in ("SIGKILL", "SIGSTOP"):
         for lost in (0, 1, 3):
             times = []
-            for number in range(2 if quick else 34 if how == "SIGKILL" else 10):
+            for number in range(1 if quick else 34 if how == "SIGKILL" else 10):
                 with tempfile.TemporaryDirectory() as folder:
                     _, seen, gone = run(Path(folder), 4, {lost: (0.4 + 0.01 * number, how)}, until=3, frozen_s=FROZEN_S)
                 stay = [rank for rank in range(4) if rank != lost]
