@@ -304,7 +304,7 @@ class CausalLM:
             make_buckets(groups, specs), flow.first, flow.layers, flow.last | beside,
             found.heads, found.kv_heads, found.cut(self.style_plan, specs, f"{self.layers_path}."),
             no_tp=styled or unnamed.obstacle, no_pp=self._pipeline_obstacle(), no_slices=flow.no_slices,
-            no_token_sharding=tokens.obstacle, unread=flow.unread, boxes=box_sizes(self),
+            no_token_sharding=tokens.obstacle, unread=flow.unread, boxes=box_sizes(self) if self.boxes else (),
             no_ep=spread.obstacle, experts=spread.counts,
         )  # fmt: skip
         self.specs = specs
