@@ -182,11 +182,12 @@ def _address(given: Sequence[Any]) -> _Address:
 
 
 def carried(sockets: Collection[_Socket]) -> dict[str, tuple[int, ...]]:
-    """By name, the bytes that the other end has acknowledged, and those that have come from there."""
-    return {
-        name: _CARRIED.unpack(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _CARRIED.size))
-        for name, one in _still_open(sockets)
-    }
+    """By name, the bytes that the other end has acknowledged, and those that have come from there; of TCP alone."""
+    found = {}
+    for name, one in _still_open(sockets):
+        with contextlib.suppress(OSError):
+            found[name] = _CARRIED.unpack(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _CARRIED.size))
+    return found
 
 
 def shut(sockets: Collection[_Socket], spared: Collection[_Address] = ()) -> None:

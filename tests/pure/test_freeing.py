@@ -86,6 +86,8 @@ def test_bytes_that_pass_are_counted() -> None:
         while sums() != [acknowledged + 17, 17] and time.monotonic() < deadline:
             time.sleep(0.01)
         assert sums() == [acknowledged + 17, 17]
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM):
+            assert not carried(open_sockets() - before - made), "one of another kind is no obstacle"
         sends.close()
         receives.close()
 
