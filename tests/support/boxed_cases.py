@@ -69,13 +69,22 @@ def states() -> Iterator[Case]:
     yield replace(base, name="states, long ones only", lengths=(300, 200, 450) * 8, strategies=("2*pp2", "tp2pp2"))
 
 
+_WITH_HEADS = ("qwen3_next", "qwen3_5", "olmo_hybrid", "bamba", "granite_4", "nemotron_h", "granite, experts")
 _BY_TP = ("tp2 + 2*tp1", "tp2pp2", "tp4", "tp2sp2")
+
+
+def _otherwise(case: Case) -> Iterator[Case]:
+    """The same, of other types, computed again, and with frozen layers."""
+    yield replace(case, name=f"{case.name}, checkpointed", activation_checkpointing=True)
+    yield replace(case, name=f"{case.name}, frozen lower layers", frozen=("embeddings", "layers.0.", "layers.1."))
+    yield replace(case, name=f"{case.name}, fp32", dtype=FLOAT32, optimizer="SGD")
+    yield replace(case, name=f"{case.name}, bf16", dtype=BFLOAT16)
 
 
 def by_heads() -> Iterator[Case]:
     """Recurrent layers of which each tensor parallel rank computes its own heads."""
     base = Case("", "qwen3_next", _BY_TP, steps=4)
-    for family in ("qwen3_next", "qwen3_5", "olmo_hybrid", "bamba", "granite_4", "nemotron_h", "granite, experts"):
+    for family in _WITH_HEADS:
         own = replace(base, family=family)
         yield replace(own, name=f"by heads, {family}")
         yield replace(own, name=f"by heads, {family}, slices", strategies=("tp2 + 2*tp1", "tp2pp2/v", "tp4"), steps=3,
@@ -84,11 +93,8 @@ def by_heads() -> Iterator[Case]:
     yield replace(few, name="by heads", strategies=("tp4", "tp2pp2/zb-h1"), slices=True, recompute=True, quick=True)
     yield replace(few, name="by heads on 8 ranks", strategies=("tp8", "tp4sp2", "tp4 + tp2pp2"))
     yield replace(few, name="by heads, split", strategies=("tp2pp2/zb-h1", "sp2 + tp2/zb-h1"), slices=True)
-    yield replace(few, name="by heads, checkpointed", activation_checkpointing=True)
     yield replace(few, name="by heads, phases", strategies=("4*tp1 then 2*tp2 then tp4",))
-    yield replace(few, name="by heads, frozen lower layers", frozen=("embeddings", "layers.0.", "layers.1."))
-    yield replace(few, name="by heads, fp32", dtype=FLOAT32, optimizer="SGD")
-    yield replace(few, name="by heads, bf16", dtype=BFLOAT16)
+    yield from _otherwise(replace(few, name="by heads"))
     for family in ADAPTED_BY_HEADS:
         own = replace(base, family=family, draws="dropout" in family)
         yield replace(own, name=f"by heads, {family}")
@@ -98,7 +104,7 @@ def by_heads() -> Iterator[Case]:
 def by_heads_over_tokens() -> Iterator[Case]:
     """Recurrent layers of which each sequence parallel rank computes its own heads, for all tokens."""
     base = Case("", "qwen3_next", ("sp2 + 2*tp1", "sp4", "tp2sp2", "pp2sp2"), steps=4)
-    for family in ("qwen3_next", "qwen3_5", "olmo_hybrid", "bamba", "granite_4", "nemotron_h", "granite, experts"):
+    for family in _WITH_HEADS:
         own = replace(base, family=family)
         yield replace(own, name=f"heads over sp, {family}")
         yield replace(own, name=f"heads over sp, {family}, slices", strategies=("sp4", "pp2sp2/v", "tp2sp2"), steps=3,
@@ -111,11 +117,8 @@ def by_heads_over_tokens() -> Iterator[Case]:
     yield replace(few, name="heads over sp, fewer heads", family="qwen3_next", strategies=("sp4", "pp2sp2"),
                   slices=True)  # fmt: skip
     yield replace(few, name="heads over sp, split", strategies=("pp2sp2/zb-h1", "sp2/zb-h1 + tp2"), slices=True)
-    yield replace(few, name="heads over sp, checkpointed", activation_checkpointing=True)
     yield replace(few, name="heads over sp, phases", strategies=("4*tp1 then 2*sp2 then sp4",))
-    yield replace(few, name="heads over sp, frozen lower layers", frozen=("embeddings", "layers.0.", "layers.1."))
-    yield replace(few, name="heads over sp, fp32", dtype=FLOAT32, optimizer="SGD")
-    yield replace(few, name="heads over sp, bf16", dtype=BFLOAT16)
+    yield from _otherwise(replace(few, name="heads over sp"))
     for family in ADAPTED_BY_HEADS:
         own = replace(base, family=family, draws="dropout" in family, steps=2)
         yield replace(own, name=f"heads over sp, {family}", strategies=("sp4", "tp2sp2"))
