@@ -39,7 +39,7 @@ from ds_hydra.host.environment import joins
 from ds_hydra.ranks.freeing import Freeing
 from ds_hydra.ranks.together import first_channel
 from ds_hydra.watchdog.host import host
-from ds_hydra.zero_hetero.errors import release, told_of
+from ds_hydra.zero_hetero.errors import ConfigError, PlanError, release, told_of
 
 if TYPE_CHECKING:
     from ds_hydra.config.hydra_block import ElasticConfig
@@ -97,7 +97,9 @@ class GoingOn:
                 self._engine.assemble(guard=guard)
             joining.check_can_be_told(self._engine)
         except Exception as error:
-            if told_of(error) is None and self.by_fault(error):
+            # A refusal that each rank finds by itself holds, whether or not others have left by it already.
+            refused = told_of(error) is not None or isinstance(error, (ConfigError, PlanError))
+            if not refused and self.by_fault(error):
                 epochs.end_lost("ranks were lost before the job's first step")
             self.close()
             raise

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from ds_hydra.config.hydra_block import HydraConfig
 from ds_hydra.engine import epochs
+from ds_hydra.engine.checked import listed_for_others
 from ds_hydra.host.environment import MEMBERS_FOLDER
 from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
@@ -217,10 +221,16 @@ def test_a_rank_that_was_alone_for_some_steps_has_others_again_and_loses_one(tmp
 def test_a_job_that_could_not_go_on_is_refused_before_step_0(
     num: int, launched: bool, said: str, tmp_path: Path
 ) -> None:
+    def listed_late(job: Any) -> Any:
+        time.sleep(1.0)
+        return listed_for_others(job)
+
     def refused(rank: int) -> str:
         if launched:
             os.environ[MEMBERS_FOLDER] = str(tmp_path)
-        with pytest.raises((ConfigError, PlanError)) as caught:
+        # Each rank finds by itself what is refused; the last one when the others have left the job.
+        late = mock.patch("ds_hydra.engine.prepare.listed_for_others", side_effect=listed_late)
+        with late if rank == 1 else nullcontext(), pytest.raises((ConfigError, PlanError)) as caught:
             small_engine(rank, strategies=[f"{num}*tp1"], elastic={"strategies": {"3": ["tp3"]}})
         return str(caught.value)
 
