@@ -42,6 +42,7 @@ _LOOKS = 0.7  # of the tries are left when no more strategies are simulated as t
 _SETTLING = 0.5  # of the tries are left when no more of them are dispatched again, in
 _ROUNDS = 2  # rounds of dispatch and simulation
 _REFINED = 2  # strategies
+_RATING = 120  # tries for each pipeline of a strategy that is rated: with none, one of few looks 2 % too slow
 _HOPELESS = 1.06  # a strategy whose dispatch takes so much longer than the best plan is not simulated
 _OTHER_NUMBERS = 1 << 16  # from one search's seeds to those of the next
 _LEARNT = 0.7  # of an overhead comes from the last simulation
@@ -118,14 +119,25 @@ class ChunkedSearch:
         self._best = by_ms[:_REFINED]
         return by_ms
 
-    def observe(self, kinds: PipelineKinds, overhead: Floats) -> tuple[float, Overheads]:
-        """What a strategy promises to take when it is dispatched by these overheads, (rows,), and simulated, in ms; and
-        the overheads that its pipelines really have."""
+    def observe(self, kinds: PipelineKinds, overhead: Floats) -> Overheads:
+        """The overheads that a strategy's pipelines really have when it is dispatched by these ones, (rows,)."""
+        found = self._dispatched_first(kinds, overhead)
+        return self._seen(found) if found else Overheads.none(len(overhead))
+
+    def rated(self, kinds: PipelineKinds, overhead: Floats) -> float:
+        """What a strategy promises to take when it is dispatched by these overheads, (rows,), and refined a little;
+        ms."""
+        found = self._dispatched_first(kinds, overhead)
+        if found is None:
+            return math.inf
+        found = refined(found, self._times, self._times.left - _RATING * len(found.timed))[-1]
+        return max(found.promise, found.alone)
+
+    def _dispatched_first(self, kinds: PipelineKinds, overhead: Floats) -> Chunked | None:
+        """A strategy as it is dispatched by these overheads, simulated; None where it does not hold all sequences."""
         ranked = self._ranked([kinds], overhead)
         found = self._simulated(kinds, ranked[0][2]) if ranked else None
-        if found is None or math.isinf(found.ms):
-            return math.inf, Overheads.none(len(overhead))
-        return found.promise, self._seen(found)
+        return found if found and math.isfinite(found.ms) else None
 
     def _seen(self, found: Chunked) -> Overheads:
         """One observation for each row of a plan: the mean over its pipelines."""

@@ -38,6 +38,12 @@ class Chunked(NamedTuple):
         mean = sum(one.ms for one in self.timed) / len(self.timed) + self.kinds.exposed_ms
         return _UNEVEN * self.ms + (1.0 - _UNEVEN) * mean
 
+    @property
+    def alone(self) -> float:
+        """What the slowest pipeline takes that has but one sequence and so can give none away, and messages (ms)."""
+        ms = np.array([one.ms for one in self.timed])
+        return float(ms[np.bincount(self.owner, minlength=len(ms)) == 1].max(initial=0.0)) + self.kinds.exposed_ms
+
 
 def refined(found: Chunked, times: PipelineTimes, spare: int = 0, turn: int = 0) -> list[Chunked]:
     """Better micro-batches for the slowest pipeline, or an exchange of sequences, while more than `spare` tries are

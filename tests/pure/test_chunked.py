@@ -5,16 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ds_hydra.planner.kernels as kernels
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.shares import Shares
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.plan.runnable import check_runnable
 from ds_hydra.planner import Planner, PlannerOptions, StepPlan, validate_plan
 from ds_hydra.planner.chunked_space import ChunkedSpace
+from ds_hydra.planner.chunked_times import PipelineTimes
 from ds_hydra.planner.proposal.propose import ProposalEffort, Wider, propose_strategies
 from ds_hydra.planner.proposal.spaces import wider_shapes
 from ds_hydra.zero_hetero.errors import PlanError
@@ -163,3 +166,13 @@ def test_a_job_that_computes_all_layers_again_has_none_left_for_that() -> None:
     shares = Shares(Shares.usual().forward, Shares.usual().weight, recomputed=1.0)
     table = CostTable(tuple(replace(cost, shares=shares) for cost in TABLE.costs))
     assert planner(CHUNKED, table, layers=12).max_length == planner(CHUNKED, table, layers=0).max_length
+
+
+def test_a_sequence_that_is_most_of_a_pipelines_work_is_cut_as_if_it_were_the_first() -> None:
+    """What suits a typical pipeline of the batch does not suit it."""
+    table = CostTable.load(TABLES / "llama_32b_a800.json")
+    space = ChunkedSpace(table, [StrategyShape.parse("2*tp8pp4/v")], slices=True, layers=60)
+    kernel, batch, lone = kernels.compiled(), space.batch([120_000, *[700] * 100]), np.array([0])
+    fresh, probed = (PipelineTimes(space, kernel, batch, tries=1 << 20, seed=0) for _ in range(2))
+    probed.probe(0, space.share(batch, 64), batch.items.work[0])
+    assert probed.timed(0, lone).ms == fresh.timed(0, lone).ms

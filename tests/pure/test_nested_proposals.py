@@ -16,7 +16,7 @@ from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.planner import Planner, PlannerOptions
 from ds_hydra.planner.proposal.pool import greedy_subset
 from ds_hydra.planner.proposal.propose import ProposalEffort, Wider, propose_strategies
-from ds_hydra.planner.proposal.spaces import wider_shapes
+from ds_hydra.planner.proposal.spaces import ChunkedShapes, wider_shapes
 
 RANKS, NODE, CONTEXT, TOKENS, LAYERS = 32, 4, 16_384, 100_000, 24
 EFFORT = ProposalEffort(batches=6, milp_batches=2, node_limit=5, rounds=1, moves=20, corrections=1)
@@ -80,3 +80,15 @@ def test_all_that_is_proposed_has_costs_and_fills_the_ranks(widest: int) -> None
     for strategy in _found(widest):
         assert strategy.num_ranks == RANKS
         assert all(table[pipeline] for pipeline in strategy.pipelines)
+
+
+@pytest.mark.parametrize("text", ["8*pp4/list", "16*pp2/list", "pp4sp4/v + 8*pp2/list"])
+def test_what_a_proposal_says_that_a_strategy_takes_is_what_its_plans_take(text: str) -> None:
+    """A long sequence beside few others stands alone on a pipeline that has nothing to give away."""
+    table, strategy = _table(NODE), StrategyShape.parse(text)
+    lengths = np.array([1800, *sorted(one for one in LENGTHS[:60] if one < 900)[::-1]])
+    shapes = ChunkedShapes(table, list(dict.fromkeys(strategy.pipelines)), slices=True, layers=LAYERS)
+    planner = Planner(table, [strategy], PlannerOptions(kernels="compiled", layers=LAYERS, highs="off"))
+    planned = planner.plan(0, range(len(lengths)), lengths.tolist()).predicted_ms
+    rated = shapes.simulated(strategy, lengths, shapes.arrays([lengths], RANKS))
+    assert rated == pytest.approx(planned, rel=0.02)

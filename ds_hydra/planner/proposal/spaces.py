@@ -78,12 +78,12 @@ class ChunkedShapes:
         seen = Overheads.none(len(self.shapes))
         for lengths, strategy in zip(sampled, winners, strict=True):
             kinds = self._space.kinds_of(strategy)
-            seen.add(self._search(lengths, strategy.num_ranks).observe(kinds, arrays.c)[1])
+            seen.add(self._search(lengths, strategy.num_ranks).observe(kinds, arrays.c))
         return self._space.by_overhead(np.where(seen.count > 0.0, 0.5 * (arrays.c + seen.ms), arrays.c))
 
     def simulated(self, strategy: StrategyShape, lengths: np.ndarray, arrays: Schemes) -> float:
-        """What a strategy takes for a batch by a dispatch and simulations, without refinement; ms."""
-        return self._search(lengths, strategy.num_ranks).observe(self._space.kinds_of(strategy), arrays.c)[0]
+        """What a strategy takes for a batch by a dispatch and simulations, a little refined; ms."""
+        return self._search(lengths, strategy.num_ranks).rated(self._space.kinds_of(strategy), arrays.c)
 
     def _search(self, lengths: np.ndarray, num_ranks: int) -> ChunkedSearch:
         batch = self._space.batch(lengths.tolist())
