@@ -28,6 +28,7 @@ SET_UP_FILES, SET_UP_CALLS = 199, 568
 # Of `machine.loop_s`: what it takes where simulating a step on 1,024 ranks took 1.9 s, as when most aims were set.
 LOOP_S = 0.32
 QUICK_CPU_S = 120.0  # of CPU, of each tool's quick form, ranks included: a minute on two cores
+QUICK_ALL_S = 1200.0  # by the clock, of all of them on two idle cores
 
 # What newcomers see: check_gains, tests/test_front_door.py.
 SHIPPED_OFF = 1e-3  # of a step's time in the figures that come with the package
@@ -134,11 +135,13 @@ SCORES_MEMORY, SCORES_TIME = 0.4, 1.0  # over gathered logits, vocabulary 150K, 
 
 # What runs cost: bench_checkpoint, bench_lnk, check_chunks, check_edits, check_devices, bench_gpu.
 SAVE = 1.0  # the time and the bytes of a checkpoint over DeepSpeed's
+SAVE_BY_DISK = 1.1  # the time over that of as many plain bytes, in the quick form
 # 0.20 until the self-check itself took a tenth less time; what is added, mostly two runs of the longest sequence at
 # hand, has not grown: 0.44 s of CPU beside 2.0, over eight ranks.
 EDITS_AT_START, EDITS_IN_STEP = 0.25, 0.005  # what looks at a script's model and data, of the self-check, of a step
 WATCHED_STEP = 1.01  # the time of a step with heartbeats and checks over one without
 MOVED = 1.0  # the time of a transfer over gloo's for the same bytes
+QUICK_MOVED = 1.05  # of two layers, in the quick form: a transfer of 17 ms was seen at 0.97 to 1.04
 MODELS_ENTERED = 1.03  # times what has to enter a node: what does; twins of which it has one bring parts in twice
 TRANSFER_PLAN_S = 1.0  # of CPU, an alarm: planning takes about a tenth of it
 LAUNCHES = 0.6  # over the plain model's in a layer, and over ours without the functions

@@ -243,8 +243,8 @@ def run_case(case: Case, rounds: int) -> list[Row]:
     ]
 
 
-def missed_aims(row: Row) -> list[str]:
-    """What a row misses."""
+def missed_aims(row: Row, most: float) -> list[str]:
+    """What a row misses; `most` is the ratio that it may have."""
     where = f"{row.num_ranks} ranks, {row.dtype}, {row.strategy}, {row.direction}"
     missed = []
     if row.mib_largest > row.mib_bound or row.mib_total != row.mib_needed:
@@ -253,7 +253,7 @@ def missed_aims(row: Row) -> list[str]:
         missed.append(f"{where}: {row.mib_total} MiB moved, {row.mib_zero_1} by ZeRO-1")
     if row.messages_per_peer > 1:
         missed.append(f"{where}: {row.messages_per_peer} messages to one peer in one bucket")
-    if row.ratio > aims.MOVED:
+    if row.ratio > most:
         missed.append(f"{where}: {row.ratio:.2f} times gloo's time")
     return missed
 
@@ -301,7 +301,8 @@ def main() -> int:
         ["ranks", "strategy", "into a node", "to twins", "gathered", "needed", "plan ms", "twins ms"],
         [tuple(asdict(cluster).values()) for cluster in clusters],
     )
-    missed = [aim for row in rows for aim in missed_aims(row)]
+    most = aims.QUICK_MOVED if args.quick else aims.MOVED
+    missed = [aim for row in rows for aim in missed_aims(row, most)]
     missed += [aim for cluster in clusters for aim in missed_node_aims(cluster)]
     worst = max(rows, key=lambda row: row.ratio)
     figures = {"rows": [asdict(row) for row in rows], "clusters": [asdict(cluster) for cluster in clusters]}

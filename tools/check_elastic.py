@@ -6,8 +6,8 @@ membership  drawn orders of events through the machines of up to seven members o
 partitions  four members in two parts, for good or for a while, with and without a folder that all see
 agents      real processes and sockets, four members: from the death of one to the last survivor's next view
 losses      training jobs of four ranks: faults of every kind, in every phase, of the first, a middle and the last
-            member, in jobs of every mode, drawn; each compared to the bit with a stop and a restart on those that are
-            left. The whole form names the cells that it has not run
+            member, in jobs of every mode, drawn, their copies on devices and on hosts; each compared to the bit with
+            a stop and a restart on those that are left. The whole form names the cells that it has not run
 counted     what a loss moves, of a 32B model on 64 and 1,024 ranks: bytes, messages, seconds over links of 25 GB/s
 turns       a job that loses a rank and gets one again, over and over: from each death to the next step's plan, and
             threads, descriptors, memory and process groups that are left
@@ -22,10 +22,12 @@ Exits non-zero if an aim is missed.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import sys
 import tempfile
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,10 +112,10 @@ def losses(quick: bool, missed: list[str]) -> list[dict[str, Any]]:
     drawn, rows = cells.drawn(1 if quick else 240), dict[str, list[int]]()
     with tempfile.TemporaryDirectory() as folder:
         judge = cells.Judge(Path(folder))
-        for cell in drawn:
-            wrong = judge.wrong(cell.course)
+        for cell, place in zip(drawn, itertools.cycle(("device", "host")), strict=False):
+            wrong = judge.wrong(replace(cell.course, redundancy=place))
             missed += [f"{cell}: {what}" for what in wrong]
-            for value in ("all", cell.kind, cell.phase, cell.place, cell.mode):
+            for value in ("all", cell.kind, cell.phase, cell.place, cell.mode, f"copies on the {place}"):
                 row = rows.setdefault(value, [0, 0])
                 row[:] = row[0] + 1, row[1] + (not wrong)
     left = cells.not_run(drawn)

@@ -68,13 +68,16 @@ class MasterShards:
         num_ranks: int,
         device: torch.device | str,
         dtype: torch.dtype = torch.float32,
+        *,
+        pinned: bool = False,
     ):
+        """`pinned`: in memory of the host that a device reads by itself."""
         self.buckets = tuple(buckets)
         self.rank = rank
         self.num_ranks = num_ranks
         self.layouts: list[Layout] = [even_layout(bucket.numel, num_ranks) for bucket in self.buckets]
         sizes = [layout.sizes[rank] for layout in self.layouts]
-        self.flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        self.flat = torch.zeros(sum(sizes), dtype=dtype, device=device, pin_memory=pinned)
         self.shards: list[Tensor] = list(self.flat.split(sizes))
         self.grads: list[Tensor] = []
         self._own_grads: list[Tensor] = []

@@ -117,8 +117,8 @@ class ElasticConfig:
     """The block "hydra.elastic": training goes on in the other processes when a rank is lost, and processes may join.
     Whoever starts them must let survivors live, as `ds-hydra launch` does; else the job is refused before step 0."""
 
-    redundancy: str = setting(choice("device", "off"), "device")
-    """"device": each rank keeps a copy of another one's masters and optimizer state. "off": a loss ends the job."""
+    redundancy: str = setting(choice("device", "host", "off"), "device")
+    """In which memory a rank keeps a copy of another one's masters and optimizer state; "off": a loss ends the job."""
     strategies: tuple[tuple[int, tuple[str, ...]], ...] = setting(strategies_by_ranks, ())
     """Candidate strategies by the number of ranks that are left, such as {"3": ["3*tp1"]}; "auto" proposes them, as it
     does for a number that is not listed."""

@@ -146,6 +146,7 @@ class JobMemory:
     serial: bool = True  # whether messages between stages end in the order of their start, as on NCCL
     phases: bool = False  # whether steps may have several, over which the masters' gradients add up
     copies: bool = False  # whether a rank keeps another one's masters, states and summed gradient, too
+    copies_on_host: bool = False  # all of these but the gradient
     expert_imbalance: float = EXPERT_IMBALANCE  # rows of the busiest rank of those that share experts, over even ones
     strategies: Mapping[StrategyShape, Strategy] = field(default_factory=dict)
     arena: tuple[tuple[int, int], ...] = ()  # elements of parameters and gradients that each rank keeps room for anyway
@@ -199,6 +200,14 @@ class JobMemory:
             raise ConfigError("memory model: there is no MaxLen without device_bytes; give the device's memory")
         return min(needs.max_length(self.capacity_of(scheme, needs.stage)) for needs in self.stages(scheme))
 
+    @property
+    def _copied(self) -> tuple[int, int]:
+        """How many copies of values and states lie there, and elements that the update of one on the host takes."""
+        if not (self.copies and self.copies_on_host):
+            return int(self.copies), 0
+        largest = max((bucket.numel for bucket in self.plan.buckets if bucket.trainable), default=0)
+        return 0, (1 + self.optimizer_states) * math.ceil(largest / self.num_ranks)
+
     def _count(self, scheme: Shape, index: int) -> Needs:
         shape = PipelineShape.of(scheme) if isinstance(scheme, ParallelScheme) else scheme
         stage = place_pipeline(shape, 0, self.plan.num_layers).stages[index]
@@ -226,7 +235,7 @@ class JobMemory:
             most_sent(one.schedule, shape.pp, one.parts, serial=self.serial)[index] if shape.pp > 1 else 0
             for one in alike
         )
-        outputs, wide = self.outputs or self.vocab, max(4, self.param_bytes)
+        outputs, wide, (copied, updated) = self.outputs or self.vocab, max(4, self.param_bytes), self._copied
         of_head, of_first = self._width_of(self.plan.last, outputs), self._width_of(self.plan.first, self.vocab)
         rows, words = math.ceil(outputs / stage.tp), math.ceil(self.vocab / stage.tp)
         tied = shape.pp == 1 and bool(self.plan.first & self.plan.last)
@@ -237,9 +246,9 @@ class JobMemory:
         return Needs(
             scheme,
             index,
-            masters=(1 + self.phases + 2 * self.copies) * share * self.master_bytes
-            + (1 + self.copies) * frozen * self.param_bytes,
-            optimizer=(1 + self.copies) * self.optimizer_states * share * self.master_bytes,
+            masters=(1 + self.phases + self.copies + copied) * share * self.master_bytes
+            + (1 + copied) * frozen * self.param_bytes,
+            optimizer=((1 + copied) * self.optimizer_states * share + updated) * self.master_bytes,
             params=held.params,
             grads=held.grads,
             scratch=held.scratch,

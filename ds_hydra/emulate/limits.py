@@ -7,6 +7,7 @@ import resource
 from pathlib import Path
 from typing import NamedTuple
 
+from ds_hydra.ranks.host_memory import available_bytes, number_in
 from ds_hydra.zero_hetero.errors import ConfigError
 
 # What one rank takes, and some more for further strategies. With 4 strategies each of 8 ranks held 104 MiB that it
@@ -30,17 +31,10 @@ def machine_limits() -> Limits:
     soft_tasks, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     soft_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     tasks = [_COUNTLESS if soft_tasks == resource.RLIM_INFINITY else soft_tasks - _tasks_of_user()]
-    most, used = (_number(f"/sys/fs/cgroup/pids.{name}") for name in ("max", "current"))
+    most, used = (number_in(f"/sys/fs/cgroup/pids.{name}") for name in ("max", "current"))
     tasks += [most - (used or 0)] if most is not None else []
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for line in _lines("/proc/meminfo"):
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) << 10
-    held, most_bytes = (_number(f"/sys/fs/cgroup/memory.{name}") for name in ("current", "max"))
-    if most_bytes is not None:
-        available = min(available, most_bytes - (held or 0))
     files = _COUNTLESS if soft_files == resource.RLIM_INFINITY else soft_files
-    return Limits(available, min(tasks), files)
+    return Limits(available_bytes(), min(tasks), files)
 
 
 def check_ranks(num_ranks: int, limits: Limits) -> None:
@@ -75,16 +69,3 @@ def _tasks_of_user() -> int:
         except OSError:
             continue  # it has ended meanwhile
     return count
-
-
-def _number(path: str) -> int | None:
-    """The number in a file; None where there is no such file, or it says "max"."""
-    text = "".join(_lines(path)).strip()
-    return int(text) if text.isdigit() else None
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:
-        return []

@@ -58,13 +58,20 @@ class Copy:
         of the optimizer, with the `names` of their parameters."""
         self._world, self._own, self._optimizer = world, masters, optimizer
         self.ward, self.keeper = (world.rank - shift) % world.num_ranks, (world.rank + shift) % world.num_ranks
-        self.masters = ModelMasters(
-            source, self.ward, world.num_ranks, world.device, masters.trained.flat.dtype, masters.frozen.flat.dtype
-        )
+        self.masters = self._allocated(source)
         self.optimizer = like(optimizer, [group["params"] for group in self.masters.trained.param_groups(groups)])
-        self.masters.trained.put_grads(None)
+        self._put_grads(self.masters.trained)
         self._revision = -1
         self._leaving: dict[int, Work] = {}  # of this step, by bucket
+
+    @classmethod
+    def kept_on(cls, place: str) -> type[Copy]:
+        """The kind of copies that `hydra.elastic.redundancy` asks for."""
+        if place != "host":
+            return cls
+        from ds_hydra.engine.host_copies import HostCopy
+
+        return HostCopy
 
     @property
     def stale(self) -> bool:
@@ -72,8 +79,12 @@ class Copy:
         for a fault in `refresh`."""
         return self._revision != self._own.revision
 
+    def settle(self) -> None:
+        """Wait until values and states of the copy may be read."""
+
     def refresh(self) -> None:
         """Make the copy whole: values, states, and what the optimizer counts."""
+        self.settle()
         keys, groups = told_state(self._own.trained, self._optimizer, self._world.channel)
         own, copies = self._own, self.masters
         sent = [*own.trained.shards, *own.frozen.shards]
@@ -81,10 +92,9 @@ class Copy:
         states: dict[str, list[Tensor]] = {}
         for key, dtype in keys.items():
             sent += [state.to(dtype) for state in own.trained.optimizer_state(self._optimizer, key)]
-            states[key] = [torch.empty_like(shard, dtype=dtype) for shard in copies.trained.shards]
+            states[key] = [self._beside(shard, dtype) for shard in copies.trained.shards]
             came += states[key]
-        first = _TAG + len(self._own.trained.shards)
-        _wait([self._exchange(*both, first + at) for at, both in enumerate(zip(sent, came, strict=True))])
+        self._take(sent, came)
         install_optimizer(self.optimizer, build_state(copies.trained, self.optimizer, states, groups))
         # Who is past this message knows that all copies are whole.
         self._world.settle()
@@ -94,7 +104,7 @@ class Copy:
     def leave(self, bucket: int) -> None:
         """Begin to send this rank's summed gradient of a bucket to its keeper, and to get that of the copy."""
         own, copied = (masters.trained.grads[bucket] for masters in (self._own, self.masters))
-        self._leaving[bucket] = self._exchange(own, copied, _TAG + bucket)
+        self._leaving[bucket] = self.exchange(own, copied, _TAG + bucket)
 
     def exchange_grads(self) -> None:
         """`leave` of all buckets that have not left in this step; all are here and there on return."""
@@ -102,17 +112,19 @@ class Copy:
             if bucket not in self._leaving:
                 self.leave(bucket)
         works, self._leaving = self._leaving, {}
-        _wait(list(works.values()))
+        wait(list(works.values()))
 
     def side(self, optimizer: Optimizer) -> tuple[MasterShards, Optimizer]:
         """Masters and optimizer of the copy, with the options that the owner's optimizer has now."""
+        self.settle()
         for own, copied in zip(optimizer.param_groups, self.optimizer.param_groups, strict=True):
             copied.update({key: value for key, value in own.items() if key != "params"})
         return self.masters.trained, self.optimizer
 
     def compare(self, step: int) -> None:
         """NumericsError, on all ranks, where a copy differs from its owner's masters in a bit."""
-        own, copied = (_checksum(masters, by) for masters, by in
+        self.settle()
+        own, copied = (_checksum(masters, by, self._world.device) for masters, by in
                        ((self._own, self._optimizer), (self.masters, self.optimizer)))  # fmt: skip
         rows = self._world.channel.rows(torch.tensor([own, copied])).tolist()
         wrong = [rank for rank, (_, kept) in enumerate(rows) if kept != rows[self.ward_of(rank)][0]]
@@ -127,7 +139,29 @@ class Copy:
         """Whose copy a rank keeps."""
         return (rank + self.ward - self._world.rank) % self._world.num_ranks
 
-    def _exchange(self, sent: Tensor, came: Tensor, tag: int) -> Work:
+    def _allocated(self, source: ModelSource) -> ModelMasters:
+        """Memory of the copy."""
+        own, world = self._own, self._world
+        dtypes = own.trained.flat.dtype, own.frozen.flat.dtype
+        return ModelMasters(source, self.ward, world.num_ranks, world.device, *dtypes)
+
+    def _put_grads(self, masters: MasterShards) -> None:
+        """Give the copy memory of its own for gradients, on the device."""
+        masters.put_grads(None)
+
+    def _beside(self, shard: Tensor, dtype: torch.dtype) -> Tensor:
+        """Memory for a state of a shard's elements."""
+        return torch.empty_like(shard, dtype=dtype)
+
+    def _take(self, sent: Sequence[Tensor], came: Sequence[Tensor]) -> None:
+        """Send the own state to the keeper, and get the ward's."""
+        wait([self.exchange(*both, self.tag_of(at)) for at, both in enumerate(zip(sent, came, strict=True))])
+
+    def tag_of(self, at: int) -> int:
+        """Of a tensor of the state; buckets' gradients have those before."""
+        return _TAG + len(self._own.trained.shards) + at
+
+    def exchange(self, sent: Tensor, came: Tensor, tag: int) -> Work:
         """One to the keeper, the other from the ward."""
         # Of one or no element, too: whether a shard is empty its owner and its keeper both know.
         return self._world.links.exchange(
@@ -135,7 +169,8 @@ class Copy:
         )
 
 
-def _wait(works: Sequence[Work]) -> None:
+def wait(works: Sequence[Work]) -> None:
+    """Until all that was exchanged is here and there."""
     for work in works:
         work.wait_receives()
     for work in works:
@@ -175,13 +210,13 @@ def like(optimizer: Optimizer, shards: Sequence[Sequence[Tensor]]) -> Optimizer:
     return made
 
 
-def _checksum(masters: ModelMasters, optimizer: Optimizer) -> int:
+def _checksum(masters: ModelMasters, optimizer: Optimizer, device: torch.device) -> int:
     """Over the bits of values and states, each element with a factor of its own [Note: checksum]."""
     total, at = 0, 1
     states = [value for span in masters.trained.spans for value in optimizer.state.get(span.param, {}).values()
               if isinstance(value, Tensor) and value.dim()]  # fmt: skip
     for values in (*masters.trained.shards, *masters.frozen.shards, *states):
-        bits = values.detach().contiguous().view(torch.uint8).to(torch.int64)
+        bits = values.detach().to(device).contiguous().view(torch.uint8).to(torch.int64)
         odd = torch.arange(at, at + 2 * len(bits), 2, device=bits.device)
         total, at = total + int(odd.mul_(bits).sum()), at + 2 * len(bits)
     return (total + (1 << 63)) % (1 << 64) - (1 << 63)

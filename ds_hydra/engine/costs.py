@@ -119,6 +119,9 @@ def job_cost_table(
 
 
 def _memory(job: Job, world: World, found: TableFile, device_bytes: float) -> JobMemory:
+    elastic = job.config.elastic
+    # A CPU rank's device memory is the host's.
+    on_host = elastic is not None and elastic.redundancy == "host" and world.device.type != "cpu"
     return job_memory(
         job.source,
         _degrees(found.table),
@@ -131,7 +134,8 @@ def _memory(job: Job, world: World, found: TableFile, device_bytes: float) -> Jo
         measured=found.activations,
         serial=world.edges.serial,
         phases=job.config.replay is not None or job.pre_step is not None,
-        copies=job.config.elastic is not None and job.config.elastic.redundancy != "off" and world.num_ranks > 1,
+        copies=elastic is not None and elastic.redundancy != "off" and world.num_ranks > 1,
+        copies_on_host=on_host,
         expert_imbalance=job.config.expert_imbalance,
     )
 

@@ -169,8 +169,8 @@ class Crew:
         self.copy: Copy | None = None
         if job.config.elastic is not None and self.shift:
             with together(world.channel, "allocating the copy of another rank's masters"):
-                self.copy = Copy(job.source, names, self.masters, optimizer, world, self.shift)
-                self.update.copy = self.copy
+                kind = Copy.kept_on(job.config.elastic.redundancy)
+                self.copy = self.update.copy = kind(job.source, names, self.masters, optimizer, world, self.shift)
 
     def _start_planner(self, producer: ProducerProcess | None) -> None:
         job, world = self.job, self.world

@@ -37,14 +37,15 @@ def job_memory(
     serial: bool = True,
     phases: bool = False,
     copies: bool = False,
+    copies_on_host: bool = False,
     expert_imbalance: float = EXPERT_IMBALANCE,
 ) -> JobMemory:
     """The memory model of a job for all (tp, sp) of the schemes, with activations measured or else estimated.
 
     `dtype` is computed in, gradients add up in `grad_dtype` (None: FP32 or wider) and travel in `wire_dtype` (None: as
     computed in); `serial` as in `Transport`; `phases`: whether a step may have several; `copies`: whether a rank keeps
-    another one's masters, too; `expert_imbalance` as in `JobMemory`. The layers of a pipeline module do not say what is
-    inside them, so their activations count as 0 bytes.
+    another one's masters, too, and whether on its host; `expert_imbalance` as in `JobMemory`. The layers of a pipeline
+    module do not say what is inside them, so their activations count as 0 bytes.
     """
     config, functions = (getattr(source, name, None) for name in ("text_config", "functions"))
     figures: dict[tuple[int, int], Activations] = {}
@@ -70,7 +71,7 @@ def job_memory(
         grad_bytes=grad_dtype.itemsize if grad_dtype else None,
         wire_bytes=wire_dtype.itemsize if wire_dtype else None, node_size=node_size,
         plain_head=getattr(source, "token_loss", None) is None, serial=serial, phases=phases,
-        copies=copies, expert_imbalance=expert_imbalance,
+        copies=copies, copies_on_host=copies_on_host, expert_imbalance=expert_imbalance,
     )  # fmt: skip
 
 

@@ -61,6 +61,8 @@ class Held:
         keys, groups = told_state(held.trained, states_of, world.channel)
         with_copy = len(wards_first(own, self.members, members, self.shift)) > 1
         copied = self.copy if with_copy else None
+        if copied is not None:
+            copied.settle()
         states: dict[str, list[Tensor]] = {}
         with torch.no_grad():
             for new, old, kept in (
@@ -92,7 +94,7 @@ class Held:
         for index, bucket in enumerate(new.buckets):
             source = own[index].detach() if self.masters is not None else own[index].new_empty(0)
             if copied is not None:
-                source = torch.cat((source, copied[index].detach()))
+                source = torch.cat((source, copied[index].detach().to(source.device)))
             plan = plan_transfer(
                 held_layout(bucket.numel, self.members, members, self.shift), even_layout(bucket.numel, len(members))
             )

@@ -28,7 +28,7 @@ class Saving:
 
     def __init__(self, host: HostEngine, crew: Crew, signals: Signals):
         self._host, self._crew, self._signals = host, crew, signals
-        self._config = crew.job.config.checkpoint
+        self.config = crew.job.config.checkpoint
 
     def save(
         self,
@@ -47,8 +47,8 @@ class Saving:
                 client_state,
                 save_latest=save_latest,
                 with_frozen=with_frozen,
-                keep_last=self._config.keep_last if self._config else None,
-                background=bool(self._config and self._config.asynchronous),
+                keep_last=self.config.keep_last if self.config else None,
+                background=bool(self.config and self.config.asynchronous),
             )
 
     def load(self, folder: str | Path, tag: object, parts: PartsToLoad) -> tuple[str | None, dict[str, Any]]:
@@ -63,7 +63,7 @@ class Saving:
     def resume(self) -> None:
         """Load the newest complete checkpoint of hydra.checkpoint.dir, unless `resume` is false; first see that the
         folder can be written. CheckpointError on all ranks."""
-        config = self._config
+        config = self.config
         if config is None:
             return
         checkpoints, folder = self._crew.checkpoints, Path(config.dir)
@@ -78,11 +78,11 @@ class Saving:
 
     def when_due(self, request: int) -> None:
         """Save if the config or a signal says so; leave if a signal says so. `request` is the largest of all ranks'."""
-        if self._config is None:
+        if self.config is None:
             return
         step = self._host.global_steps
-        if request or (self._config.every > 0 and step % self._config.every == 0):
-            self.save(self._config.dir)
+        if request or (self.config.every > 0 and step % self.config.every == 0):
+            self.save(self.config.dir)
             # The ranks exchanged their requests during the step. A signal that came later, such as SIGTERM during the
             # save that SIGUSR1 asked for, is more than what they know of: it must stay for the next step.
             if self._signals.request <= request:

@@ -27,13 +27,15 @@ class ModelMasters:
         device: torch.device,
         master: torch.dtype,
         frozen: torch.dtype,
+        *,
+        pinned: bool = False,
     ):
         self.buckets = source.plan.buckets
         specs = [BucketSpec(b.name, tuple((p.name, p.numel) for p in b.params)) for b in self.buckets]
         trained = [spec for spec, b in zip(specs, self.buckets, strict=True) if b.trainable]
         kept = [spec for spec, b in zip(specs, self.buckets, strict=True) if not b.trainable]
-        self.trained = MasterShards(trained, rank, num_ranks, device, master)
-        self.frozen = MasterShards(kept, rank, num_ranks, device, frozen)
+        self.trained = MasterShards(trained, rank, num_ranks, device, master, pinned=pinned)
+        self.frozen = MasterShards(kept, rank, num_ranks, device, frozen, pinned=pinned)
         self.revision = 0  # how often values came from elsewhere than the optimizer; equal on all ranks
         self.shards = tuple(self._pick(self.trained.shards, self.frozen.shards))
 

@@ -71,6 +71,9 @@ class Copied(Protocol):
     def side(self, optimizer: Optimizer) -> tuple[MasterShards, Optimizer]:
         """Masters and optimizer of the copy, which updates as `optimizer` does now."""
 
+    def settle(self) -> None:
+        """Wait until values and states of the copy may be read."""
+
 
 class Update:
     """Updates the masters of this rank. Every rank must call the same methods; all come to the same decision."""
@@ -165,10 +168,26 @@ class Update:
                 self.loss_scale.unscale(masters.grads)
                 if self._clipping > 0:
                     clip_(masters.grads, norm, self._clipping)
-                _step(masters, optimizer, frozen | self._idle(masters))
+                self._step(masters, optimizer, frozen | self._idle(masters))
         finally:
             self.is_updating = False
         self.committed, self.last, self.table = self.committed + 1, self.table, None
+
+    def _step(self, masters: MasterShards, optimizer: Optimizer, frozen: frozenset[str]) -> None:
+        """The optimizer's step, which leaves frozen parameters and their states as they are."""
+        if not frozen:
+            optimizer.step()
+            return
+        # It runs over long intervals of many parameters, so what it must not touch is put back. A state that it has
+        # made just now is what it is at first, zeros.
+        before = {view.data_ptr(): view.detach().clone() for view in masters.state_of(optimizer, frozen)}
+        optimizer.step()
+        if self.copy is not None:
+            self.copy.settle()
+        with torch.no_grad():
+            for view in masters.state_of(optimizer, frozen):
+                kept = before.get(view.data_ptr())
+                view.copy_(kept) if kept is not None else view.zero_()
 
     def _sides(self) -> list[tuple[MasterShards, Optimizer]]:
         """The rank's masters and those of its copy, each with its optimizer."""
@@ -232,21 +251,6 @@ class Update:
                 "Look at the sequences and parameters named above, lower the learning rate, or raise "
                 "hydra.faults.skipped_steps"
             )
-
-
-def _step(masters: MasterShards, optimizer: Optimizer, frozen: frozenset[str]) -> None:
-    """The optimizer's step, which leaves frozen parameters and their states as they are."""
-    if not frozen:
-        optimizer.step()
-        return
-    # It runs over long intervals of many parameters, so what it must not touch is put back. A state that it has made
-    # just now is what it is at first, zeros.
-    before = {view.data_ptr(): view.detach().clone() for view in masters.state_of(optimizer, frozen)}
-    optimizer.step()
-    with torch.no_grad():
-        for view in masters.state_of(optimizer, frozen):
-            kept = before.get(view.data_ptr())
-            view.copy_(kept) if kept is not None else view.zero_()
 
 
 def _word(model: ModelNow) -> float:

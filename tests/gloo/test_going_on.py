@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 
 from ds_hydra.config.hydra_block import HydraConfig
-from ds_hydra.engine import epochs
+from ds_hydra.engine import epochs, host_copies
 from ds_hydra.engine.checked import listed_for_others
 from ds_hydra.host.environment import MEMBERS_FOLDER
 from ds_hydra.testing import run_ranks
@@ -58,6 +58,34 @@ def test_what_befalls_a_job(name: str, judge: Judge) -> None:
     """`tools.check_elastic` has all courses, and two at once in its quick form."""
     (course,) = (one for one in COURSES if one.name == name)
     assert judge.wrong(course) == []
+
+
+@pytest.mark.drawn
+@pytest.mark.drawn
+@pytest.mark.parametrize(
+    "course",
+    [
+        Cell("SIGKILL", "update", "coordinator", "LoRA").course,
+        Cell("os._exit", "push", "middle", "phases").course,
+        Cell("SIGKILL", "joining", "middle", "ahead").course,
+        next(one for one in COURSES if one.name == "a second one while re-sharding"),
+    ],
+    ids=lambda course: course.name,
+)
+def test_copies_on_the_host_equal_their_owners(course: Course, judge: Judge) -> None:
+    """They are compared in each step, too."""
+    assert judge.wrong(replace(course, redundancy="host")) == []
+
+
+def test_copies_for_which_the_host_has_no_memory_are_refused_before_step_0(tmp_path: Path) -> None:
+    def refused(rank: int) -> str:
+        os.environ[MEMBERS_FOLDER] = str(tmp_path)
+        little = mock.patch.object(host_copies, "available_bytes", return_value=1 << 10)
+        with little, pytest.raises(ConfigError) as said:
+            small_engine(rank, strategies=["2*tp1"], elastic={"redundancy": "host"})
+        return str(said.value)
+
+    assert all("the copies of the 2 ranks" in text and '"device" or "off"' in text for text in run_ranks(refused, 2))
 
 
 @pytest.mark.drawn

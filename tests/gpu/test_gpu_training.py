@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ds_hydra.engine.host_copies import HostCopy
 from ds_hydra.testing import free_port
 from tests.support.fault_job import digest
 from tools import aims
@@ -79,6 +81,32 @@ def test_a_restarted_job_goes_on(tmp_path: Path) -> None:
     through = losses(6)
     assert losses(3, checkpoint=checkpoint) == pytest.approx(through[:3], rel=2e-3)
     assert losses(3, checkpoint=checkpoint) == pytest.approx(through[3:], rel=2e-3)
+
+
+def test_a_copy_on_the_host_is_updated_on_the_device() -> None:
+    """To the bit, behind the update of the masters; here a rank keeps a copy of its own."""
+    engine = start()
+    crew = engine.crew
+    names = [{"names": group.names} for group in engine.job.recipe.groups]
+
+    def alone(copy: HostCopy, sent: torch.Tensor, came: torch.Tensor, tag: int) -> mock.Mock:
+        came.copy_(sent.detach())
+        return mock.Mock()
+
+    with mock.patch.object(HostCopy, "exchange", alone):
+        copy = HostCopy(engine.job.source, names, crew.masters, crew.update.optimizer, crew.world, shift=0)
+        crew.update.copy = copy
+        copy.refresh()
+        for step in range(4):
+            engine.train_batch()
+            copy.compare(step)
+    own, kept = (
+        [optimizer.state[span.param]["exp_avg"] for span in masters.trained.spans]
+        for masters, optimizer in ((crew.masters, crew.update.optimizer), (copy.masters, copy.optimizer))
+    )
+    engine.destroy()
+    assert all(state.is_pinned() for state in kept)
+    assert all(torch.equal(*both) for both in zip(kept, [state.cpu() for state in own], strict=True))
 
 
 def test_the_device_is_empty_while_states_are_on_the_host() -> None:

@@ -85,7 +85,7 @@ def test_no_block_means_plain_deepspeed() -> None:
         ({"trace": {"steps": 5}}, ["hydra.trace.steps", "a list of whole numbers"]),
         ({"trace": {"steps": [2, 2]}}, ["hydra.trace.steps", "twice"]),
         ({"trace": {"steps": [2]}, "steps_file": None}, ["hydra.trace", "hydra.steps_file"]),
-        ({"elastic": {"redundancy": "host"}}, ["hydra.elastic.redundancy", "'host'"]),
+        ({"elastic": {"redundancy": "disk"}}, ["hydra.elastic.redundancy", "'disk'"]),
         ({"elastic": {"strategies": ["3*tp1"]}}, ["hydra.elastic.strategies", "must be a block"]),
         ({"elastic": {"strategies": {"x": ["3*tp1"]}}}, ["'x'", "no number of ranks"]),
         ({"elastic": {"strategies": {"2": ["3*tp1"]}}}, ["hydra.elastic.strategies.2", "uses 3 ranks and not 2"]),

@@ -12,16 +12,16 @@ FEW = ["test_a.py::test_few[0]", "test_a.py::test_few[1]"]
 ALONE = [f"test_b.py::test_{number}" for number in range(12)]
 
 
-def test_a_quarter_is_drawn_and_of_each_tests_rows_at_least_one() -> None:
+def test_a_sixth_is_drawn_and_of_each_tests_rows_at_least_one() -> None:
     found = taken([*ROWS, *ALONE, *FEW], "a commit")
-    assert [len(found & set(some)) for some in (ROWS, FEW, ALONE)] == [2, 1, 3]
+    assert [len(found & set(some)) for some in (ROWS, FEW, ALONE)] == [1, 1, 2]
     assert found == taken([*FEW, *ALONE, *ROWS], "a commit"), "each run of a commit takes the same"
 
 
 def test_over_the_commits_all_are_drawn_alike() -> None:
     times = Counter(name for number in range(400) for name in taken([*ROWS, *ALONE], f"commit {number}"))
     assert set(times) == {*ROWS, *ALONE}
-    assert all(60 <= count <= 140 for count in times.values()), times
+    assert all(25 <= count <= 110 for count in times.values()), times
 
 
 def test_a_share_of_all_may_be_none() -> None:

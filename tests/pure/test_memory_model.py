@@ -54,6 +54,10 @@ def test_states_follow_the_real_split() -> None:
     alone, copied = (job(2, copies=copies).needs(ParallelScheme(), 0) for copies in (False, True))
     more = copied.masters + copied.optimizer - alone.masters - alone.optimizer
     assert more == 16 * math.ceil(total / 2)  # another rank's masters, gradient and two moments
+    on_host = job(2, copies=True, copies_on_host=True).needs(ParallelScheme(), 0)
+    more = on_host.masters + on_host.optimizer - alone.masters - alone.optimizer
+    largest = max(bucket.numel for bucket in job(2).plan.buckets)
+    assert more == 4 * math.ceil(total / 2) + 12 * math.ceil(largest / 2)  # the gradient, and one bucket's update
     shared = job(8).needs(ParallelScheme(2, 2), 0)
     assert shared.masters == 4 * total // 8
     assert shared.params == 2 * (1000 * 64 + 4 * 12 * 64 * 64) // 2  # embeddings and half of the layers, by tp

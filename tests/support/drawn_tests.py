@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-SHARE = 0.25
+SHARE = 1 / 6
 
 
 def commit(root: Path) -> str:
@@ -41,7 +41,7 @@ def add_option(parser: pytest.Parser) -> None:
     """The option that says of how many tests a run takes some."""
     parser.addoption(
         "--share", type=float,
-        help="draw this share of the tests, 1 for all; without it a quarter of those marked drawn, if no test is named",
+        help="draw this share of the tests, 1 for all; without it a sixth of those marked drawn, if no test is named",
     )  # fmt: skip
 
 

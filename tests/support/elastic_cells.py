@@ -53,6 +53,7 @@ class Course:
     per_host: int | None = None
     mode: str = "plain"
     ends_all: int | None = None  # the exit code of all that are left, where none goes on
+    redundancy: str = "device"  # where copies are kept
 
     @property
     def codes(self) -> list[int]:
@@ -155,6 +156,7 @@ class Judge:
             result = run_elastic(
                 Path(scratch) / "job", course.ranks, course.steps, course.losses, job=self._job(course.mode),
                 joins_in=course.joins_in, per_host=course.per_host, faults={"frozen_seconds": course.frozen_s},
+                elastic={"redundancy": course.redundancy},
                 checkpoint={"dir": f"{scratch}/checkpoints", "every": 1, "resume": False},
             )  # fmt: skip
         return list(self._objections(result, course))

@@ -14,6 +14,7 @@ from ds_hydra.planner.proposal.propose import Wider, propose_strategies
 from ds_hydra.planner.proposal.spaces import wider_shapes
 from ds_hydra.simulate.exposed import exposed_ms
 from ds_hydra.simulate.job import SimulatedJob
+from ds_hydra.zero_hetero.errors import PlanError
 from tools.systems.cells import SEEN_BEFORE, Cell
 from tools.systems.costs import NODE, Way, averaged, cluster_of, measured, table_of, with_keys
 from tools.systems.devices import base_model
@@ -60,7 +61,10 @@ def spaces(cell: Cell, ms: StepMs) -> Iterator[Configuration]:
             yield _configured(cell, one, whole, ms, layers=0)._replace(text=text)
     for text, one in (("and slices, V's", _some(table, sharing=NODE)), ("and SP of stages over two nodes", table)):
         wider = Wider(wider_shapes(one, num_layers=layers), layers=layers, plain=False)
-        strategies = tuple(dict.fromkeys((*whole, *_proposed(cell, one, wider=wider))))
+        try:
+            strategies = tuple(dict.fromkeys((*whole, *_proposed(cell, one, wider=wider))))
+        except PlanError:  # none of it holds the context
+            continue
         yield _configured(cell, table, strategies, ms, layers=layers)._replace(text=text)
 
 
