@@ -310,7 +310,7 @@ class ModelPlan:
                     if param.rule.by_width is None:
                         param.shard_ranges(0, tp)
             if self.num_heads:
-                check_heads(self.num_heads, self.num_kv_heads, tp if self.heads_cut else 1, sp)
+                check_heads(self.num_heads, tp if self.heads_cut else 1)
 
 
 def share_of_rows(rows: int, units: int, tp_rank: int, tp: int) -> tuple[int, int]:

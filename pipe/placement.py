@@ -233,23 +233,11 @@ def whole_layers(share: float, layers: int) -> int:
     return math.ceil(share * layers - _ROUNDING)
 
 
-def check_heads(heads: int, kv_heads: int, tp: int, sp: int) -> None:
-    """Refuse degrees by which attention heads cannot be cut; a `tp` of 1 stands for one that does not cut them."""
-    whole = heads
+def check_heads(heads: int, tp: int) -> None:
+    """Refuse a degree by which attention heads cannot be cut; 1 stands for one that does not cut them."""
     if heads % tp:
         raise PlanError(
             f"tp={tp} does not divide the model's {heads} attention heads; use strategies with a tp that does"
-        )
-    heads, kv_heads = heads // tp, max(1, kv_heads // tp)
-    left = f" that tp={tp} leaves of {whole}" if tp > 1 else ""
-    if heads % sp:
-        raise PlanError(
-            f"sp={sp} does not divide the {heads} attention heads{left}; use strategies with an sp that does"
-        )
-    if kv_heads % sp and sp % kv_heads:
-        raise PlanError(
-            f"sp={sp} and the {kv_heads} key/value heads{left} do not divide each other; use strategies with an sp "
-            "that divides them or that they divide"
         )
 
 

@@ -335,3 +335,10 @@ def _parse_part(text: str) -> Iterator[StageShape]:
     stage = StageShape(scheme.tp, scheme.sp, layers, match["device"] or "", scheme.ep)
     for _ in range(scheme.pp):
         yield stage
+
+
+def head_parts(sp: int, heads: int, kv_heads: int) -> int:
+    """How many of so many sequence parallel ranks share the heads: as many as divide them, and divide or are a multiple
+    of the key/value heads."""
+    fits = (n for n in range(sp, 0, -1) if sp % n == heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0))
+    return next(fits)

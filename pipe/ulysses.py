@@ -34,88 +34,142 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from ds_hydra.pipe.contexts import ALL, Reach
 from ds_hydra.pipe.overlapped import AllToAll, start, wait
 from ds_hydra.pipe.rows import Pack, cut_heads
+from ds_hydra.pipe.shape import head_parts
+
+if TYPE_CHECKING:
+    from ds_hydra.pipe.shared_queries import RowPart
 
 
 class HeadGroup(NamedTuple):
-    """Some heads, of all tokens of a row."""
+    """Some heads, of all tokens of a row, or of a part of it [Note: shared queries]."""
 
     q: Tensor  # (T, heads, d)
     k: Tensor  # (T, kv_heads, d)
     v: Tensor  # (T, kv_heads, d_v)
     first_head: int = 0  # of the query heads, among those of all sequence parallel ranks
     keys: int = 0  # number of its key/value heads among the rank's groups of them, which several groups may share
+    part: RowPart | None = None  # whose queries these are, and from which token on there are keys
 
 
-def over_heads(q: Tensor, k: Tensor, v: Tensor, pack: Pack, attend: Callable[[HeadGroup], Tensor]) -> Tensor:
-    """All heads of some tokens, q (T_local, heads, d), k and v, in; what `attend` makes of them, (T_local, heads, d_v).
+class Way(Protocol):
+    """How heads and tokens are exchanged. A part has some heads of each rank: queries, and keys and values or none."""
 
-    `attend` computes (T, heads, d_v) for one group of heads, in order [Note: exchange in groups]. sp must divide the
-    query heads, and divide or be divided by the key/value heads.
+    parts: int
+    """Ranks that share the heads."""
+    head: int
+    """Which of them this is."""
+
+    @property
+    def part(self) -> RowPart | None:
+        """The part of the row whose queries it computes; None: all of it."""
+
+    def incoming(self, part: Sequence[Tensor]) -> AllToAll:
+        """The message in."""
+
+    def packed(self, part: Sequence[Tensor]) -> Tensor:
+        """What it takes, flat: what goes to one rank lies together."""
+
+    def rows(self, flat: Tensor, part: Sequence[Tensor]) -> list[Tensor]:
+        """What it brings, of own heads: (tokens, heads, d) for each tensor of the part."""
+
+    def outgoing(self, width: int) -> AllToAll:
+        """The message back, of so many numbers a token."""
+
+    def returned(self, flat: Tensor, heads: int, size: int) -> Tensor:
+        """What it brings: (T_local, parts, heads, size)."""
+
+
+def over_heads(
+    q: Tensor, k: Tensor, v: Tensor, pack: Pack, attend: Callable[[HeadGroup], Tensor], reach: Reach = ALL
+) -> Tensor:
+    """All heads of some tokens, q (T_local, heads, d), k (T_local, kv_heads, d) and v, in; what `attend` makes of them,
+    (T_local, heads, d_v).
+
+    `attend` computes (T, heads, d_v) for one group of heads, in order [Note: exchange in groups]. Where sp does not fit
+    the heads, ranks share the queries, which see as far as `reach` says [Note: shared queries].
     """
+    way = _way(pack, head_parts(pack.sp, q.shape[1], k.shape[1]), reach)
     # 8 query heads and 2 key/value heads over sp = 4: rank 1 computes the query heads 2 and 3, which use key head 0.
     # Repeated, the key heads are 0 0 1 1, one for each rank; autograd adds the gradients of the two copies.
-    if k.shape[1] < pack.sp:
-        k, v = (x.repeat_interleave(pack.sp // k.shape[1], dim=1) for x in (k, v))
-    heads, kv_heads = q.shape[1] // pack.sp, k.shape[1] // pack.sp
+    if k.shape[1] < way.parts:
+        k, v = (x.repeat_interleave(way.parts // k.shape[1], dim=1) for x in (k, v))
+    heads, kv_heads = q.shape[1] // way.parts, k.shape[1] // way.parts
     of_groups = cut_heads(pack.head_groups, heads, kv_heads)
     groups, firsts = len(of_groups), [0, *accumulate(of_groups)]
     sharing = groups // min(groups, kv_heads)  # groups with the same keys
-    queries = _cut(q, pack.sp, of_groups)
-    keys, values = (_cut(x, pack.sp, [n * sharing * kv_heads // heads for n in of_groups[::sharing]]) for x in (k, v))
+    queries = _cut(q, way.parts, of_groups)
+    of_keys = [n * sharing * kv_heads // heads for n in of_groups[::sharing]]
+    keys, values = (_cut(x, way.parts, of_keys) for x in (k, v))
     parts = [
         (queries[i],) if i % sharing else (queries[i], keys[i // sharing], values[i // sharing]) for i in range(groups)
     ]
-    coming = [_to_heads(pack, sum(x.shape[2:].numel() for x in part)) for part in parts]
-    # The receiving rank becomes the outermost dimension, so that what goes to one rank lies together.
-    pending, token = start(
-        coming, [torch.cat([x.transpose(0, 1).flatten(2) for x in part], dim=-1).view(-1) for part in parts]
-    )
+    coming = [way.incoming(part) for part in parts]
+    pending, token = start(coming, [way.packed(part) for part in parts])
     shared: list[Tensor] = []  # keys and values
     going: list[AllToAll] = []
     returned: list[Tensor] = []
     for i, part in enumerate(parts):
         (flat,) = wait([coming[i]], [pending[i]], token)
-        own_q, *fresh = _rows(flat, pack.num_tokens, [x.shape[2:] for x in part])
+        own_q, *fresh = way.rows(flat, part)
         shared = fresh or shared
         own_k, own_v = shared
-        first = pack.sp_rank * heads + firsts[i]
-        out = attend(HeadGroup(own_q, own_k, own_v, first_head=first, keys=i // sharing))
-        going.append(_to_tokens(pack, out.shape[1:].numel()))
+        first = way.head * heads + firsts[i]
+        out = attend(HeadGroup(own_q, own_k, own_v, first_head=first, keys=i // sharing, part=way.part))
+        going.append(way.outgoing(out.shape[1:].numel()))
         (started,), token = start(going[-1:], [out.reshape(-1)])
         returned.append(started)
-    mine = pack.tokens[pack.sp_rank]
     came = zip(of_groups, wait(going, returned, token), strict=True)
-    outs = [x.view(pack.sp, mine, n, out.shape[-1]).transpose(0, 1) for n, x in came]
-    return torch.cat(outs, dim=2).flatten(1, 2)
+    return torch.cat([way.returned(x, n, out.shape[-1]) for n, x in came], dim=2).flatten(1, 2)
 
 
-def _cut(x: Tensor, sp: int, of_groups: Sequence[int]) -> tuple[Tensor, ...]:
-    """(T_local, heads, d) -> for each group of every rank's heads (T_local, sp, its heads, d)."""
-    return x.unflatten(1, (sp, -1)).split(list(of_groups), dim=2)
+def _cut(x: Tensor, parts: int, of_groups: Sequence[int]) -> tuple[Tensor, ...]:
+    """(T_local, heads, d) -> for each group of every rank's heads (T_local, parts, its heads, d)."""
+    return x.unflatten(1, (parts, -1)).split(list(of_groups), dim=2)
 
 
-def _rows(flat: Tensor, tokens: int, shapes: list[torch.Size]) -> list[Tensor]:
-    """What has come for all tokens: one (tokens, *shape) for each shape."""
-    # It is ordered by sending rank, and ranks hold consecutive intervals of the row: it is the row's order already.
-    columns = [shape.numel() for shape in shapes]
-    found = flat.view(tokens, sum(columns)).split(columns, dim=-1)
-    return [x.unflatten(-1, shape) for x, shape in zip(found, shapes, strict=True)]
+def _way(pack: Pack, parts: int, reach: Reach) -> Way:
+    if parts == pack.sp:
+        return _ByHeads(pack)
+    from ds_hydra.pipe.shared_queries import BySharedQueries
+
+    return BySharedQueries(pack, parts, reach)
 
 
-def _to_heads(pack: Pack, width: int) -> AllToAll:
-    """Own tokens of all ranks' heads out, all tokens of own heads in; a rank's heads have `width` numbers a token."""
-    mine = pack.tokens[pack.sp_rank]
-    return AllToAll([mine * width] * pack.sp, [tokens * width for tokens in pack.tokens], pack.sp_group)
+class _ByHeads:
+    """All tokens of own heads [Note: exchange of heads]."""
 
+    part = None
 
-def _to_tokens(pack: Pack, width: int) -> AllToAll:
-    """The way back."""
-    mine = pack.tokens[pack.sp_rank]
-    return AllToAll([tokens * width for tokens in pack.tokens], [mine * width] * pack.sp, pack.sp_group)
+    def __init__(self, pack: Pack):
+        self._pack, self._mine = pack, pack.tokens[pack.sp_rank]
+        self.parts, self.head = pack.sp, pack.sp_rank
+
+    def incoming(self, part: Sequence[Tensor]) -> AllToAll:
+        width = sum(x.shape[2:].numel() for x in part)
+        send = [self._mine * width] * self.parts
+        return AllToAll(send, [tokens * width for tokens in self._pack.tokens], self._pack.sp_group)
+
+    def packed(self, part: Sequence[Tensor]) -> Tensor:
+        # The receiving rank becomes the outermost dimension.
+        return torch.cat([x.transpose(0, 1).flatten(2) for x in part], dim=-1).view(-1)
+
+    def rows(self, flat: Tensor, part: Sequence[Tensor]) -> list[Tensor]:
+        # It is ordered by sending rank, and ranks hold consecutive intervals of the row: it is the row's order already.
+        columns = [x.shape[2:].numel() for x in part]
+        found = flat.view(self._pack.num_tokens, sum(columns)).split(columns, dim=-1)
+        return [rows.unflatten(-1, x.shape[2:]) for rows, x in zip(found, part, strict=True)]
+
+    def outgoing(self, width: int) -> AllToAll:
+        receive = [self._mine * width] * self.parts
+        return AllToAll([tokens * width for tokens in self._pack.tokens], receive, self._pack.sp_group)
+
+    def returned(self, flat: Tensor, heads: int, size: int) -> Tensor:
+        return flat.view(self.parts, self._mine, heads, size).transpose(0, 1)

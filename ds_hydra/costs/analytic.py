@@ -10,7 +10,7 @@ from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.peak import CAUSAL_FLOPS, known_devices, peak_tflops
 from ds_hydra.pipe.head_degrees import Boxes
 from ds_hydra.pipe.model_plan import ModelPlan
-from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.pipe.shape import ParallelScheme, head_parts
 from ds_hydra.zero_hetero.errors import ConfigError
 
 
@@ -139,7 +139,10 @@ def _sent_over_tokens(shape: ModelShape, scheme: ParallelScheme) -> float:
     tp, sp = scheme.tp, scheme.sp
     boxed = [any(box.heads.shared_by(tp, sp)[1] > 1 for box in of) for of in shape.boxes if of]
     of_boxes = 4.0 * shape.hidden * (sp - 1) * sum(1 + shares for shares in boxed)
-    of_heads = 16.0 * shape.hidden * (sp - 1) / (sp * tp) * (shape.layers - len(boxed))
+    parts = head_parts(sp, max(1, shape.heads // tp), max(1, shape.kv_heads // tp))
+    # Queries and outputs go to the ranks that share the heads, keys and values to all that share the queries besides.
+    of_each = 8.0 * (parts - 1) / parts + 8.0 * (sp // parts - 1.0 / parts)
+    of_heads = of_each * shape.hidden / tp * (shape.layers - len(boxed))
     return (of_heads + of_boxes) / shape.layers
 
 
@@ -191,7 +194,8 @@ def estimate_activations(
     and with checkpointing the keys and values themselves, which no other backward needs. Without it a layer may still
     be computed again for one micro-batch or another: it keeps its input then, and keys and values for later slices.
     """
-    key_value = 2.0 * max(kv_heads, tp) / heads * hidden
+    sharing = sp // head_parts(sp, max(1, heads // tp), max(1, kv_heads // tp))  # ranks that need the same keys
+    key_value = 2.0 * max(kv_heads, tp) / heads * hidden * sharing
     shards = tp if token_sharding else 1
     whole = 4 * hidden * param_bytes + (0 if short_norms else 2 * hidden * 4)
     cut = (2 * hidden + key_value + 4 * intermediate) * param_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.placement import place_strategy
-from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
+from ds_hydra.pipe.shape import ParallelScheme, StrategyShape, head_parts
 from ds_hydra.zero_hetero.errors import PlanError
 from ds_hydra.zero_hetero.nodes import NodeSize, largest_node
 
@@ -34,7 +34,10 @@ def _fits(plan: ModelPlan, scheme: ParallelScheme) -> bool:
         plan.check(place_strategy(StrategyShape.of([scheme]), scheme.num_ranks, plan.num_layers))
     except PlanError:
         return False
-    return True
+    # More ranks than share heads have to be asked for: keys and values of a token then go to several of them.
+    tp = scheme.tp if plan.heads_cut else 1
+    heads, kv_heads = plan.num_heads // tp, max(1, plan.num_kv_heads // tp)
+    return not plan.num_heads or head_parts(scheme.sp, heads, kv_heads) == scheme.sp
 
 
 def _sequence_degrees(tp: int, node: int, num_ranks: int) -> list[int]:

@@ -84,21 +84,25 @@ def varlen_attention(
     hand; `context` keeps the keys and values of a pack's slice for the slices behind it.
     Raises ConfigError for a backend that lacks what is asked for, and for a slice without a context.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale, reach = q.shape[-1] ** -0.5 if scale is None else scale, Reach(window, chunk)
     known: list[_Keys] = []  # by group of key/value heads, which several groups may share
 
     def of_heads(group: HeadGroup) -> Tensor:
         heads = slice(group.first_head, group.first_head + group.q.shape[1])
         if group.keys == len(known):
-            known.append(_keys(group, pack, Reach(window, chunk), context))
+            known.append(_keys(group, pack, reach, context))
         attend = partial(
             _attend, scale=scale, window=window, softcap=softcap, backend=backend,
             sinks=None if sinks is None else sinks[heads],
         )  # fmt: skip
         drop = None if dropout is None else replace(dropout, first_head=dropout.first_head + heads.start)
+        if group.part is not None:
+            from ds_hydra.pipe.attention.parts import part_of_row
+
+            return part_of_row(group.q, *known[group.keys], pack, drop, attend, reach, group.part)
         return _row(group.q, known[group.keys], pack, drop, attend, chunk)
 
-    return of_heads(HeadGroup(q, k, v)) if pack.sp == 1 else over_heads(q, k, v, pack, of_heads)
+    return of_heads(HeadGroup(q, k, v)) if pack.sp == 1 else over_heads(q, k, v, pack, of_heads, reach)
 
 
 class _Keys(NamedTuple):

@@ -209,9 +209,9 @@ def test_analytic_costs_fall_with_ranks_and_rise_with_length() -> None:
 
 def test_what_ulysses_sends_between_nodes_is_priced_at_their_links() -> None:
     schemes = [ParallelScheme(sp=8), ParallelScheme(2, sp=8), ParallelScheme(pp=4, sp=16), ParallelScheme(16)]
-    rates = (1.5e11, 1.5e10)
+    rates, shape = (1.5e11, 1.5e10), replace(SHAPE, heads=32, kv_heads=32)
     inside, slow = (
-        analytic_cost_table(SHAPE, schemes, 4096, between_bytes_per_second=rate, node_size=8) for rate in rates
+        analytic_cost_table(shape, schemes, 4096, between_bytes_per_second=rate, node_size=8) for rate in rates
     )
     dearer = [after.b - before.b for before, after in zip(inside.costs, slow.costs, strict=True)]
     assert dearer[0] == dearer[3] == 0.0, "what fills no more than a node, and TP, which is asked for"
@@ -219,3 +219,8 @@ def test_what_ulysses_sends_between_nodes_is_priced_at_their_links() -> None:
     sent = 16.0 * SHAPE.hidden * SHAPE.layers / 2 * (1 / 1.5e10 - 1 / 1.5e11) * 1e3
     assert dearer[1] == pytest.approx(sent * 7 / 16 / 8)
     assert dearer[2] == pytest.approx(sent * 15 / 16 / 16 / 4)
+    # Of two heads four ranks each have the same one, so its keys and values go to all four of them.
+    (few,) = analytic_cost_table(replace(shape, heads=8, kv_heads=8), [ParallelScheme(sp=8)], 4096).costs
+    (fewer,) = analytic_cost_table(replace(shape, heads=2, kv_heads=2), [ParallelScheme(sp=8)], 4096).costs
+    more = 8.0 * (1 / 2 + 4 - 1 / 2) - 16.0 * 7 / 8  # bytes over those of a hidden unit, a token and a layer
+    assert fewer.b - few.b == pytest.approx(more * SHAPE.hidden * SHAPE.layers / 1.5e11 / 8 * 1e3)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ds_hydra.pipe.model_plan import Bucket, ModelPlan, ParamSpec, ShardRule, end_of_slots, make_buckets
 from ds_hydra.pipe.placement import Pipeline, Stage, Strategy, place_strategy
-from ds_hydra.pipe.shape import LayerRange, ParallelScheme, StrategyShape
+from ds_hydra.pipe.shape import LayerRange, ParallelScheme, StrategyShape, head_parts
 from ds_hydra.pipe.transfers import bucket_kinds, bucket_places, bucket_sizes, twins_of
 from ds_hydra.plan.schemes import feasible_schemes
 from ds_hydra.zero_hetero.errors import PlanError
@@ -262,9 +262,6 @@ def test_shard_intervals_are_slices_of_the_parameter() -> None:
         (ParallelScheme(tp=5), "12 heads cannot be shared by tp=5"),
         (ParallelScheme(tp=3), "2 heads cannot be shared by tp=3"),
         (ParallelScheme(tp=36), "embed: 29 rows cannot be cut over tp=36; use tp <= 29"),
-        (ParallelScheme(sp=5), "sp=5 does not divide the 12 attention heads"),
-        (ParallelScheme(tp=4, sp=2), "sp=2 does not divide the 3 attention heads that tp=4 leaves of 12"),
-        (ParallelScheme(sp=3), "sp=3 and the 2 key/value heads do not divide each other"),
     ],
 )
 def test_degrees_that_the_model_cannot_be_cut_by(scheme: ParallelScheme, words: str) -> None:
@@ -272,10 +269,20 @@ def test_degrees_that_the_model_cannot_be_cut_by(scheme: ParallelScheme, words: 
         model_plan(3, tied=True).check(place_strategy(StrategyShape.of([scheme]), scheme.num_ranks, 3))
 
 
-@pytest.mark.parametrize("text", [(1, 3, 1), (2, 1, 1), (4, 2, 1), (2, 1, 2), (6, 1, 1), (1, 1, 4), (2, 1, 6)])
+@pytest.mark.parametrize(
+    "text", [(1, 3, 1), (2, 1, 1), (4, 2, 1), (2, 1, 2), (6, 1, 1), (1, 1, 4), (2, 1, 6), (4, 1, 2), (1, 1, 5)]
+)
 def test_degrees_that_it_can(text: tuple[int, int, int]) -> None:
     scheme = ParallelScheme(*text)
     model_plan(3, tied=True).check(place_strategy(StrategyShape.of([scheme]), scheme.num_ranks, 3))
+
+
+def test_ranks_that_would_share_queries_are_not_proposed() -> None:
+    """Of 12 heads, with two of keys: three sequence parallel ranks share none, and of four of six heads two by two."""
+    found = set(feasible_schemes(model_plan(4, tied=False), 8, 8))
+    assert ParallelScheme(sp=4) in found
+    assert {ParallelScheme(sp=3), ParallelScheme(sp=8), ParallelScheme(2, 1, 4)}.isdisjoint(found)
+    assert [head_parts(*one) for one in ((4, 12, 2), (3, 12, 2), (8, 12, 2), (4, 6, 1), (6, 4, 2))] == [4, 1, 4, 2, 2]
 
 
 def test_sequence_parallelism_fills_a_node_or_two_and_tensor_parallelism_one() -> None:

@@ -54,3 +54,25 @@ def chunks() -> Iterator[Case]:
     yield replace(base, name="chunks, phases", strategies=("4*tp1 then 2*tp2 then tp4",))
     yield replace(base, name="chunks fp32", dtype=FLOAT32, optimizer="SGD")
     yield replace(base, name="chunks on 8 ranks", strategies=CHANGING_8)
+
+
+def shared_queries() -> Iterator[Case]:
+    """More sequence parallel ranks than the heads divide into: of eight heads those of `sp3` share none, and of those
+    of `sp6` three have the same four."""
+    base = Case("", "llama", ("sp3 + tp1", "tp2pp2", "sp3 + tp1"), steps=3)
+    for family, draws in (("llama", False), ("gemma2", False), ("gemma3_text", False), ("gpt_oss", False),
+                          ("llama4", False), ("deepseek_v3", False), ("dropout (Phi)", True)):  # fmt: skip
+        own = replace(base, family=family, draws=draws)
+        yield replace(own, name=f"shared queries, {family}", quick=family == "gemma3_text")
+        yield replace(own, name=f"shared queries, {family}, slices", slices=True, recompute=not draws)
+    by_two = replace(base, strategies=("sp6 + 2*tp1", "tp2sp3 + tp2"), slices=True)
+    yield replace(by_two, name="shared queries, two by two")
+    yield replace(by_two, name="shared queries, two by two, sinks", family="gpt_oss", steps=2)
+    yield replace(by_two, name="shared queries, two by two, dropout", family="dropout (Phi)", draws=True, steps=2)
+    yield replace(base, name="shared queries, split", strategies=("sp3/zb-h1 + tp1",), slices=True)
+    yield replace(base, name="shared queries, checkpointed", activation_checkpointing=True)
+    yield replace(base, name="shared queries, all heads at once", sp_overlap=False, slices=True)
+    yield replace(base, name="shared queries, fewer tokens", lengths=(3,) * 20, tokens_per_step=6, strategies=("sp6",))
+    yield replace(base, name="shared queries, phases", strategies=("4*tp1 then sp3 + tp1",))
+    yield replace(base, name="shared queries over nodes", node_size=2, strategies=("sp3 + tp1", "2*sp2"), slices=True)
+    yield replace(base, name="shared queries fp32", dtype=FLOAT32, optimizer="SGD")

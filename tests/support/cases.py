@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import chain
 
 from tests.support.adapted_models import ADAPTED, ADAPTED_STACKS, ADAPTED_WITHOUT_TP
-from tests.support.attending_cases import chunks, latent, windows
+from tests.support.attending_cases import chunks, latent, shared_queries, windows
 from tests.support.boxed_cases import boxed, by_heads, by_heads_over_tokens, states
 from tests.support.case import (
     AMPLIFYING,
@@ -61,6 +61,7 @@ UNDER_STRICT = {
     "states": "blocking connect",
     "spread, slices": "blocking connect",
     "heads over sp": "blocking connect",
+    "shared queries, gemma3_text": "blocking connect",
     "groups of heads, one key head": "lazy one_queue",
     "groups of unequally many heads": "lazy one_queue",
 }
@@ -341,6 +342,7 @@ CASES: tuple[Case, ...] = (
     *with_sinks(),
     *latent(),
     *windows(),
+    *shared_queries(),
     *chunks(),
     *mixed(),
 )
