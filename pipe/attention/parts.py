@@ -43,6 +43,9 @@ def part_of_row(
     k, v = (x[from_row + first - past : from_row + position + size - past] for x in rows)
     drop = None if dropout is None else replace(dropout, keys=dropout.keys[part.start : stop], past=first)
     outs = [attend(q[:size], k, v, Segments((size,), (len(k),)).chunked(reach.chunk), dropout=drop)]
+    if joined is not None and number > 0:
+        # What slices behind it have left for the slice's own keys is handed on by the backward of what it was given.
+        outs[0] = outs[0] + joined[0][:0].sum() + joined[1][:0].sum()
     if stop < part.stop:
         k, v = (x[stop - part.first : part.stop - part.first] for x in own)
         ends = [min(end, part.stop) for end in offsets[number + 1 :] if end < part.stop] + [part.stop]

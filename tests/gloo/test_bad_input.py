@@ -88,7 +88,6 @@ def used_ranks(strategy: str) -> int:
     ("strategy", "words"),
     [
         ("tp3", ["PlanError", "q_proj", "8 heads cannot be shared by tp=3", "divides 8"]),
-        ("sp3", ["PlanError", "sp=3", "8 attention heads"]),
         (f"pp{LAYERS + 1}", ["PlanError", f"{LAYERS + 1} stages for {LAYERS} layers", f"pp <= {LAYERS}"]),
     ],
 )
