@@ -37,10 +37,12 @@ class RowPart(NamedTuple):
     start: int
     stop: int
     first: int  # the first token of the row whose keys are at hand
+    last: int  # the end of those
 
     def overlap(self, tokens: tuple[int, int], *, keys: bool = False) -> slice:
-        """Which of some tokens it has among its queries, or up to its end among its keys, counted from their first."""
-        low, high = max(tokens[0], self.first if keys else self.start), min(tokens[1], self.stop)
+        """Which of some tokens it has among its queries, or its keys, counted from their first."""
+        start, stop = (self.first, self.last) if keys else (self.start, self.stop)
+        low, high = max(tokens[0], start), min(tokens[1], stop)
         return slice(low - tokens[0], max(low, high) - tokens[0])
 
 
@@ -57,7 +59,7 @@ def row_parts(lengths: tuple[int, ...], past: int, reach: Reach, count: int) -> 
     # A token's first key stands as far before it as its position is from that of the key.
     firsts = [start - at + reach.first(at) for start, at in zip(cuts, positions[cuts].tolist(), strict=True)]
     ends = pairwise([*cuts, len(seen)])
-    return tuple(RowPart(*each, max(0, first)) for each, first in zip(ends, firsts, strict=True))
+    return tuple(RowPart(start, stop, max(0, first), stop) for (start, stop), first in zip(ends, firsts, strict=True))
 
 
 class BySharedQueries:
@@ -68,16 +70,12 @@ class BySharedQueries:
         self._pack, self.parts = pack, parts
         found = row_parts(pack.lengths, pack.past, reach, pack.sp // parts)
         if pack.chunk is not None:  # slices behind this one may have any of its keys
-            found = tuple(part._replace(first=0) for part in found)
+            found = tuple(part._replace(first=0, last=pack.num_tokens) for part in found)
         self._of = [found[rank // parts] for rank in range(pack.sp)]
         ends = [0, *accumulate(pack.tokens)]
         self._tokens = list(pairwise(ends))
         self.part = self._of[pack.sp_rank]
         self.head = pack.sp_rank % parts
-
-    def _ends(self, part: RowPart) -> RowPart:
-        """As keys are sent: of a slice all of the row's."""
-        return part if self._pack.chunk is None else part._replace(stop=self._pack.num_tokens)
 
     def incoming(self, part: Sequence[Tensor]) -> AllToAll:
         """Own tokens' heads out, other tokens' own heads in; `part` has queries (T_local, parts, heads, d), and keys
@@ -128,7 +126,7 @@ class BySharedQueries:
 
     def _rows(self, index: int, to: RowPart, tokens: tuple[int, int]) -> slice:
         """Which of some tokens' queries, the first tensor of a part, or keys and values a rank is sent."""
-        return self._ends(to).overlap(tokens, keys=True) if index else to.overlap(tokens)
+        return to.overlap(tokens, keys=index > 0)
 
     @staticmethod
     def _size(rows: slice) -> int:

@@ -139,7 +139,7 @@ def _sent_over_tokens(shape: ModelShape, scheme: ParallelScheme) -> float:
     tp, sp = scheme.tp, scheme.sp
     boxed = [any(box.heads.shared_by(tp, sp)[1] > 1 for box in of) for of in shape.boxes if of]
     of_boxes = 4.0 * shape.hidden * (sp - 1) * sum(1 + shares for shares in boxed)
-    parts = head_parts(sp, max(1, shape.heads // tp), max(1, shape.kv_heads // tp))
+    parts = head_parts(sp, shape.heads, shape.kv_heads, tp)
     # Queries and outputs go to the ranks that share the heads, keys and values to all that share the queries besides.
     of_each = 8.0 * (parts - 1) / parts + 8.0 * (sp // parts - 1.0 / parts)
     of_heads = of_each * shape.hidden / tp * (shape.layers - len(boxed))
@@ -194,7 +194,7 @@ def estimate_activations(
     and with checkpointing the keys and values themselves, which no other backward needs. Without it a layer may still
     be computed again for one micro-batch or another: it keeps its input then, and keys and values for later slices.
     """
-    sharing = sp // head_parts(sp, max(1, heads // tp), max(1, kv_heads // tp))  # ranks that need the same keys
+    sharing = sp // head_parts(sp, heads, kv_heads, tp)  # ranks that need the same keys
     key_value = 2.0 * max(kv_heads, tp) / heads * hidden * sharing
     shards = tp if token_sharding else 1
     whole = 4 * hidden * param_bytes + (0 if short_norms else 2 * hidden * 4)

@@ -36,8 +36,7 @@ def _fits(plan: ModelPlan, scheme: ParallelScheme) -> bool:
         return False
     # More ranks than share heads have to be asked for: keys and values of a token then go to several of them.
     tp = scheme.tp if plan.heads_cut else 1
-    heads, kv_heads = plan.num_heads // tp, max(1, plan.num_kv_heads // tp)
-    return not plan.num_heads or head_parts(scheme.sp, heads, kv_heads) == scheme.sp
+    return not plan.num_heads or head_parts(scheme.sp, plan.num_heads, plan.num_kv_heads, tp) == scheme.sp
 
 
 def _sequence_degrees(tp: int, node: int, num_ranks: int) -> list[int]:

@@ -32,15 +32,13 @@ def part_of_row(
     # The part may begin within a sequence, whose keys begin before it; of those behind it all tokens are in the part.
     number = bisect_right(offsets, part.start) - 1
     begin, stop = offsets[number], min(part.stop, offsets[number + 1])
-    past = pack.past if number == 0 else 0
-    position, size = past + part.start - begin, stop - part.start
+    position, size = (pack.past if number == 0 else 0) + part.start - begin, stop - part.start
     first = reach.first(position)
+    # With which position of the sequence the keys begin that are at hand.
+    rows, origin = own, part.first - begin
     if joined is not None and number == 0:
-        from_row, rows = past - reach.first(past), joined
-    else:
-        from_row, rows = begin - part.first, own
-        past = 0
-    k, v = (x[from_row + first - past : from_row + position + size - past] for x in rows)
+        rows, origin = joined, reach.first(pack.past)
+    k, v = (x[first - origin : position + size - origin] for x in rows)
     drop = None if dropout is None else replace(dropout, keys=dropout.keys[part.start : stop], past=first)
     outs = [attend(q[:size], k, v, Segments((size,), (len(k),)).chunked(reach.chunk), dropout=drop)]
     if joined is not None and number > 0:
