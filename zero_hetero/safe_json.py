@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
 MAX_DEPTH = 64
 _MOST_DIGITS = 300  # a whole number of more is none that a float, or any counter, could hold
+_TOO_MANY_DIGITS = re.compile(rf"\d{{{_MOST_DIGITS + 1}}}", re.ASCII)
 
 
 class JsonError(ValueError):
@@ -22,8 +24,10 @@ def parse_json(text: str | bytes | bytearray) -> Any:
     """
     try:
         plain = text if isinstance(text, str) else text.decode("utf-8")
+        # Of a plan's many numbers each would cost a call. Digits in a string may be as many as they like.
+        parse_int = _whole if _TOO_MANY_DIGITS.search(plain) else None
         value = json.loads(
-            plain, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite, parse_int=_whole
+            plain, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite, parse_int=parse_int
         )
     except RecursionError:
         raise JsonError("nested too deeply") from None

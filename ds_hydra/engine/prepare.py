@@ -19,18 +19,15 @@ from ds_hydra.engine.checked import check_candidates, listed_for_others, taught
 from ds_hydra.engine.costs import costs_and_memory, least_memory, limited, planned_whole, without_the_largest
 from ds_hydra.engine.fits import check_memory
 from ds_hydra.engine.job import Job
-from ds_hydra.engine.simulated import exposed_of
+from ds_hydra.engine.proposed import propose
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.placement import Strategy, place_strategy
-from ds_hydra.pipe.schedules.registry import proposed_schedules, weighs
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.plan.rank_order import crossings, ordered
 from ds_hydra.planner.arena_room import ArenaRoom, room_beside
 from ds_hydra.planner.options import PlannerOptions
-from ds_hydra.planner.proposal.propose import Wider, propose_strategies
-from ds_hydra.planner.proposal.spaces import wider_shapes
 from ds_hydra.ranks.together import together
 from ds_hydra.ranks.world import World
 from ds_hydra.self_check.verdicts import CheckResult
@@ -154,7 +151,7 @@ def _candidates(
     self-check that comes with them says. Of another source than the job's: then they are to be proposed anew."""
     config, plan = job.config, job.source.plan
     while True:
-        candidates = config.shapes or _propose(job, found, memory, lengths, world)
+        candidates = config.shapes or propose(job, found, memory, lengths, world)
         for candidate in candidates:
             plan.check(place_strategy(candidate, world.num_ranks, plan.num_layers, world.cluster))
         for other in [] if world.cluster.mixed else listed_for_others(job):
@@ -169,42 +166,6 @@ def _candidates(
             checked.require(candidates)
         logger.info("%s", "\n  ".join(["the self-check leaves out:", *checked.objections()]))
         found = replace(found, table=CostTable(left, found.table.source))
-
-
-def _propose(
-    job: Job, found: TableFile, memory: JobMemory, lengths: Sequence[int], world: World
-) -> tuple[StrategyShape, ...]:
-    """Strategies for `strategies: "auto"`. Rank 0 proposes them, so that only one process compiles and searches."""
-    config, num_layers, table = job.config, job.source.plan.num_layers, found.table
-    proposed: str | None = None
-    if world.rank == 0 and world.cluster.mixed:
-        from ds_hydra.engine.classes import propose_for
-
-        proposed = propose_for(world.cluster, table, memory, lengths, config)
-    elif world.rank == 0:
-        schedules = proposed_schedules()
-        if any(map(weighs, schedules)) and all(cost.shares is None for cost in table.costs):
-            logger.info(
-                "sequences stay whole and backwards are not split: the costs have no measured shares of forward and "
-                "backward. Measure them with `ds-hydra profile`"
-            )
-        shapes = wider_shapes(table, schedules, num_layers)
-        slices = config.chunks == "auto" and not job.source.plan.no_slices
-        strategies = propose_strategies(
-            table,
-            world.num_ranks,
-            lengths,
-            config.tokens_per_step,
-            max(lengths),
-            node_size=world.node_size,
-            seed=config.planner_options().seed,
-            wider=Wider(shapes, slices, num_layers, plain=not all(map(weighs, schedules))),
-            exposed=exposed_of(job, world, found),
-        )
-        proposed = "\n".join(str(strategy) for strategy in strategies)
-    if proposed is not None:
-        logger.info("strategies proposed for these lengths:\n  %s", proposed.replace("\n", "\n  "))
-    return tuple(StrategyShape.parse(line) for line in world.channel.tell(proposed).split("\n"))
 
 
 def tell_threads(ranks: int, threads: int, cores: int) -> None:

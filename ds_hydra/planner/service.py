@@ -21,7 +21,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.pipe.shape import StrategyShape
@@ -203,7 +203,8 @@ class PlannerService:
         self._sent.add(request.step)
         generation = self._generations.of(request.step)
         self._tell_recipe(producer, generation)
-        producer.send({"generation": generation, **asdict(request)})
+        told = {"step": request.step, "ids": request.ids, "lengths": request.lengths}
+        producer.send({"generation": generation, **told})
 
     def _from_producer(self, producer: ProducerProcess, request: Request, patience: _Patience) -> PlannedStep | str:
         """The producer's plan, or the reason why there is none."""

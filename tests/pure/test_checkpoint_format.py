@@ -276,3 +276,9 @@ def test_missing_and_truncated_files_are_named(tmp_path: Path, damage: str, reas
 
 def test_json_of_other_tools_is_read() -> None:
     assert parse_json(json.dumps({"a": [1, {"b": None}]}), "x") == {"a": [1, {"b": None}]}
+
+
+def test_digits_of_a_string_are_not_those_of_a_number() -> None:
+    assert parse_json(json.dumps({"a": "7" * 400, "b": 12}), "x") == {"a": "7" * 400, "b": 12}
+    with pytest.raises(CheckpointError, match="a number of 301 digits"):
+        parse_json(json.dumps({"a": int("7" * 301)}), "x")
