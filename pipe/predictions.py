@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ds_hydra.zero_hetero.errors import ConfigError, told_with_place
+from ds_hydra.zero_hetero.errors import ConfigError
+from ds_hydra.zero_hetero.told import told_with_place
 
 TokenFunction = Callable[[Tensor, Tensor], Tensor]
 """Logits (1, T, V) of any T tokens and their labels (1, T), those that the logits are to predict, in; one number for

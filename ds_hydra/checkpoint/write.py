@@ -27,7 +27,8 @@ from ds_hydra.checkpoint.optimizer_state import merge_groups
 from ds_hydra.checkpoint.read_manifest import check_saved_text
 from ds_hydra.checkpoint.shard_file import Source, write_shard
 from ds_hydra.ranks.channel import Channel
-from ds_hydra.zero_hetero.errors import CheckpointError, message_of, release
+from ds_hydra.zero_hetero.errors import CheckpointError
+from ds_hydra.zero_hetero.told import message_of, release
 
 logger = logging.getLogger(__name__)
 

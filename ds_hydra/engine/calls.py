@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from ds_hydra.zero_hetero.errors import told_of
+from ds_hydra.zero_hetero.told import told_of
 
 if TYPE_CHECKING:
     from ds_hydra.ranks.together import Texts

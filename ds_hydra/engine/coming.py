@@ -36,7 +36,7 @@ from ds_hydra.step.agreement import FAILED, LATER, row_of, row_without_plan
 from ds_hydra.step.built import Built, settled
 from ds_hydra.step.stepper import Stepper
 from ds_hydra.watchdog import Activity
-from ds_hydra.zero_hetero.errors import release, told_of
+from ds_hydra.zero_hetero.told import release, told_of
 
 
 class Ready(NamedTuple):

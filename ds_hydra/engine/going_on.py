@@ -39,7 +39,8 @@ from ds_hydra.host.environment import joins
 from ds_hydra.ranks.freeing import Freeing
 from ds_hydra.ranks.together import first_channel
 from ds_hydra.watchdog.host import host
-from ds_hydra.zero_hetero.errors import ConfigError, PlanError, release, told_of
+from ds_hydra.zero_hetero.errors import ConfigError, PlanError
+from ds_hydra.zero_hetero.told import release, told_of
 
 if TYPE_CHECKING:
     from ds_hydra.config.hydra_block import ElasticConfig

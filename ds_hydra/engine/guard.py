@@ -11,7 +11,8 @@ import torch.distributed as dist
 from ds_hydra.config.hydra_block import HydraConfig
 from ds_hydra.ranks.together import Texts
 from ds_hydra.watchdog import Activity, Watchdog
-from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError, NumericsError, PlanError, told_of
+from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError, NumericsError, PlanError
+from ds_hydra.zero_hetero.told import told_of
 
 _DEVICES = ("cpu", "cuda")
 _BEATS = 9  # of a rank, in the time after which it counts as frozen

@@ -32,7 +32,8 @@ from ds_hydra.elastic.rounds import Patience
 from ds_hydra.elastic.view import View
 from ds_hydra.engine import epochs
 from ds_hydra.host.environment import INVITATION, MOST_RANKS, launched_number, members_folder
-from ds_hydra.zero_hetero.errors import ConfigError, Told
+from ds_hydra.zero_hetero.errors import ConfigError
+from ds_hydra.zero_hetero.told import Told
 
 if TYPE_CHECKING:
     from ds_hydra.config.hydra_block import HydraConfig

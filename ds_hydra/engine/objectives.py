@@ -32,7 +32,8 @@ from ds_hydra.data.tokens import Float64Array, TokenSequence
 from ds_hydra.engine.loss_watch import Watch, names_of, refuse_leaves
 from ds_hydra.pipe.fields import TEMPERATURE, FieldLayout
 from ds_hydra.pipe.scores import CANDIDATES, LOG_PROB, Objective, ScoreLoss
-from ds_hydra.zero_hetero.errors import ConfigError, told_with_place
+from ds_hydra.zero_hetero.errors import ConfigError
+from ds_hydra.zero_hetero.told import told_with_place
 
 FORM = (
     "a loss of log-probabilities must be a function of log_probs (T,), entropy (T,) and fields that returns the loss "

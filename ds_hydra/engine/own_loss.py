@@ -23,7 +23,8 @@ from ds_hydra.pipe.model_plan import LOGITS_AT_ONCE
 from ds_hydra.pipe.models.kept_values import state_of
 from ds_hydra.pipe.models.refusals import known_tokens
 from ds_hydra.ranks.channel import Channel
-from ds_hydra.zero_hetero.errors import ConfigError, Told, mark_told, told_with_place
+from ds_hydra.zero_hetero.errors import ConfigError
+from ds_hydra.zero_hetero.told import Told, mark_told, told_with_place
 
 _TOKENS = 64
 _PIECES = (1, 7, 20, 36)

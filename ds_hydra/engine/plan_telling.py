@@ -9,7 +9,7 @@ from ds_hydra.planner.service import Waiting
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.ranks.telling import Telling
 from ds_hydra.ranks.together import as_text, error_from
-from ds_hydra.zero_hetero.errors import Told, mark_told
+from ds_hydra.zero_hetero.told import Told, mark_told
 
 _FAILED = "failed\n"  # before rank 0's error, in place of a plan
 _WAITING = "waiting\n"  # in place of a plan that rank 0 is still waiting for

@@ -18,7 +18,8 @@ from ds_hydra.pipe.fields import Field, FieldLayout
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.ranks.together import agree
 from ds_hydra.step.delivery import Delivered, deliver
-from ds_hydra.zero_hetero.errors import ConfigError, Told, mark_told
+from ds_hydra.zero_hetero.errors import ConfigError
+from ds_hydra.zero_hetero.told import Told, mark_told
 
 logger = logging.getLogger(__name__)
 

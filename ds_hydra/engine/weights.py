@@ -176,7 +176,7 @@ class EngineWithWeights(ThreeCallEngine):
         """Let go of the present ranks' parts and groups, in whatever state an error has left them; after torch's own
         group has been destroyed `assemble` may follow.
 
-        The caller must have left the `except` block of that error, and released it (`zero_hetero.errors.release`).
+        The caller must have left the `except` block of that error, and released it (`zero_hetero.told.release`).
         """
         self.__dict__.pop("saving", None)
         if (steps := self.__dict__.pop("steps", None)) is not None:

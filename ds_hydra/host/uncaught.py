@@ -16,15 +16,8 @@ from typing import NamedTuple
 
 from ds_hydra.ranks.once import first, met
 from ds_hydra.ranks.screen import show
-from ds_hydra.zero_hetero.errors import (
-    OTHERS_FAULT,
-    CheckpointError,
-    ConfigError,
-    NumericsError,
-    PlanError,
-    message_of,
-    told_of,
-)
+from ds_hydra.zero_hetero.errors import OTHERS_FAULT, CheckpointError, ConfigError, NumericsError, PlanError
+from ds_hydra.zero_hetero.told import message_of, told_of
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.ranks.telling import LENGTH_BYTES, Telling, decoded, encoded, framed
-from ds_hydra.zero_hetero.errors import CheckpointError, Told, mark_told, message_of
+from ds_hydra.zero_hetero.errors import CheckpointError
+from ds_hydra.zero_hetero.told import Told, mark_told, message_of
 
 _MAX_BYTES = 256 * 2**20
 # A text travels with its length in one message of this size, which the short reports of all ranks fit; only a longer

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.ranks.groups import pairs_connect_when_used
-from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError, PlanError, Told, mark_told, message_of, told_of
+from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError, PlanError
+from ds_hydra.zero_hetero.told import Told, mark_told, message_of, told_of
 
 
 class Texts(Protocol):

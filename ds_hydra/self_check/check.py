@@ -22,8 +22,8 @@ from ds_hydra.self_check.schemes import BASE, bare, shapes_to_run, stand_in, tea
 from ds_hydra.self_check.subjects import make_subject
 from ds_hydra.self_check.trial import Trial, UntryableError
 from ds_hydra.self_check.verdicts import CheckResult, Verdict
-from ds_hydra.zero_hetero.errors import message_of
 from ds_hydra.zero_hetero.nodes import NodeSize
+from ds_hydra.zero_hetero.told import message_of
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.pipe.schedules.registry import weighs
 from ds_hydra.plan.step_plan import StepPlan
-from ds_hydra.zero_hetero.errors import PlanError, Told, mark_told
+from ds_hydra.zero_hetero.errors import PlanError
+from ds_hydra.zero_hetero.told import Told, mark_told
 
 _DIGEST_WORDS = 4  # a SHA-256 as int64
 # In the place of a rank's weight: it could not load its sequences, or it has not built them yet, as all others.

@@ -6,7 +6,8 @@ import json
 import re
 import sys
 
-from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError, PlanError, message_of, told_of
+from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError, PlanError
+from ds_hydra.zero_hetero.told import message_of, told_of
 
 _MAX_JSON = 1800  # of an error, which a verdict holds twice, and which travels in one frame
 # gloo and NCCL raise plain RuntimeErrors where the other end of a connection has gone, and name themselves in the text,

@@ -49,7 +49,8 @@ from ds_hydra.watchdog.last_words import LastWords
 from ds_hydra.watchdog.meeting import START_S, greet, meet
 from ds_hydra.watchdog.sides import BUSY_TURNS, TURN_S, Side
 from ds_hydra.watchdog.tree import Peer, Verdict
-from ds_hydra.zero_hetero.errors import INTERRUPTED, OWN_FAULT, told_of
+from ds_hydra.zero_hetero.errors import INTERRUPTED, OWN_FAULT
+from ds_hydra.zero_hetero.told import told_of
 
 logger = logging.getLogger(__name__)
 
