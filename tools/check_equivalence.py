@@ -25,6 +25,7 @@ import math
 import sys
 import time
 import traceback
+from collections import Counter
 from dataclasses import asdict, replace
 
 import deepspeed  # noqa: F401  (before forking: the ranks share it)
@@ -37,7 +38,7 @@ from ds_hydra.testing import Difference
 from tests.support.case import FLOAT32, FLOAT64, Case
 from tests.support.cases import CASES
 from tests.support.equivalence import compare, num_ranks
-from tests.support.random_cases import random_case
+from tests.support.random_cases import drawn
 from tests.support.strict import Rules
 
 QUICK = (  # none of which every test run trains
@@ -61,7 +62,11 @@ WHAT = ("parameter", "moment", "gradient", "norm", "loss")
 def main(arguments: list[str] | None = None) -> int:
     options = _options(arguments)
     torch.set_num_threads(1)
-    cases = _own_cases(options) if options.model else _table(options)
+    refused: Counter[str] = Counter()
+    if options.random is None:
+        cases = _own_cases(options) if options.model else _table(options)
+    else:
+        cases = _at_random(options.seed, options.random, refused)
     rows: list[list[object]] = []
     missed: list[str] = []
     figures: list[dict[str, object]] = []
@@ -78,10 +83,9 @@ def main(arguments: list[str] | None = None) -> int:
         seconds = time.perf_counter() - began
         missed += short
         print(
-            f"{number}/{len(cases)} {case.name}: {'; '.join(short) or 'ok'}, {seconds:.0f} s",
-            file=sys.stderr,
-            flush=True,
-        )
+            f"{number}/{len(cases)} {case.name}, {case.family}, {' | '.join(case.strategies)}: "
+            f"{'; '.join(short) or 'ok'}, {seconds:.0f} s", file=sys.stderr, flush=True,
+        )  # fmt: skip
         rows.append(_row(case, found, not short, seconds))
         shared.append((case.has_tp, found.shares_tokens))
         figures.append({"case": asdict(case), "found": asdict(found), "missed": short, "seconds": seconds})
@@ -90,6 +94,8 @@ def main(arguments: list[str] | None = None) -> int:
         missed.append(f"{sharing} of {with_tp} rows with tensor parallelism share tokens (aim half)")
     headers = ["case", "family", "ranks", "type", "steps", *WHAT, "aims", "shared tokens", "ok", "s"]
     print_table(headers, rows)
+    if refused:
+        print_table(["cases", "drawn as well, and refused"], [[n, why] for why, n in refused.most_common()])
     done = sum(1 for row in rows if row[-2] == "yes")
     summary = f"{done} of {len(cases)} cases, {sharing} of {with_tp} with tensor parallelism share tokens"
     return finish("check_equivalence", summary, {"cases": figures}, missed, options.json)
@@ -114,7 +120,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         used = StrategyShape.parse(text).num_ranks
         if options.ranks not in (None, used):
             parser.error(f"strategy {text!r} uses {used} ranks, but --ranks is {options.ranks}")
-    if options.model is None and not _table(options):
+    if options.model is None and options.random is None and not _table(options):
         parser.error(f"--only {options.only!r}: no case of the table has that in its name")
     return options
 
@@ -125,12 +131,17 @@ def _rules(options: argparse.Namespace) -> Rules | None:
 
 
 def _table(options: argparse.Namespace) -> list[Case]:
-    if options.random is not None:
-        return [random_case(options.seed + number) for number in range(options.random)]
     cases = list(CASES)
     if options.quick:
         cases = [case.shortened() for case in CASES if case.name in QUICK]
     return [case for case in cases if options.only is None or options.only in case.name]
+
+
+def _at_random(first: int, count: int, refused: Counter[str]) -> list[Case]:
+    """Cases of so many seeds; adds what their models' plans refuse, and in how many of them."""
+    made = [drawn(seed) for seed in range(first, first + count)]
+    refused.update(why for _, reasons in made for why in reasons)
+    return [case for case, _ in made]
 
 
 def _own_cases(options: argparse.Namespace) -> list[Case]:

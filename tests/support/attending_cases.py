@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tests.support.attending_models import LATENT
+from tests.support.attending_models import DROPPING, LATENT
 from tests.support.case import CHANGING, CHANGING_8, FLOAT32, Case
 
 IN_SLICES = ("tp2pp2/v", "sp2 + pp2/list", "tp4/list", "tp2sp2")
@@ -65,6 +65,9 @@ def shared_queries() -> Iterator[Case]:
         own = replace(base, family=family, draws=draws)
         yield replace(own, name=f"shared queries, {family}", quick=family == "gemma3_text")
         yield replace(own, name=f"shared queries, {family}, slices", slices=True, recompute=not draws)
+    dropping = replace(base, strategies=("sp3 + tp1", "tp2sp2"), draws=True, slices=True, steps=2)
+    for family in DROPPING:
+        yield replace(dropping, name=f"shared queries, {family}", family=family)
     by_two = replace(base, strategies=("sp6 + 2*tp1", "tp2sp3 + tp2"), slices=True)
     yield replace(by_two, name="shared queries, two by two")
     yield replace(by_two, name="shared queries, two by two, sinks", family="gpt_oss", steps=2)

@@ -41,4 +41,16 @@ LATENT: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 # chunk is longer than what a trial of the model sees.
 _CHUNKED: dict[str, Any] = {"intermediate_size_mlp": 96, "head_dim": 8, "num_local_experts": 4, "floor_scale": 40,
                             "attention_chunk_size": 48}  # fmt: skip
-ATTENDING: Mapping[str, tuple[str, Mapping[str, Any]]] = {**LATENT, "llama4": ("llama4_text", _SIZES | _CHUNKED)}
+# Dropout of attention's weights in windows, behind a softcap, beside sinks and where values are narrower than keys.
+_DROPPED: dict[str, Any] = {"attention_dropout": 0.1, "head_dim": 16, "sliding_window": 8}
+DROPPING: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "windows, dropout": ("gemma3_text", _SIZES | _DROPPED),
+    "softcap, dropout": ("gemma2", _SIZES | _DROPPED),
+    "sinks, dropout": ("gpt_oss", _SIZES | _DROPPED | {"num_local_experts": 4}),
+    "latent, dropout": ("deepseek_v3", _LATENT | {"attention_dropout": 0.1}),
+}
+ATTENDING: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    **LATENT,
+    **DROPPING,
+    "llama4": ("llama4_text", _SIZES | _CHUNKED),
+}

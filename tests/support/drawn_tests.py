@@ -28,6 +28,11 @@ def drawn(names: Sequence[str], share: float, seed: str, *, least: int = 0) -> s
     return set(ordered[: max(least, round(share * len(ordered)))])
 
 
+def number(seed: str) -> int:
+    """A number below a million that the seed draws."""
+    return int(hashlib.sha256(seed.encode()).hexdigest(), 16) % 10**6
+
+
 def taken(names: Sequence[str], seed: str) -> set[str]:
     """`SHARE` of each test's rows, told by what stands in brackets, and at least one; `SHARE` of all others."""
     alone, rows = list[str](), defaultdict[str, list[str]](list)

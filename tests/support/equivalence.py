@@ -21,8 +21,9 @@ from ds_hydra.engine import models
 from ds_hydra.engine.models import model_source
 from ds_hydra.pipe import head_loss, loss
 from ds_hydra.pipe.loss import IGNORED
+from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.models.causal_lm import CausalLM
-from ds_hydra.pipe.models.experts import for_strategies
+from ds_hydra.pipe.models.experts import for_strategies, spreading_experts
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.pipe.stage_options import StageOptions
@@ -197,14 +198,30 @@ def traced_once(case: Case) -> Iterator[None]:
     if case.family == LAYER_LIST:  # DeepSpeed makes one within a process group only
         yield
         return
-    options = case.options
-    source = _source(case.family, model_dtype(case), case.frozen, options, case.own_loss, case.sp_groups)
     texts = [part for text in case.strategies for part in text.split(THEN)]
-    assert isinstance(source, CausalLM), "all others are"
-    source = for_strategies(source, map(StrategyShape.parse, texts))
+    source = for_strategies(source_of(case), map(StrategyShape.parse, texts))
     nameless = mock.patch.object(models, "fingerprint", return_value=None)  # none tells another of it
     with mock.patch.object(HydraEngine, "source_of", return_value=source), nameless:
         yield
+
+
+def source_of(case: Case) -> CausalLM:
+    """Where the stages of a case come from, whose experts are cut by width; not of a layer list."""
+    with exactly(case):
+        source = _source(case.family, model_dtype(case), case.frozen, case.options, case.own_loss, case.sp_groups)
+    assert isinstance(source, CausalLM), "all others are"
+    return source
+
+
+def plan_of(case: Case, *, spread: bool) -> ModelPlan:
+    """What a case's model can be cut by; with experts that are spread as whole ones, if it is to spread them."""
+    if case.family == LAYER_LIST:  # DeepSpeed makes one within a process group only
+        plan: ModelPlan = run_ranks(
+            lambda _: model_source(build_model(LAYER_LIST, torch.float64), case.options).plan, 1
+        )[0]
+        return plan
+    source = source_of(case)
+    return (spreading_experts(source) if spread else source).plan
 
 
 @functools.cache
@@ -219,13 +236,17 @@ def _source(
     return source
 
 
+def exactly(case: Case) -> contextlib.AbstractContextManager[None]:
+    """Within it, an FP64 case computes in FP64 what its model's code computes in FP32."""
+    if case.dtype != FLOAT64:
+        return contextlib.nullcontext()
+    return float64_throughout(reference_model(case.family, torch.float64))
+
+
 def compare(case: Case, timeout: float = 120, strict: Rules | None = None) -> Difference:
     """Train a case on ranks, as `train`, and in the reference, and compare all there is to compare."""
     data = samples_of(case)
-    exact = contextlib.nullcontext()
-    if case.dtype == FLOAT64:
-        exact = float64_throughout(reference_model(case.family, torch.float64))  # type: ignore[assignment]
-    with exact, traced_once(case):
+    with exactly(case), traced_once(case):
         run: RankRun = run_ranks(train, num_ranks(case), case, data, strict, timeout=timeout)[0]
         return difference(case, data, run)
 
