@@ -22,7 +22,6 @@ from ds_hydra.self_check.verdicts import CheckResult
 from tests.support import mutants
 from tests.support.families import LAYERS, VOCAB, build_model
 from tests.support.hard_models import hard_model
-from tests.support.long_rows import long_but
 
 
 def check(model: Any, **settings: Any) -> CheckResult:
@@ -32,14 +31,14 @@ def check(model: Any, **settings: Any) -> CheckResult:
     return result
 
 
-@pytest.mark.parametrize("name", long_but(["llama", "gemma2", "mixtral", "gpt_oss"], "gpt_oss"))
+@pytest.mark.drawn
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral", "gpt_oss"])
 def test_families_that_may_be_cut(name: str) -> None:
     assert check(build_model(name, torch.float32)).no_slices == ""
 
 
-@pytest.mark.parametrize(
-    "name", long_but(["longrope", "dropout (Phi)", "positions from the padding id"], "dropout (Phi)")
-)
+@pytest.mark.drawn
+@pytest.mark.parametrize("name", ["longrope", "dropout (Phi)", "positions from the padding id"])
 def test_unusual_models_that_may_be_cut(name: str) -> None:
     options = StageOptions(activation_checkpointing=name == "longrope")
     assert check(hard_model(name), options=options).no_slices == ""

@@ -20,7 +20,6 @@ from ds_hydra.pipe.models.facts import ModelFacts
 from ds_hydra.pipe.models.kinds import LayerKinds
 from ds_hydra.pipe.stage_options import StageOptions
 from tests.support.families import build_model
-from tests.support.long_rows import long_but
 from tests.support.small_job import small_model
 
 ALL = StageOptions(token_sharding=True, functions="recompute")
@@ -43,9 +42,7 @@ FOUND = {
 
 
 @pytest.mark.drawn
-@pytest.mark.parametrize(
-    "family", long_but(FOUND, "gpt_oss", "dropout (Phi)", "layers that share weights", "hooks of modules")
-)
+@pytest.mark.parametrize("family", FOUND)
 def test_one_layer_of_each_kind_tells_what_all_do(family: str) -> None:
     """Also where the one runs without numbers, as large models do, and all run with some."""
     with mock.patch.object(meta_copy, "FEW_PARAMETERS", 0):

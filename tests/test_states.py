@@ -30,7 +30,6 @@ from ds_hydra.self_check.precision import doubled
 from ds_hydra.self_check.runs import run_pipeline, uneven_data
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tests.support.families import build_model
-from tests.support.long_rows import long_but
 from tests.support.tiny_families import class_names, tiny_model
 
 FOUND = {"qwen3_next": ("linear_attn", 4 * 8 * 8 + 3 * 64), "bamba": ("mamba", 16 * 8 * 8 + 3 * 144),
@@ -195,7 +194,8 @@ def test_the_self_check_sees_what_trying_did_not(family: str, mutant: Callable[[
     assert "with a sequence in slices" in result.no_slices, result
 
 
-@pytest.mark.parametrize("family", long_but(FOUND, "lfm2"))
+@pytest.mark.drawn
+@pytest.mark.parametrize("family", FOUND)
 def test_the_self_check_finds_slices_equal(family: str) -> None:
     result = check_strategies(build_model(family, torch.float32), [StrategyShape.parse("tp1")], keep=False)
     assert (result.objections(), result.no_slices) == ([], "")

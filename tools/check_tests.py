@@ -21,7 +21,7 @@ from pathlib import Path
 from ds_hydra.commands.figures import figures_parser, finish
 
 ROOT = Path(__file__).resolve().parents[1]
-_MARK = re.compile(r"pytest\.mark\.(long|drawn)|long_but\(")
+_MARK = re.compile(r"pytest\.mark\.(long|drawn)")
 QUICK_SHARE = 0.03
 
 

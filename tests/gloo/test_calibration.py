@@ -9,7 +9,6 @@ import pytest
 
 from ds_hydra.report import calibration
 from ds_hydra.testing import run_ranks
-from tests.support.long_rows import long_but
 from tests.support.small_job import small_engine
 
 
@@ -37,7 +36,8 @@ def reported() -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("ahead", long_but([0, 2], 2))
+@pytest.mark.drawn
+@pytest.mark.parametrize("ahead", [0, 2])
 def test_applied_corrections_change_the_plans_costs_and_not_the_training(ahead: int, reported: list[float]) -> None:
     applied = run_ranks(job, 2, "apply", ahead, timeout=120)
     for losses, corrections, recipes, scale in applied:

@@ -23,7 +23,6 @@ from ds_hydra.watchdog.host import abort_later
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.ends import TRACEBACK, all_told, codes, ends, mark_fault
 from tests.support.failing_data import Blinks, failing
-from tests.support.long_rows import long_but
 from tests.support.small_job import small_engine
 
 FAULTS = {"frozen_seconds": 9.0}
@@ -74,10 +73,7 @@ ENDS = [(1, "SIGKILL"), (0, "SIGKILL"), (2, "exit"), (1, "sys.exit"), (0, "sys.e
 @pytest.mark.drawn
 @pytest.mark.parametrize(
     ("lost", "how", "saved"),
-    long_but(
-        [(*end, saved) for saved in (False, True) for end in ENDS],
-        (1, "SIGKILL", False), (0, "SIGKILL", True), (2, "exit", False), (1, "sys.exit", True), (0, "sys.exit", False),
-    ),
+    [(*end, saved) for saved in (False, True) for end in ENDS],
 )  # fmt: skip
 def test_a_rank_that_goes_is_named_once_and_the_others_end_with_75(
     lost: int, how: str, saved: bool, tmp_path: Path

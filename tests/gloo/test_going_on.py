@@ -22,7 +22,6 @@ from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tests.support.elastic_cells import COURSES, MODES, PHASES, PLACES, PLAIN, STEPS, Cell, Course, Judge, drawn
 from tests.support.elastic_job import Loss, run_elastic
-from tests.support.long_rows import long_but
 from tests.support.small_job import sequences, small_engine
 
 
@@ -48,12 +47,12 @@ def test_the_others_go_on(cell: Cell, judge: Judge) -> None:
     assert judge.wrong(cell.course) == []
 
 
-_EVERY_TIME = ("a second one while voted", "a second one while rebuilding", "a second one while taking",
+_DRAWN = ("a second one while voted", "a second one while rebuilding", "a second one while taking",
                "a share and its copy")  # fmt: skip
 
 
 @pytest.mark.drawn
-@pytest.mark.parametrize("name", long_but(_EVERY_TIME, "a second one while voted", "a share and its copy"))
+@pytest.mark.parametrize("name", _DRAWN)
 def test_what_befalls_a_job(name: str, judge: Judge) -> None:
     """`tools.check_elastic` has all courses, and two at once in its quick form."""
     (course,) = (one for one in COURSES if one.name == name)

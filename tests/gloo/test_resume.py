@@ -12,7 +12,6 @@ from torch import Tensor
 from ds_hydra.checkpoint.folder import complete_manifests
 from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError
-from tests.support.long_rows import long_but
 from tests.support.small_job import same, sequences, small_engine, small_model, whole_state
 from tests.support.sources import shared_source
 
@@ -53,7 +52,8 @@ def states() -> list[dict[str, Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("stop", long_but([1, 3], 1))
+@pytest.mark.drawn
+@pytest.mark.parametrize("stop", [1, 3])
 def test_stopping_twice_changes_no_bit(stop: int, states: list[dict[str, Tensor]], tmp_path: Path) -> None:
     """With both rows it has gone on after each step but the last."""
     assert not same(states[0], states[1])
@@ -225,7 +225,8 @@ def second_stage(rank: int, folder: Path, steps: int, data: list[Tensor], **hydr
     return begun, state
 
 
-@pytest.mark.parametrize("num_ranks", long_but([2, 4], 2))
+@pytest.mark.drawn
+@pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_second_stage_begins_with_the_weights_alone(num_ranks: int, tmp_path: Path) -> None:
     """Other data, ranks and strategies: step 0 with nothing else of the first; a restart goes on with its own."""
     other = [data[: len(data) // 2 + 2] for data in sequences()]

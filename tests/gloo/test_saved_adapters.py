@@ -18,7 +18,6 @@ from tests.support.adapted_models import base_family
 from tests.support.case import FLOAT32, Case
 from tests.support.equivalence import make_engine, samples_of, traced_once
 from tests.support.families import build_model
-from tests.support.long_rows import long_but
 
 TOKENS = torch.arange(3, 40)[None]
 
@@ -90,10 +89,7 @@ def _logits(model: Any) -> Tensor:
 @pytest.mark.drawn
 @pytest.mark.parametrize(
     "family",
-    long_but(
-        ["lora with biases", "lora and whole modules", "lora beside another"],
-        "lora and whole modules", "lora beside another",
-    ),
+    ["lora with biases", "lora and whole modules", "lora beside another"],
 )  # fmt: skip
 def test_peft_loads_what_was_saved(family: str, tmp_path: Path) -> None:
     """The base that it started from and the saved adapters make the model that was trained."""
