@@ -335,11 +335,3 @@ def _parse_part(text: str) -> Iterator[StageShape]:
     stage = StageShape(scheme.tp, scheme.sp, layers, match["device"] or "", scheme.ep)
     for _ in range(scheme.pp):
         yield stage
-
-
-def head_parts(sp: int, heads: int, kv_heads: int, tp: int = 1) -> int:
-    """How many of so many sequence parallel ranks share the heads that `tp` leaves to each of its ranks: as many as
-    divide them, and divide or are a multiple of the key/value heads."""
-    heads, kv_heads = max(1, heads // tp), max(1, kv_heads // tp)
-    fits = (n for n in range(sp, 0, -1) if sp % n == heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0))
-    return next(fits)

@@ -11,123 +11,147 @@ with an equal part of the work. Two heads over sp = 4, a row with one sequence o
   computes      0..8 of a  0..8 of b  8..12 of a 8..12 of b
   with keys     0..8       0..8       0..12      0..12
 
-The queries 0..8 see 36 keys, and 8..12 see 42. The ranks' own tokens are as ever; all of this is one all-to-all in and
-one out, whose parts are uneven.
+The queries 0..8 see 36 keys, and 8..12 see 42. The ranks' own tokens are as ever. Each u neighbours exchange heads as
+Ulysses does, for the 6 tokens that they hold together. Then each rank sends the ranks with the same heads what they
+need of these: to each of them one message that lies together. So it is on the way back.
+
+[Note: two hops]
+Where neighbours are the ranks of a node, messages of the second hop (x) are slow, and of the first (i) quick. Group by
+group the second hop starts when the first has come, one group ahead of attention; what goes out takes both back (o, h),
+one group behind it:
+
+  messages    i0 i1 x0 i2 x1     o0 x2      o1 h0      o2 h1 h2
+  computed            |---0---|  |---1---|  |---2---|
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ds_hydra.pipe.contexts import Reach
-from ds_hydra.pipe.overlapped import AllToAll
-from ds_hydra.pipe.rows import Pack, position_ids
-
-
-class RowPart(NamedTuple):
-    """An interval of a row's tokens, whose queries a rank computes."""
-
-    start: int
-    stop: int
-    first: int  # the first token of the row whose keys are at hand
-    last: int  # the end of those
-
-    def overlap(self, tokens: tuple[int, int], *, keys: bool = False) -> slice:
-        """Which of some tokens it has among its queries, or its keys, counted from their first."""
-        start, stop = (self.first, self.last) if keys else (self.start, self.stop)
-        low, high = max(tokens[0], start), min(tokens[1], stop)
-        return slice(low - tokens[0], max(low, high) - tokens[0])
-
-
-@lru_cache(maxsize=256)
-def row_parts(lengths: tuple[int, ...], past: int, reach: Reach, count: int) -> tuple[RowPart, ...]:
-    """A row in so many intervals of about equal work, none empty; the first sequence begins at position `past`."""
-    positions = position_ids(lengths, 0, sum(lengths), past=past)
-    seen = positions + 1 if reach.most is None else np.minimum(positions, reach.most) + 1
-    total = np.cumsum(seen)
-    cuts = [0]
-    for part in range(1, count):
-        wanted = int(np.searchsorted(total, total[-1] * part / count))
-        cuts.append(min(max(wanted, cuts[-1] + 1), len(seen) - count + part))
-    # A token's first key stands as far before it as its position is from that of the key.
-    firsts = [start - at + reach.first(at) for start, at in zip(cuts, positions[cuts].tolist(), strict=True)]
-    ends = pairwise([*cuts, len(seen)])
-    return tuple(RowPart(start, stop, max(0, first), stop) for (start, stop), first in zip(ends, firsts, strict=True))
+from ds_hydra.pipe.head_sharing import RowPart, row_parts
+from ds_hydra.pipe.overlapped import AllToAll, start, wait
+from ds_hydra.pipe.rows import Pack, Reach
+from ds_hydra.pipe.ulysses import ByHeads, Part, Team
 
 
 class BySharedQueries:
-    """The exchange of heads where ranks with the same heads share the queries [Note: shared queries]."""
+    """What ranks with the same heads send each other [Note: shared queries]."""
 
-    def __init__(self, pack: Pack, parts: int, reach: Reach):
-        """`parts` ranks share the heads: rank i has those of number i % parts."""
-        self._pack, self.parts = pack, parts
-        found = row_parts(pack.lengths, pack.past, reach, pack.sp // parts)
+    def __init__(self, team: Team, pack: Pack, reach: Reach):
+        self._team = team
+        found = row_parts(pack.lengths, pack.past, reach, len(team.tokens))
         if pack.chunk is not None:  # slices behind this one may have any of its keys
             found = tuple(part._replace(first=0, last=pack.num_tokens) for part in found)
-        self._of = [found[rank // parts] for rank in range(pack.sp)]
-        ends = [0, *accumulate(pack.tokens)]
-        self._tokens = list(pairwise(ends))
-        self.part = self._of[pack.sp_rank]
-        self.head = pack.sp_rank % parts
+        tokens = list(pairwise([0, *accumulate(team.tokens)]))
+        self._of, self._tokens = found, tokens
+        self.part, self._mine = found[team.index], tokens[team.index]
 
-    def incoming(self, part: Sequence[Tensor]) -> AllToAll:
-        """Own tokens' heads out, other tokens' own heads in; `part` has queries (T_local, parts, heads, d), and keys
-        and values likewise, or none."""
-        mine = self._tokens[self._pack.sp_rank]
-        send = [self._numel(part, self._of[rank], mine) for rank in range(self._pack.sp)]
-        receive = [self._numel(part, self.part, tokens) for tokens in self._tokens]
-        return AllToAll(send, receive, self._pack.sp_group)
+    def incoming(self, part: Part) -> AllToAll:
+        """The message in; `part` has queries (tokens of the rank and its neighbours, heads, d), and keys and values
+        likewise, or none."""
+        send = [self._numel(part, to, self._mine) for to in self._of]
+        return self._team.all_to_all(send, [self._numel(part, self.part, tokens) for tokens in self._tokens])
 
-    def packed(self, part: Sequence[Tensor]) -> Tensor:
-        """What each rank is sent, flat, one after the other."""
-        mine = self._tokens[self._pack.sp_rank]
-        return torch.cat([
-            x[self._rows(index, to, mine), rank % self.parts].reshape(-1)
-            for rank, to in enumerate(self._of)
-            for index, x in enumerate(part)
-        ])  # fmt: skip
+    def packed(self, part: Part) -> Tensor:
+        """What it takes, flat: what goes to one rank lies together."""
+        pieces = (x[_rows(i, to, self._mine)].reshape(-1) for to in self._of for i, x in enumerate(part))
+        return torch.cat(list(pieces))
 
-    def rows(self, flat: Tensor, part: Sequence[Tensor]) -> list[Tensor]:
-        """What has come: queries, keys and values of own heads, (tokens, heads, d) each."""
+    def rows(self, flat: Tensor, part: Part) -> list[Tensor]:
+        """What it brings of queries, keys and values, (tokens, heads, d) each."""
         found: list[list[Tensor]] = [[] for _ in part]
         sizes = [
-            self._size(self._rows(index, self.part, tokens)) * x.shape[2:].numel()
-            for tokens in self._tokens
-            for index, x in enumerate(part)
+            _size(i, self.part, tokens) * x.shape[1:].numel() for tokens in self._tokens for i, x in enumerate(part)
         ]
         for number, piece in enumerate(flat.split(sizes)):
             index = number % len(part)
-            found[index].append(piece.view(-1, *part[index].shape[2:]))
+            found[index].append(piece.view(-1, *part[index].shape[1:]))
         return [torch.cat(pieces) for pieces in found]
 
     def outgoing(self, width: int) -> AllToAll:
-        """The way back of what is made of queries: so many numbers a token."""
-        mine = self._tokens[self._pack.sp_rank]
-        send = [width * self._size(self.part.overlap(tokens)) for tokens in self._tokens]
-        receive = [width * self._size(to.overlap(mine)) for to in self._of]
-        return AllToAll(send, receive, self._pack.sp_group)
+        """The way back of what is made of queries, so many numbers a token. It comes in the order of the tokens."""
+        send = [width * _size(0, self.part, tokens) for tokens in self._tokens]
+        return self._team.all_to_all(send, [width * _size(0, to, self._mine) for to in self._of])
 
     def returned(self, flat: Tensor, heads: int, size: int) -> Tensor:
-        """What has come back: own tokens with all heads, (T_local, parts, heads, size)."""
-        mine = self._tokens[self._pack.sp_rank]
-        pieces = flat.split([heads * size * self._size(to.overlap(mine)) for to in self._of])
-        by_heads = [torch.cat(pieces[head :: self.parts]).view(-1, heads, size) for head in range(self.parts)]
-        return torch.stack(by_heads, dim=1)
-
-    def _numel(self, part: Sequence[Tensor], to: RowPart, tokens: tuple[int, int]) -> int:
-        return sum(self._size(self._rows(index, to, tokens)) * x.shape[2:].numel() for index, x in enumerate(part))
-
-    def _rows(self, index: int, to: RowPart, tokens: tuple[int, int]) -> slice:
-        """Which of some tokens' queries, the first tensor of a part, or keys and values a rank is sent."""
-        return to.overlap(tokens, keys=index > 0)
+        """What has come back: own tokens, (T_local, 1, heads, size)."""
+        return flat.view(-1, 1, heads, size)
 
     @staticmethod
-    def _size(rows: slice) -> int:
-        return int(rows.stop - rows.start)
+    def _numel(part: Part, to: RowPart, tokens: tuple[int, int]) -> int:
+        return sum(_size(i, to, tokens) * x.shape[1:].numel() for i, x in enumerate(part))
+
+
+def _rows(index: int, to: RowPart, tokens: tuple[int, int]) -> slice:
+    """Which of some tokens' queries, the first tensor of a part, or keys and values a rank is sent."""
+    return to.overlap(tokens, keys=index > 0)
+
+
+def _size(index: int, to: RowPart, tokens: tuple[int, int]) -> int:
+    rows = _rows(index, to, tokens)
+    return int(rows.stop - rows.start)
+
+
+class TwoHops:
+    """The exchange of heads among neighbours and then of queries, keys and values [Note: two hops]."""
+
+    def __init__(self, near: ByHeads, far: BySharedQueries, parts: Sequence[Part]):
+        self._near, self._far = near, far
+        self._left = list(parts)
+        self._coming: list[tuple[AllToAll, Tensor, Part]] = []  # on the first hop
+        self._ahead: list[tuple[AllToAll, Tensor, Part]] = []  # on the second hop
+        self._behind: list[tuple[AllToAll, Tensor, int]] = []  # on the first hop back, with how many heads
+        self._going: list[tuple[AllToAll, Tensor, int]] = []  # on the second
+        self._size = 0
+        self._start([], min(2, len(parts)))
+        self._hop()
+
+    def _start(self, far: Sequence[tuple[AllToAll, Tensor, Part]], near: int) -> None:
+        """Begin messages of the second hop, given with what they take, and then some more of the first."""
+        begun, self._left = self._left[:near], self._left[near:]
+        messages = [*far, *((self._near.incoming(part), self._near.packed(part), part) for part in begun)]
+        started, self._token = start([one for one, _, _ in messages], [x for _, x, _ in messages])
+        under_way = [(one, x, part) for (one, _, part), x in zip(messages, started, strict=True)]
+        self._ahead += under_way[: len(far)]
+        self._coming += under_way[len(far) :]
+
+    def _hop(self) -> None:
+        """Send the next group of heads on, if there is one."""
+        if self._coming:
+            message, started, part = self._coming.pop(0)
+            (flat,) = wait([message], [started], self._token)
+            rows = self._near.rows(flat, part)
+            self._start([(self._far.incoming(rows), self._far.packed(rows), rows)], 1)
+
+    def come(self) -> list[Tensor]:
+        """The next group's queries, and keys and values if it has its own."""
+        self._hop()
+        message, started, rows = self._ahead.pop(0)
+        (flat,) = wait([message], [started], self._token)
+        return self._far.rows(flat, rows)
+
+    def leave(self, out: Tensor) -> None:
+        """Send what was made of them."""
+        message, self._size = self._far.outgoing(out.shape[1:].numel()), out.shape[2]
+        (started,), self._token = start([message], [out.reshape(-1)])
+        self._behind.append((message, started, out.shape[1]))
+        if len(self._behind) > 1:
+            self._hop_back()
+
+    def _hop_back(self) -> None:
+        message, started, heads = self._behind.pop(0)
+        (flat,) = wait([message], [started], self._token)
+        message = self._near.outgoing(heads * self._size)
+        (started,), self._token = start([message], [flat])
+        self._going.append((message, started, heads))
+
+    def back(self) -> list[Tensor]:
+        """What has come back of all groups: own tokens, (T_local, neighbours, heads, size) each."""
+        self._hop_back()
+        messages, started, heads = zip(*self._going, strict=True)
+        came = wait(messages, started, self._token)
+        return [self._near.returned(x, n, self._size) for x, n in zip(came, heads, strict=True)]

@@ -22,6 +22,7 @@ from ds_hydra.pipe.schedules.virtual import virtual_stage
 from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.pipe.weight_gradients import Linear, SplitBackward, WeightGradients, linear
 from ds_hydra.pipe.wrappers import chains
+from ds_hydra.zero_hetero.nodes import NodeSize, ranks_of_each_node
 
 GradientHook = Callable[[Tensor], Tensor | None]
 
@@ -42,6 +43,7 @@ class StagePlace:
     part: int = 0  # which range of layers
     token_sharding: bool = False  # of the model: tensor parallel ranks share tokens [Note: token sharding]
     overlap: Overlap = AT_ONCE
+    near: int = 0  # sequence parallel ranks of each node, where nodes have as many [Note: heads inside a node]
 
     @classmethod
     def all_of(
@@ -52,14 +54,19 @@ class StagePlace:
         *,
         token_sharding: bool = False,
         overlap: Overlap = AT_ONCE,
+        node_size: NodeSize | None = None,
     ) -> tuple[StagePlace, ...]:
-        """The places of `rank` in a pipeline, by part; `group` gives the group of some ranks, None for one alone."""
+        """The places of `rank` in a pipeline, by part; `group` gives the group of some ranks, None for one alone.
+
+        `node_size` says which ranks share a node; None: all.
+        """
         index = pipeline.stage_index(rank)
         stage = pipeline.stages[index]
         tp_rank, sp_rank = stage.coordinates(rank)
         tp_group, sp_group = group(stage.tp_ranks(rank)), group(stage.sp_ranks(rank))
+        near = ranks_of_each_node(stage.sp_ranks(rank), node_size) if stage.sp > 1 and node_size is not None else 0
         return tuple(
-            cls(pipeline, index, tp_rank, sp_rank, tp_group, sp_group, part, token_sharding, overlap)
+            cls(pipeline, index, tp_rank, sp_rank, tp_group, sp_group, part, token_sharding, overlap, near)
             for part in range(pipeline.parts)
         )
 

@@ -33,19 +33,19 @@ Jacobs et al. 2023, "DeepSpeed Ulysses".
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ds_hydra.pipe.contexts import ALL, Reach
+from ds_hydra.pipe.head_sharing import RowPart, head_parts
 from ds_hydra.pipe.overlapped import AllToAll, start, wait
-from ds_hydra.pipe.rows import Pack, cut_heads
-from ds_hydra.pipe.shape import head_parts
+from ds_hydra.pipe.rows import ALL, Pack, Reach, cut_heads
 
 if TYPE_CHECKING:
-    from ds_hydra.pipe.shared_queries import RowPart
+    from ds_hydra.pipe.shared_queries import TwoHops
 
 
 class HeadGroup(NamedTuple):
@@ -59,32 +59,51 @@ class HeadGroup(NamedTuple):
     part: RowPart | None = None  # whose queries these are, and from which token on there are keys
 
 
-class Way(Protocol):
-    """How heads and tokens are exchanged. A part has some heads of each rank: queries, and keys and values or none."""
+Part = Sequence[Tensor]
+"""Some heads of each rank: queries, and keys and values or none."""
 
-    parts: int
-    """Ranks that share the heads."""
-    head: int
-    """Which of them this is."""
 
-    @property
-    def part(self) -> RowPart | None:
-        """The part of the row whose queries it computes; None: all of it."""
+class Hop(Protocol):
+    """How ranks exchange some of what attention computes with."""
 
-    def incoming(self, part: Sequence[Tensor]) -> AllToAll:
+    def incoming(self, part: Part) -> AllToAll:
         """The message in."""
 
-    def packed(self, part: Sequence[Tensor]) -> Tensor:
+    def packed(self, part: Part) -> Tensor:
         """What it takes, flat: what goes to one rank lies together."""
 
-    def rows(self, flat: Tensor, part: Sequence[Tensor]) -> list[Tensor]:
+    def rows(self, flat: Tensor, part: Part) -> list[Tensor]:
         """What it brings, of own heads: (tokens, heads, d) for each tensor of the part."""
 
     def outgoing(self, width: int) -> AllToAll:
         """The message back, of so many numbers a token."""
 
     def returned(self, flat: Tensor, heads: int, size: int) -> Tensor:
-        """What it brings: (T_local, parts, heads, size)."""
+        """What it brings, of own tokens."""
+
+
+@dataclass(frozen=True)
+class Team:
+    """Some ranks of a sequence parallel group, and the tokens of each, or of it and its neighbours."""
+
+    pack: Pack
+    ranks: range
+    tokens: tuple[int, ...]
+
+    @property
+    def index(self) -> int:
+        """Which of them this rank is."""
+        return self.ranks.index(self.pack.sp_rank)
+
+    def all_to_all(self, send: Sequence[int], receive: Sequence[int]) -> AllToAll:
+        """A message among them, of so many elements to and from each."""
+        # Nothing goes to the group's others, which have one of their own meanwhile, so no other group has to be made.
+        return AllToAll(self._of_group(send), self._of_group(receive), self.pack.sp_group)
+
+    def _of_group(self, sizes: Sequence[int]) -> list[int]:
+        found = [0] * self.pack.sp
+        found[self.ranks.start : self.ranks.stop : self.ranks.step] = sizes
+        return found
 
 
 def over_heads(
@@ -93,41 +112,33 @@ def over_heads(
     """All heads of some tokens, q (T_local, heads, d), k (T_local, kv_heads, d) and v, in; what `attend` makes of them,
     (T_local, heads, d_v).
 
-    `attend` computes (T, heads, d_v) for one group of heads, in order [Note: exchange in groups]. Where sp does not fit
-    the heads, ranks share the queries, which see as far as `reach` says [Note: shared queries].
+    `attend` computes (T, heads, d_v) for one group of heads, in order [Note: exchange in groups]. Where ranks share the
+    queries besides, these see as far as `reach` says [Note: shared queries].
     """
-    way = _way(pack, head_parts(pack.sp, q.shape[1], k.shape[1]), reach)
+    sharers = head_parts(pack.sp, q.shape[1], k.shape[1], near=pack.near, sliced=pack.chunk is not None)
     # 8 query heads and 2 key/value heads over sp = 4: rank 1 computes the query heads 2 and 3, which use key head 0.
     # Repeated, the key heads are 0 0 1 1, one for each rank; autograd adds the gradients of the two copies.
-    if k.shape[1] < way.parts:
-        k, v = (x.repeat_interleave(way.parts // k.shape[1], dim=1) for x in (k, v))
-    heads, kv_heads = q.shape[1] // way.parts, k.shape[1] // way.parts
+    if k.shape[1] < sharers:
+        k, v = (x.repeat_interleave(sharers // k.shape[1], dim=1) for x in (k, v))
+    heads, kv_heads = q.shape[1] // sharers, k.shape[1] // sharers
     of_groups = cut_heads(pack.head_groups, heads, kv_heads)
     groups, firsts = len(of_groups), [0, *accumulate(of_groups)]
     sharing = groups // min(groups, kv_heads)  # groups with the same keys
-    queries = _cut(q, way.parts, of_groups)
+    queries = _cut(q, sharers, of_groups)
     of_keys = [n * sharing * kv_heads // heads for n in of_groups[::sharing]]
-    keys, values = (_cut(x, way.parts, of_keys) for x in (k, v))
+    keys, values = (_cut(x, sharers, of_keys) for x in (k, v))
     parts = [
         (queries[i],) if i % sharing else (queries[i], keys[i // sharing], values[i // sharing]) for i in range(groups)
     ]
-    coming = [way.incoming(part) for part in parts]
-    pending, token = start(coming, [way.packed(part) for part in parts])
+    exchange, row_part = _exchange(pack, sharers, reach, parts)
     shared: list[Tensor] = []  # keys and values
-    going: list[AllToAll] = []
-    returned: list[Tensor] = []
-    for i, part in enumerate(parts):
-        (flat,) = wait([coming[i]], [pending[i]], token)
-        own_q, *fresh = way.rows(flat, part)
+    for i in range(groups):
+        own_q, *fresh = exchange.come()
         shared = fresh or shared
         own_k, own_v = shared
-        first = way.head * heads + firsts[i]
-        out = attend(HeadGroup(own_q, own_k, own_v, first_head=first, keys=i // sharing, part=way.part))
-        going.append(way.outgoing(out.shape[1:].numel()))
-        (started,), token = start(going[-1:], [out.reshape(-1)])
-        returned.append(started)
-    came = zip(of_groups, wait(going, returned, token), strict=True)
-    return torch.cat([way.returned(x, n, out.shape[-1]) for n, x in came], dim=2).flatten(1, 2)
+        first = pack.sp_rank % sharers * heads + firsts[i]
+        exchange.leave(attend(HeadGroup(own_q, own_k, own_v, first_head=first, keys=i // sharing, part=row_part)))
+    return torch.cat(exchange.back(), dim=2).flatten(1, 2)
 
 
 def _cut(x: Tensor, parts: int, of_groups: Sequence[int]) -> tuple[Tensor, ...]:
@@ -135,41 +146,74 @@ def _cut(x: Tensor, parts: int, of_groups: Sequence[int]) -> tuple[Tensor, ...]:
     return x.unflatten(1, (parts, -1)).split(list(of_groups), dim=2)
 
 
-def _way(pack: Pack, parts: int, reach: Reach) -> Way:
-    if parts == pack.sp:
-        return _ByHeads(pack)
-    from ds_hydra.pipe.shared_queries import BySharedQueries
+def _exchange(pack: Pack, sharers: int, reach: Reach, parts: Sequence[Part]) -> tuple[OneHop | TwoHops, RowPart | None]:
+    """The messages of these parts, and the part of the row whose queries this rank computes; None: all of it."""
+    first, head = pack.sp_rank - pack.sp_rank % sharers, pack.sp_rank % sharers
+    near = ByHeads(Team(pack, range(first, first + sharers), pack.tokens[first : first + sharers]))
+    if sharers == pack.sp:
+        return OneHop(near, parts), None
+    from ds_hydra.pipe.shared_queries import BySharedQueries, TwoHops
 
-    return BySharedQueries(pack, parts, reach)
+    of_each = tuple(sum(pack.tokens[start : start + sharers]) for start in range(0, pack.sp, sharers))
+    far = BySharedQueries(Team(pack, range(head, pack.sp, sharers), of_each), pack, reach)
+    if sharers == 1:
+        return OneHop(far, [[x.squeeze(1) for x in part] for part in parts]), far.part
+    return TwoHops(near, far, parts), far.part
 
 
-class _ByHeads:
-    """All tokens of own heads [Note: exchange of heads]."""
+class OneHop:
+    """The exchange of heads, group by group [Note: exchange in groups]."""
 
-    part = None
+    def __init__(self, hop: Hop, parts: Sequence[Part]):
+        self._hop, self._parts = hop, parts
+        self._coming = [hop.incoming(part) for part in parts]
+        self._started, self._token = start(self._coming, [hop.packed(part) for part in parts])
+        self._going: list[tuple[AllToAll, Tensor, int]] = []  # with how many heads
+        self._came = self._size = 0
 
-    def __init__(self, pack: Pack):
-        self._pack, self._mine = pack, pack.tokens[pack.sp_rank]
-        self.parts, self.head = pack.sp, pack.sp_rank
+    def come(self) -> list[Tensor]:
+        """The next group's queries, and keys and values if it has its own."""
+        i, self._came = self._came, self._came + 1
+        (flat,) = wait([self._coming[i]], [self._started[i]], self._token)
+        return self._hop.rows(flat, self._parts[i])
 
-    def incoming(self, part: Sequence[Tensor]) -> AllToAll:
+    def leave(self, out: Tensor) -> None:
+        """Send what was made of them."""
+        message, self._size = self._hop.outgoing(out.shape[1:].numel()), out.shape[2]
+        (started,), self._token = start([message], [out.reshape(-1)])
+        self._going.append((message, started, out.shape[1]))
+
+    def back(self) -> list[Tensor]:
+        """What has come back of all groups: own tokens, (T_local, ranks, heads, size) each."""
+        messages, started, heads = zip(*self._going, strict=True)
+        came = wait(messages, started, self._token)
+        return [self._hop.returned(x, n, self._size) for x, n in zip(came, heads, strict=True)]
+
+
+class ByHeads:
+    """All tokens of own heads [Note: exchange of heads]. Parts have (T_local, ranks, heads, d)."""
+
+    def __init__(self, team: Team):
+        self._team, self._mine = team, team.tokens[team.index]
+
+    def incoming(self, part: Part) -> AllToAll:
         width = sum(x.shape[2:].numel() for x in part)
-        send = [self._mine * width] * self.parts
-        return AllToAll(send, [tokens * width for tokens in self._pack.tokens], self._pack.sp_group)
+        tokens = self._team.tokens
+        return self._team.all_to_all([self._mine * width] * len(tokens), [n * width for n in tokens])
 
-    def packed(self, part: Sequence[Tensor]) -> Tensor:
+    def packed(self, part: Part) -> Tensor:
         # The receiving rank becomes the outermost dimension.
         return torch.cat([x.transpose(0, 1).flatten(2) for x in part], dim=-1).view(-1)
 
-    def rows(self, flat: Tensor, part: Sequence[Tensor]) -> list[Tensor]:
+    def rows(self, flat: Tensor, part: Part) -> list[Tensor]:
         # It is ordered by sending rank, and ranks hold consecutive intervals of the row: it is the row's order already.
         columns = [x.shape[2:].numel() for x in part]
-        found = flat.view(self._pack.num_tokens, sum(columns)).split(columns, dim=-1)
+        found = flat.view(sum(self._team.tokens), sum(columns)).split(columns, dim=-1)
         return [rows.unflatten(-1, x.shape[2:]) for rows, x in zip(found, part, strict=True)]
 
     def outgoing(self, width: int) -> AllToAll:
-        receive = [self._mine * width] * self.parts
-        return AllToAll([tokens * width for tokens in self._pack.tokens], receive, self._pack.sp_group)
+        tokens = self._team.tokens
+        return self._team.all_to_all([n * width for n in tokens], [self._mine * width] * len(tokens))
 
     def returned(self, flat: Tensor, heads: int, size: int) -> Tensor:
-        return flat.view(self.parts, self._mine, heads, size).transpose(0, 1)
+        return flat.view(len(self._team.tokens), self._mine, heads, size).transpose(0, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -40,6 +41,13 @@ def node_ranks(num_ranks: int, node_size: NodeSize) -> Iterator[range]:
         if first < num_ranks:
             yield range(first, min(end, num_ranks))
         first = end
+
+
+def ranks_of_each_node(ranks: Sequence[int], node_size: NodeSize) -> int:
+    """How many of some ranks in rising order each of their nodes has; 0 where there is one node, or they have unequally
+    many."""
+    found = Counter(node_of(rank, node_size) for rank in ranks)
+    return found[node_of(ranks[0], node_size)] if len(found) > 1 == len(set(found.values())) else 0
 
 
 def largest_node(node_size: NodeSize) -> int:

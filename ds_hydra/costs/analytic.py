@@ -9,8 +9,9 @@ from ds_hydra.costs.activations import Activations
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.peak import CAUSAL_FLOPS, known_devices, peak_tflops
 from ds_hydra.pipe.head_degrees import Boxes
+from ds_hydra.pipe.head_sharing import from_other_nodes, head_parts, near_ranks
 from ds_hydra.pipe.model_plan import ModelPlan
-from ds_hydra.pipe.shape import ParallelScheme, head_parts
+from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.zero_hetero.errors import ConfigError
 
 
@@ -112,10 +113,9 @@ def analytic_cost_table(
         if scheme.sp > 1:
             width = scheme.tp * scheme.sp
             crosses = node_size is not None and width > node_size and between_bytes_per_second is not None
-            outside = 1.0 - node_size / width if crosses and node_size is not None else 0.0
-            of_sp = _sent_over_tokens(shape, scheme)
-            moved += of_sp * (1.0 - outside) / link_bytes_per_second
-            moved += of_sp * outside / (between_bytes_per_second or link_bytes_per_second)
+            sent, leaves = _sent_over_tokens(shape, scheme, node_size if crosses else None)
+            moved += (sent - leaves) / link_bytes_per_second
+            moved += leaves / (between_bytes_per_second or link_bytes_per_second)
         if scheme.ep > scheme.tp:  # tokens of all ranks gathered and results scattered, there and back
             moved += 8.0 * shape.hidden * (scheme.sp - 1) / link_bytes_per_second
         stage_layers = shape.layers / scheme.pp
@@ -133,17 +133,23 @@ def analytic_cost_table(
     return CostTable(tuple(costs), source="analytic")
 
 
-def _sent_over_tokens(shape: ModelShape, scheme: ParallelScheme) -> float:
-    """Bytes that a sequence parallel rank is sent for each of its tokens, in the mean of layers: heads and what becomes
-    of them, or all tokens into a box, and out of it the sum of what ranks make of its heads where they share them."""
+def _sent_over_tokens(shape: ModelShape, scheme: ParallelScheme, node_size: int | None) -> tuple[float, float]:
+    """Bytes that a sequence parallel rank is sent for each of its tokens, in the mean of layers, and those of them that
+    come from other nodes, if there are any: heads and what becomes of them, or all tokens into a box, and out of it the
+    sum of what ranks make of its heads where they share them."""
     tp, sp = scheme.tp, scheme.sp
+    outside, near = 1.0 - (node_size or tp * sp) / (tp * sp), near_ranks(sp, tp, node_size)
     boxed = [any(box.heads.shared_by(tp, sp)[1] > 1 for box in of) for of in shape.boxes if of]
     of_boxes = 4.0 * shape.hidden * (sp - 1) * sum(1 + shares for shares in boxed)
-    parts = head_parts(sp, shape.heads, shape.kv_heads, tp)
+    parts = head_parts(sp, shape.heads, shape.kv_heads, tp, near=near)
     # Queries and outputs go to the ranks that share the heads, keys and values to all that share the queries besides.
-    of_each = 8.0 * (parts - 1) / parts + 8.0 * (sp // parts - 1.0 / parts)
-    of_heads = of_each * shape.hidden / tp * (shape.layers - len(boxed))
-    return (of_heads + of_boxes) / shape.layers
+    sent = 8.0 * (parts - 1) / parts + 8.0 * (sp // parts - 1.0 / parts)
+    leaves = outside * (16.0 if parts == sp else sent)
+    if parts == near:  # [Note: heads inside a node]
+        leaves = 8.0 * sum(from_other_nodes(sp // near))
+        sent = 16.0 * (near - 1) / near + leaves
+    of_heads = shape.hidden / tp * (shape.layers - len(boxed))
+    return (sent * of_heads + of_boxes) / shape.layers, (leaves * of_heads + outside * of_boxes) / shape.layers
 
 
 def model_shape(plan: ModelPlan, hidden: int, vocab: int | None) -> ModelShape:
@@ -182,6 +188,7 @@ def flops_of(plan: ModelPlan, hidden: int, lengths: Iterable[int]) -> float | No
 def estimate_activations(
     hidden: int, intermediate: int, heads: int, kv_heads: int, param_bytes: int, tp: int, sp: int,
     *, checkpointing: bool = False, token_sharding: bool = False, short_norms: bool = False, short_gates: bool = False,
+    node_size: int | None = None,
 ) -> Activations:  # fmt: skip
     """Activations of a Llama-like layer with fused attention, for when none were measured.
 
@@ -193,9 +200,15 @@ def estimate_activations(
     needs the input and the gradient of the output of its layer. Slices keep FP32 gradients of their keys and values,
     and with checkpointing the keys and values themselves, which no other backward needs. Without it a layer may still
     be computed again for one micro-batch or another: it keeps its input then, and keys and values for later slices.
+    Ranks of several nodes of `node_size` may need more keys, fewer of slices than of whole sequences.
     """
-    sharing = sp // head_parts(sp, heads, kv_heads, tp)  # ranks that need the same keys
-    key_value = 2.0 * max(kv_heads, tp) / heads * hidden * sharing
+
+    def keys_and_values(*, sliced: bool) -> float:
+        """Of all ranks: one key head has copies where ranks share it, and all where they share the queries."""
+        parts = head_parts(sp, heads, kv_heads, tp, near=near_ranks(sp, tp, node_size), sliced=sliced)
+        return 2.0 * max(kv_heads, tp * parts) / heads * hidden * (sp // parts)
+
+    key_value, of_slices = keys_and_values(sliced=False), keys_and_values(sliced=True) / (tp * sp)
     shards = tp if token_sharding else 1
     whole = 4 * hidden * param_bytes + (0 if short_norms else 2 * hidden * 4)
     cut = (2 * hidden + key_value + 4 * intermediate) * param_bytes
@@ -207,12 +220,12 @@ def estimate_activations(
     if checkpointing:
         return Activations(
             stream, stream, 4 * stream, transient + layer,
-            until_weight=0.0, context=key_value * (param_bytes + 4) / stream, recomputed=1.0,
+            until_weight=0.0, context=of_slices * (param_bytes + 4) / stream, recomputed=1.0,
         )  # fmt: skip
     # Inputs: normalised ones, of the attention's and the MLP's outputs. Gradients: of q, k, v, gate, up, both outputs.
     needed = (2 * hidden + 2 * hidden) * param_bytes / (sp * shards)
     needed += ((2 * hidden + 3 * intermediate) / (tp * sp) + key_value) * param_bytes
     return Activations(
-        layer, stream, 4 * stream, transient, until_weight=min(1.0, needed / layer), context=4 * key_value / layer,
-        recomputed=(stream + key_value * param_bytes) / layer,
+        layer, stream, 4 * stream, transient, until_weight=min(1.0, needed / layer), context=4 * of_slices / layer,
+        recomputed=(stream + of_slices * param_bytes) / layer,
     )  # fmt: skip

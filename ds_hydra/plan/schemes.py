@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from ds_hydra.pipe.head_sharing import head_parts
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.placement import place_strategy
-from ds_hydra.pipe.shape import ParallelScheme, StrategyShape, head_parts
+from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.zero_hetero.errors import PlanError
 from ds_hydra.zero_hetero.nodes import NodeSize, largest_node
 

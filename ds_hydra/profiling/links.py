@@ -124,7 +124,7 @@ def exposed_ms(counted: Sequence[Counted], ms: Sequence[float]) -> float:
     A group does one after the other. A gather of 3 ms that is waited for when 2 ms more have been computed adds 1 ms;
     one that is waited for at once adds all of it.
     """
-    # Those of sequence parallel ranks, which alone make all-to-alls, go over a communicator of their own.
+    # Those of sequence parallel ranks, which alone make all-to-alls and send rank to rank, have one of their own.
     free, ends, added = {True: 0.0, False: 0.0}, [0.0] * len(ms), 0.0
     moments = [(begun, number, 0) for number, (_, begun, _) in enumerate(counted)]
     moments += [(waited, number, 1) for number, (_, _, waited) in enumerate(counted)]
@@ -133,7 +133,7 @@ def exposed_ms(counted: Sequence[Counted], ms: Sequence[float]) -> float:
         if waits:
             added += max(0.0, ends[number] - now)
             continue
-        group = counted[number].call.operation == "all_to_all"
+        group = counted[number].call.operation in ("all_to_all", "p2p")
         ends[number] = free[group] = max(now, free[group]) + ms[number]
     return added
 

@@ -61,12 +61,13 @@ class LocalGroup(dist.ProcessGroup):
     on a machine that others use too, and the host's time off a device's would take off the launch of a copy only.
 
     What would have been received is filled with this rank's own values: memory that nobody wrote may hold
-    numbers that are slow to compute with.
+    numbers that are slow to compute with. Where each `near` of the ranks are on a node, what stays in one counts as an
+    all-to-all of so many, and what goes to one rank of each other node as messages from rank to rank.
     """
 
-    def __init__(self, rank: int, num_ranks: int, clock: Clock) -> None:
+    def __init__(self, rank: int, num_ranks: int, clock: Clock, near: int = 0) -> None:
         super().__init__(rank, num_ranks)  # type: ignore[call-arg]
-        self.num_ranks, self.clock = num_ranks, clock
+        self.num_ranks, self.clock, self._near = num_ranks, clock, near
         self.asked: list[tuple[_Done, Moment, bool]] = []
 
     def take(self) -> StoodIn:
@@ -75,9 +76,9 @@ class LocalGroup(dist.ProcessGroup):
         return StoodIn(self.clock, asked)
 
     @contextmanager
-    def _instead_of(self, operation: str, num_bytes: int) -> Iterator[_Done]:
+    def _instead_of(self, operation: str, num_bytes: int, among: int = 0) -> Iterator[_Done]:
         """Copies that stand in for what the network would have brought: their time is not the stage's own."""
-        done = _Done(self, Collective(operation, self.num_ranks, num_bytes))
+        done = _Done(self, Collective(operation, among or self.num_ranks, num_bytes))
         yield done
         done.started = self.clock.now()
 
@@ -112,8 +113,15 @@ class LocalGroup(dist.ProcessGroup):
         self, output: Tensor, source: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
     ) -> _Done:
         # Uneven all-to-alls receive more or less than they send: what there is no value for is filled with ones.
-        shared = min(output.numel(), source.numel())
-        with self._instead_of("all_to_all", max(output.nbytes, source.nbytes)) as done:
+        shared, near = min(output.numel(), source.numel()), self._near
+        peers = [i for i, sizes in enumerate(zip(input_sizes, output_sizes, strict=True)) if any(sizes)]
+        num_bytes, operation, among = max(output.nbytes, source.nbytes), "all_to_all", 0
+        if near and max(peers) < near:
+            among = near
+        elif near > 1 and all(peer % near == 0 for peer in peers):  # [Note: heads inside a node]
+            operation, among = "p2p", 2
+            num_bytes = source.element_size() * max(sum(input_sizes[1:]), sum(output_sizes[1:]))
+        with self._instead_of(operation, num_bytes, among) as done:
             output[:shared].copy_(source[:shared])
             output[shared:].fill_(1.0)
         return done

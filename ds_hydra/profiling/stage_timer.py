@@ -53,6 +53,7 @@ class StageTimer:
         sp_group: dist.ProcessGroup | None = None,
         tp_rank: int = 0,
         sp_rank: int = 0,
+        near: int = 0,
         clock: Clock | None = None,
     ) -> None:
         self.device, self.dtype, self._clock = device, dtype, clock or clock_of(device)
@@ -62,7 +63,7 @@ class StageTimer:
         stage = pipeline.stages[stage_index]
         self.local: list[LocalGroup] = []
         if tp_group is None and sp_group is None:
-            tp_group, sp_group = (self._stand_in(degree) for degree in (scheme.tp, scheme.sp))
+            tp_group, sp_group = self._stand_in(scheme.tp), self._stand_in(scheme.sp, near)
         self.place = StagePlace(
             pipeline,
             stage_index,
@@ -72,14 +73,15 @@ class StageTimer:
             sp_group,
             token_sharding=source.plan.token_sharding,
             overlap=source.overlap,
+            near=near,
         )
         self.module = source.build(self.place, device, dtype)
         self.num_params = _install(self.module, source, stage, self.place.holder, device, dtype)
 
-    def _stand_in(self, degree: int) -> LocalGroup | None:
+    def _stand_in(self, degree: int, near: int = 0) -> LocalGroup | None:
         if degree == 1:
             return None
-        self.local.append(LocalGroup(0, degree, self._clock))
+        self.local.append(LocalGroup(0, degree, self._clock, near))
         return self.local[-1]
 
     @property
@@ -98,6 +100,7 @@ class StageTimer:
             self.place.sp_group,
             chunk=chunk,
             overlap=self.place.overlap,
+            near=self.place.near,
         )
         start, stop = pack.local
         positions = torch.from_numpy(position_ids(pack.lengths, start, stop, past=pack.past)).to(self.device)[None]

@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
+from ds_hydra.pipe.head_sharing import near_ranks
 from ds_hydra.pipe.placement import place_strategy, split_layers
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.pipe.stage import ModelSource
@@ -145,7 +146,10 @@ class Survey:
 
     def _builder(self, scheme: ParallelScheme, index: int, how: How) -> Callable[[], StageTimer]:
         """What builds the stage, without communication."""
-        timer = partial(StageTimer, self._source, scheme, index, self._device, self._dtype, clock=self._clock)
+        near = near_ranks(scheme.sp, scheme.tp, self._node_size)
+        timer = partial(
+            StageTimer, self._source, scheme, index, self._device, self._dtype, near=near, clock=self._clock
+        )
         if how == "local shapes" or scheme.tp * scheme.sp == 1:
             return timer
         # As many copies of the stage as the ranks hold run side by side, as in training, where they share memory and
@@ -240,9 +244,13 @@ class Survey:
     def _collectives_ms(self, timer: StageTimer, counted: Sequence[Counted]) -> float:
         """Milliseconds that collectives which were counted and not run add: what is computed meanwhile hides them."""
         # A TP group stands in a row; an SP group, which alone makes all-to-alls, has a rank of each of its TP groups.
+        # From rank to rank it sends only between nodes.
         tp, sp = timer.scheme.tp, timer.scheme.sp
         calls = [one.call for one in counted]
-        widths = [tp * sp if call.operation == "all_to_all" else tp for call in calls]
+        widths = [
+            tp * (call.group_size if call.operation == "all_to_all" else sp if call.operation == "p2p" else 1)
+            for call in calls
+        ]
         ms = [self._links.ms(call, inter_node=self._crosses(w)) for call, w in zip(calls, widths, strict=True)]
         return exposed_ms(counted, ms)
 

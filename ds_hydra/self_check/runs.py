@@ -186,7 +186,11 @@ def _flat_values(source: ModelSource, dtype: torch.dtype = torch.float64) -> dic
 
 
 class RankOfPipeline:
-    """One rank: its stage, the parameters that it holds, and what it contributes to the gradients."""
+    """One rank: its stage, the parameters that it holds, and what it contributes to the gradients.
+
+    All ranks count as those of one node. Those of several may exchange heads another way [Note: heads inside a node],
+    but that is below what a model calls to attend, and the same for all models.
+    """
 
     def __init__(
         self,

@@ -91,8 +91,9 @@ class StrategyRuntime:
         pipeline = strategy.pipelines[self.pipeline_index]
         self.stage_index, self.num_stages = index, len(pipeline.stages)
         places = StagePlace.all_of(
-            pipeline, rank, groups.get, token_sharding=source.plan.token_sharding, overlap=source.overlap
-        )
+            pipeline, rank, groups.get, token_sharding=source.plan.token_sharding, overlap=source.overlap,
+            node_size=world.node_size,
+        )  # fmt: skip
         # The place of the loss, if the rank has it: of two parts the second one's. Else one is as good as the other.
         self.place = places[-1]
         self._arena, dtype = arena, arena.params.dtype

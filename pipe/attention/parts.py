@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from ds_hydra.pipe.attention.backends import Segments
-from ds_hydra.pipe.contexts import Reach
 from ds_hydra.pipe.dropout import AttentionDropout
-from ds_hydra.pipe.rows import Pack
-from ds_hydra.pipe.shared_queries import RowPart
+from ds_hydra.pipe.head_sharing import RowPart
+from ds_hydra.pipe.rows import Pack, Reach
 
 KeysAndValues = tuple[Tensor, Tensor]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -77,6 +78,16 @@ def test_collectives_are_counted_with_the_bytes_of_the_real_ones(source: CausalL
     assert [one.call.operation for one in timing.calls] == [
         "all_to_all"
     ] * 4 * 4  # q, k, v there and back, output likewise
+
+
+def test_messages_of_ranks_on_two_nodes_are_counted_as_what_stays_in_a_node_and_what_leaves_it(
+    source: CausalLM,
+) -> None:
+    """Of 64 tokens the first two of four ranks compute 45, and hold 32, whose keys and values the others need."""
+    timing = StageTimer(source, ParallelScheme(sp=4), 0, CPU, torch.float32, near=2).time((64,))
+    layers, half = 4, source.text_config.hidden_size // 2 * 4  # bytes of a token's two query heads of a rank
+    assert Counter(one.call[:2] for one in timing.calls) == {("all_to_all", 2): 4 * layers, ("p2p", 2): 4 * layers}
+    assert {one.call.num_bytes for one in timing.calls if one.call.operation == "p2p"} == {32 * half, 13 * half}
 
 
 def test_of_shared_tokens_the_messages_beside_products_are_hidden(model: Path) -> None:
@@ -247,6 +258,11 @@ def test_all_to_alls_over_two_nodes_are_priced_at_the_links_between_them() -> No
     survey = object.__new__(Survey)
     survey._links, survey._node_size = links, 4
     calls = [Counted(Collective(name, 2, 10**6), 0.0, 0.0) for name in names]
+    # What goes to one rank of another node, and what stays in one.
+    links = Links((*links.figures, *(LinkFigure("p2p", 2, 0.0, speeds[across], across) for across in speeds)))
+    survey._links = links
+    wide: Any = SimpleNamespace(scheme=ParallelScheme(2, 1, 4))
+    assert survey._collectives_ms(wide, [calls[0], Counted(Collective("p2p", 2, 10**6), 0.0, 0.0)]) == 1.0 + 10.0
     for scheme, ms in ((ParallelScheme(2, 1, 2), 2.0), (ParallelScheme(4, 1, 2), 11.0), (ParallelScheme(8), 20.0)):
         timer = SimpleNamespace(scheme=scheme)
         assert survey._collectives_ms(timer, calls) == pytest.approx(ms)  # type: ignore[arg-type]

@@ -215,10 +215,17 @@ def test_what_ulysses_sends_between_nodes_is_priced_at_their_links() -> None:
     )
     dearer = [after.b - before.b for before, after in zip(inside.costs, slow.costs, strict=True)]
     assert dearer[0] == dearer[3] == 0.0, "what fills no more than a node, and TP, which is asked for"
-    # Half of the bytes leave a node of two; those of 16 ranks with 15/16 of a token's, over 4 stages.
-    sent = 16.0 * SHAPE.hidden * SHAPE.layers / 2 * (1 / 1.5e10 - 1 / 1.5e11) * 1e3
-    assert dearer[1] == pytest.approx(sent * 7 / 16 / 8)
-    assert dearer[2] == pytest.approx(sent * 15 / 16 / 16 / 4)
+    # Two nodes compute 0.71 and 0.29 of a row: queries and outputs of 0.21 leave a node, keys and values of 0.21 to the
+    # one and of 0.5 to the other; with 16 ranks over 4 stages.
+    sent = 8.0 * (2 * 0.5**0.5 - 0.5) * SHAPE.hidden * SHAPE.layers * (1 / 1.5e10 - 1 / 1.5e11) * 1e3
+    assert dearer[1] == pytest.approx(sent / 2 / 8)
+    assert dearer[2] == pytest.approx(sent / 16 / 4)
+    # Over four nodes queries, keys and values would go to too many: three quarters of all leave a node.
+    far = [analytic_cost_table(shape, [ParallelScheme(4, sp=8)], 4096, between_bytes_per_second=rate, node_size=8)
+           for rate in rates]  # fmt: skip
+    assert far[1].costs[0].b - far[0].costs[0].b == pytest.approx(
+        16.0 * 3 / 4 * SHAPE.hidden / 4 * SHAPE.layers * (1 / 1.5e10 - 1 / 1.5e11) * 1e3 / 8
+    )
     # Of two heads four ranks each have the same one, so its keys and values go to all four of them.
     (few,) = analytic_cost_table(replace(shape, heads=8, kv_heads=8), [ParallelScheme(sp=8)], 4096).costs
     (fewer,) = analytic_cost_table(replace(shape, heads=2, kv_heads=2), [ParallelScheme(sp=8)], 4096).costs

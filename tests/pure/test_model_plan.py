@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_hydra.pipe.head_sharing import head_parts
 from ds_hydra.pipe.model_plan import Bucket, ModelPlan, ParamSpec, ShardRule, end_of_slots, make_buckets
 from ds_hydra.pipe.placement import Pipeline, Stage, Strategy, place_strategy
-from ds_hydra.pipe.shape import LayerRange, ParallelScheme, StrategyShape, head_parts
+from ds_hydra.pipe.shape import LayerRange, ParallelScheme, StrategyShape
 from ds_hydra.pipe.transfers import bucket_kinds, bucket_places, bucket_sizes, twins_of
 from ds_hydra.plan.schemes import feasible_schemes
 from ds_hydra.zero_hetero.errors import PlanError

@@ -79,3 +79,26 @@ def shared_queries() -> Iterator[Case]:
     yield replace(base, name="shared queries, phases", strategies=("4*tp1 then sp3 + tp1",))
     yield replace(base, name="shared queries over nodes", node_size=2, strategies=("sp3 + tp1", "2*sp2"), slices=True)
     yield replace(base, name="shared queries fp32", dtype=FLOAT32, optimizer="SGD")
+    yield from _inside_nodes()
+
+
+def _inside_nodes() -> Iterator[Case]:
+    """Heads that only the sequence parallel ranks of a node share, and queries that nodes do: two nodes of two ranks,
+    of which `sp4` has two and `tp2sp2` one each."""
+    base = Case("", "llama", ("sp4", "tp2sp2"), steps=2, node_size=2)
+    sliced = replace(base, slices=True, recompute=True)
+    yield replace(base, name="heads inside nodes")
+    yield replace(sliced, name="heads inside nodes, slices", quick=True)
+    for family in ("llama_1_key_head", "gemma2", "mistral", "gpt_oss", "llama4", "deepseek_v3"):
+        yield replace(sliced, name=f"heads inside nodes, {family}", family=family, quick=family == "llama_1_key_head")
+    yield replace(base, name="heads inside nodes, latent", family="deepseek_v3", activation_checkpointing=True)
+    yield replace(base, name="heads inside nodes, dropout", family="dropout (Phi)", draws=True)
+    yield replace(base, name="heads inside nodes, dropout, slices", family="dropout (Phi)", draws=True, slices=True)
+    yield replace(base, name="heads inside nodes, three groups", family="llama_8_key_heads", sp_groups=3)
+    yield replace(sliced, name="heads inside nodes, at once", sp_overlap=False)
+    yield replace(base, name="heads inside nodes, split", strategies=("sp4/zb-h1", "tp2sp2/zb-h1"))
+    of_8 = replace(sliced, strategies=("sp8", "tp2sp4", "sp4pp2/v"), steps=3)
+    yield replace(of_8, name="heads inside nodes of 4 ranks", node_size=4)
+    yield replace(of_8, name="heads inside nodes, on four nodes", family="llama_1_key_head")
+    yield replace(base, name="heads inside nodes, phases", strategies=("4*tp1 then sp4",))
+    yield replace(sliced, name="heads inside nodes fp32", dtype=FLOAT32, optimizer="SGD")

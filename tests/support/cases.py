@@ -52,7 +52,7 @@ FIXED_STRATEGIES = (
 
 # Rows that train under the strict transport in place of the plain one, and with what it is strict about: a row drawn at
 # random, one where a layer reads a weight of a module that it does not call, and one each of several phases, slices,
-# states that slices carry, heads of recurrent layers over sequence parallel ranks, and heads in groups.
+# states that slices carry, heads of recurrent layers over sequence parallel ranks, and heads in groups and in nodes.
 UNDER_STRICT = {
     "functions, sgd fp32": "blocking",
     "layer_list": "connect",
@@ -62,7 +62,8 @@ UNDER_STRICT = {
     "spread, slices": "blocking connect",
     "heads over sp": "blocking connect",
     "shared queries, gemma3_text": "blocking connect",
-    "groups of heads, one key head": "lazy one_queue",
+    "heads inside nodes, slices": "blocking connect",
+    "heads inside nodes, llama_1_key_head": "lazy one_queue",
     "groups of unequally many heads": "lazy one_queue",
 }
 # Of HARD_MODELS, those that draw random numbers in training.
@@ -101,8 +102,7 @@ def _unusual() -> Iterator[Case]:
 
 def _drawing() -> Iterator[Case]:
     for family in DRAWING:
-        quick = family == "random routing"
-        yield Case(family, family, CHANGING, draws=True, frozen=NO_GRADIENT, quick=quick)
+        yield Case(family, family, CHANGING, draws=True, frozen=NO_GRADIENT, quick=family == "random routing")
     yield Case(
         "dropout checkpointed",
         "dropout (Phi)",

@@ -1,0 +1,98 @@
+"""How many of a stage's sequence parallel ranks share the heads of attention; the others share the queries. Pure.
+
+[Note: heads inside a node]
+Ulysses over several nodes sends most of all queries, keys, values and outputs from node to node. If only the ranks of a
+node share the heads, and nodes share the queries [Note: shared queries], keys and values cross the nodes, and of
+queries and outputs those of tokens that another node computes. What crosses is counted here for a row with one
+sequence, in units of all its queries: two nodes compute the tokens 0..0.71 and 0.71..1 of it, and hold 0..0.5 and
+0.5..1. With as many key/value heads as query heads:
+
+  Ulysses over all    half of queries, keys, values and outputs                              2.0
+  heads in a node     queries and outputs of 0.5..0.71, its keys and values to the first
+                      node, and those of 0..0.5 to the second                                1.83
+
+A slice's queries see about equally many keys, but keys and values of all its tokens go to both nodes, as later slices
+need them: 2.0 again, and no fewer than by Ulysses. With an eighth of the key/value heads it is 0.25 in place of 1.13.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from ds_hydra.pipe.rows import Reach, position_ids
+
+
+def head_parts(sp: int, heads: int, kv_heads: int, tp: int = 1, *, near: int = 0, sliced: bool = False) -> int:
+    """How many of so many sequence parallel ranks share the heads that `tp` leaves to each of its ranks.
+
+    As many as divide them, and divide or are a multiple of the key/value heads; but the `near` ranks of each node, if
+    there are several nodes with as many, where less crosses the nodes then [Note: heads inside a node]. `sliced`: of a
+    row that has a slice of a sequence.
+    """
+    heads, kv_heads = max(1, heads // tp), max(1, kv_heads // tp)
+
+    def fits(n: int) -> bool:
+        return sp % n == heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
+
+    most = next(n for n in range(sp, 0, -1) if fits(n))
+    if not 0 < near < most == sp or not fits(near):
+        return most
+    queries, keys = from_other_nodes(sp // near, sliced=sliced)
+    inside = queries + keys * max(kv_heads, near) / heads
+    over_all = (1.0 - near / sp) * (1.0 + max(kv_heads, sp) / heads)
+    return near if inside < over_all - 1e-9 else most
+
+
+def near_ranks(sp: int, tp: int, node_size: int | None) -> int:
+    """The `near` ranks of a stage that begins where a node does; 0 where it is in one node (None: all ranks are), or
+    nodes have unequally many."""
+    if node_size is None:
+        return 0
+    near = node_size // tp
+    return near if node_size % tp == 0 < near < sp and sp % near == 0 else 0
+
+
+def from_other_nodes(nodes: int, *, sliced: bool = False) -> tuple[float, float]:
+    """Of which shares of a row nodes need queries, and keys, that others hold, all nodes together."""
+    ends = [(node / nodes) ** (1.0 if sliced else 0.5) for node in range(nodes + 1)]
+    held = [node / nodes for node in range(nodes + 1)]
+    both = sum(
+        max(0.0, min(stop, last) - max(start, first))
+        for (start, stop), (first, last) in zip(pairwise(ends), pairwise(held), strict=True)
+    )
+    return 1.0 - both, sum(1.0 if sliced else stop for stop in ends[1:]) - 1.0
+
+
+class RowPart(NamedTuple):
+    """An interval of a row's tokens, whose queries a rank computes."""
+
+    start: int
+    stop: int
+    first: int  # the first token of the row whose keys are at hand
+    last: int  # the end of those
+
+    def overlap(self, tokens: tuple[int, int], *, keys: bool = False) -> slice:
+        """Which of some tokens it has among its queries, or its keys, counted from their first."""
+        start, stop = (self.first, self.last) if keys else (self.start, self.stop)
+        low, high = max(tokens[0], start), min(tokens[1], stop)
+        return slice(low - tokens[0], max(low, high) - tokens[0])
+
+
+@lru_cache(maxsize=256)
+def row_parts(lengths: tuple[int, ...], past: int, reach: Reach, count: int) -> tuple[RowPart, ...]:
+    """A row in so many intervals of about equal work, none empty; the first sequence begins at position `past`."""
+    positions = position_ids(lengths, 0, sum(lengths), past=past)
+    seen = positions + 1 if reach.most is None else np.minimum(positions, reach.most) + 1
+    total = np.cumsum(seen)
+    cuts = [0]
+    for part in range(1, count):
+        wanted = int(np.searchsorted(total, total[-1] * part / count))
+        cuts.append(min(max(wanted, cuts[-1] + 1), len(seen) - count + part))
+    # A token's first key stands as far before it as its position is from that of the key.
+    firsts = [start - at + reach.first(at) for start, at in zip(cuts, positions[cuts].tolist(), strict=True)]
+    ends = pairwise([*cuts, len(seen)])
+    return tuple(RowPart(start, stop, max(0, first), stop) for (start, stop), first in zip(ends, firsts, strict=True))
