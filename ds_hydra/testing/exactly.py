@@ -31,7 +31,7 @@ def float64_throughout(model: nn.Module) -> Iterator[None]:
             functions = [(name, each) for name, each in vars(home).items() if inspect.isfunction(each)]
             kernels = [name for name, each in functions if inspect.unwrap(each) is not each]
             of_home = [(home, name) for name in ("apply_rotary_pos_emb", "apply_rotary_emb", *kernels)]
-            for owner, name in ((cls, "forward"), (cls, "_norm"), *of_home):
+            for owner, name in ((cls, "forward"), (cls, "_norm"), (cls, "_attn"), *of_home):
                 method = vars(owner).get(name)
                 wide = _widened(method, owner)
                 if wide is not None:

@@ -32,7 +32,7 @@ def test_same_as_one_process(case: Case) -> None:
 def test_a_case_drawn_by_the_commit(seed: int) -> None:
     """`python -m tools.check_equivalence --random 1 --seed SEED` trains it again."""
     case = random_case(seed)
-    missed = compare(case).missed(case.aims, str(case))
+    missed = compare(case, timeout=240).missed(case.aims, str(case))
     assert not missed, missed
 
 

@@ -28,7 +28,7 @@ def boxed() -> Iterator[Case]:
     yield replace(base, name="boxes, V", strategies=("pp2/v + sp2", "tp2pp2/zb-h1"), recompute=True)
     yield replace(base, name="boxes, checkpointed", activation_checkpointing=True)
     yield replace(base, name="boxes, phases", strategies=("4*tp1 then 2*tp2 then tp4",))
-    yield replace(base, name="boxes, dropout", family="gptj, dropout", draws=True)
+    yield replace(base, name="boxes, dropout", family="gptj, dropout", draws=True, dtype=FLOAT64, optimizer="AdamW")
     for family in ("lfm2", "qwen3_next", "falcon_h1"):
         # Exponentials of sums over a sequence magnify FP32's rounding in the delta rule's gradients.
         own = replace(base, family=family, amplifies=family == "qwen3_next")

@@ -36,7 +36,7 @@ _MOST_STAGES = 4
 
 
 def random_case(seed: int) -> Case:
-    """One to three strategies in turn on 2 to 8 ranks, and each option with a chance of its own."""
+    """One or two strategies in turn on 2 to 8 ranks, and each option with a chance of its own."""
     return drawn(seed)[0]
 
 
@@ -65,14 +65,14 @@ def drawn(seed: int) -> tuple[Case, list[str]]:
         functions=rng.choice(("auto", "recompute", "off")),
     )  # fmt: skip
     case = _rounded(rng, case)
-    ranks = sum(n for n, _ in case.cluster) or rng.choice((2, 3, 3, 4, 4, 4, 5, 6, 6, 8))
+    ranks = sum(n for n, _ in case.cluster) or rng.choice((2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 4, 5, 6, 6, 8))
     if not case.cluster:
         case = replace(case, node_size=rng.choice((None, None, 2, 3)))
     draw = _Draw(rng, plan_of(case, spread=(spreads := rng.random() < 0.5)), spreads, case.cluster or ((ranks, ""),))
     if case.slices and draw.plan.no_slices:
         draw.refused.append(f"slices: {draw.plan.no_slices}")
         case = replace(case, slices=False)
-    strategies = tuple(draw.strategy() for _ in range(rng.choice((1, 2, 2, 3))))
+    strategies = tuple(draw.strategy() for _ in range(rng.choice((1, 1, 2))))
     if rng.random() < 0.2:
         first = THEN.join(draw.strategy() for _ in range(rng.randint(1, 2)))
         strategies = (*strategies[1:], f"{first}{THEN}{strategies[0]}")
