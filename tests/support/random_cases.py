@@ -67,7 +67,7 @@ def drawn(seed: int) -> tuple[Case, list[str]]:
     case = _rounded(rng, case)
     ranks = sum(n for n, _ in case.cluster) or rng.choice((2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 4, 5, 6, 6, 8))
     if not case.cluster:
-        case = replace(case, node_size=rng.choice((None, None, 2, 3)))
+        case = replace(case, node_size=rng.choice((None, None, 2, 3, 4)))
     draw = _Draw(rng, plan_of(case, spread=(spreads := rng.random() < 0.5)), spreads, case.cluster or ((ranks, ""),))
     if case.slices and draw.plan.no_slices:
         draw.refused.append(f"slices: {draw.plan.no_slices}")
@@ -76,7 +76,7 @@ def drawn(seed: int) -> tuple[Case, list[str]]:
     if rng.random() < 0.2:
         first = THEN.join(draw.strategy() for _ in range(rng.randint(1, 2)))
         strategies = (*strategies[1:], f"{first}{THEN}{strategies[0]}")
-        case = replace(case, tokens_per_step=400)
+        case = replace(case, tokens_per_step=400, lengths=tuple(_few_or_many(rng)))  # some of each phase in each step
     return replace(case, strategies=strategies), list(dict.fromkeys(draw.refused))
 
 
@@ -95,12 +95,16 @@ def _rounded(rng: random.Random, case: Case) -> Case:
 
 def _lengths(rng: random.Random) -> list[int]:
     """Of 60 sequences: a long tail; a few tokens beside long ones; many alike."""
-    kind, alike = rng.randrange(4), rng.choice((7, 16, 33, 64))
+    kind, alike = rng.randrange(4), rng.choice((12, 16, 33, 64))
     if kind == 0:
-        return [rng.choice((1, 1, 2, 3, 3, rng.randint(61, 200))) for _ in range(60)]
+        return _few_or_many(rng)
     if kind == 1:
         return [rng.choice((*[alike] * 5, 130)) for _ in range(60)]
     return [min(260, 2 + int(rng.lognormvariate(3, 1.2))) for _ in range(60)]
+
+
+def _few_or_many(rng: random.Random) -> list[int]:
+    return [rng.choice((1, 1, 2, 3, 3, rng.randint(61, 200))) for _ in range(60)]
 
 
 @dataclass(frozen=True)
