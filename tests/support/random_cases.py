@@ -87,7 +87,8 @@ def _rounded(rng: random.Random, case: Case) -> Case:
         return case
     kind = rng.choice((FLOAT64, FLOAT64, FLOAT32, FLOAT32 if case.family in _ROUTED else BFLOAT16))
     if kind == FLOAT32:
-        return replace(case, dtype=FLOAT32, optimizer="SGD")
+        # A target of a sequence that has few of them can weigh as much as all of a long one's, and its rounding too.
+        return replace(case, dtype=FLOAT32, optimizer="SGD", amplifies=min(case.lengths) < 4)
     if kind == BFLOAT16:
         return replace(case, dtype=BFLOAT16, wire=rng.choice((None, "fp32")), grad_accum=rng.choice((None, "bf16")))
     return case
