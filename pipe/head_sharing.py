@@ -13,6 +13,8 @@ sequence, in units of all its queries: two nodes compute the tokens 0..0.71 and 
 
 A slice's queries see about equally many keys, but keys and values of all its tokens go to both nodes, as later slices
 need them: 2.0 again, and no fewer than by Ulysses. With an eighth of the key/value heads it is 0.25 in place of 1.13.
+Ranks also keep the keys of both nodes, which memory is not planned for. So a pipeline of several stages, and one stage
+with a row of nearly as many tokens as it may hold, do with whole sequences as with slices.
 """
 
 from __future__ import annotations
@@ -25,13 +27,20 @@ import numpy as np
 
 from ds_hydra.pipe.rows import Reach, position_ids
 
+MOST_OF_ROOM = 7 / 8
+"""Of the tokens that a micro-batch may have: with so many there is memory for what a rank of two nodes keeps more.
+
+The first node keeps 1.41 times as many queries and outputs, and as many keys and values: 1.66 times the queries' bytes
+more, an eighth of the least that a layer keeps, 8 times the input's bytes and 5.4 of an MLP's.
+"""
+
 
 def head_parts(sp: int, heads: int, kv_heads: int, tp: int = 1, *, near: int = 0, sliced: bool = False) -> int:
     """How many of so many sequence parallel ranks share the heads that `tp` leaves to each of its ranks.
 
     As many as divide them, and divide or are a multiple of the key/value heads; but the `near` ranks of each node, if
-    there are several nodes with as many, where less crosses the nodes then [Note: heads inside a node]. `sliced`: of a
-    row that has a slice of a sequence.
+    there are several nodes with as many, where less crosses the nodes then [Note: heads inside a node]. `sliced`: of
+    rows that have a slice of a sequence, or no memory for more than those.
     """
     heads, kv_heads = max(1, heads // tp), max(1, kv_heads // tp)
 
@@ -87,10 +96,10 @@ def row_parts(lengths: tuple[int, ...], past: int, reach: Reach, count: int) -> 
     """A row in so many intervals of about equal work, none empty; the first sequence begins at position `past`."""
     positions = position_ids(lengths, 0, sum(lengths), past=past)
     seen = positions + 1 if reach.most is None else np.minimum(positions, reach.most) + 1
-    total = np.cumsum(seen)
+    total = np.concatenate(([0], np.cumsum(seen)))
     cuts = [0]
     for part in range(1, count):
-        wanted = int(np.searchsorted(total, total[-1] * part / count))
+        wanted = int(np.abs(total - total[-1] * part / count).argmin())
         cuts.append(min(max(wanted, cuts[-1] + 1), len(seen) - count + part))
     # A token's first key stands as far before it as its position is from that of the key.
     firsts = [start - at + reach.first(at) for start, at in zip(cuts, positions[cuts].tolist(), strict=True)]

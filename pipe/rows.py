@@ -132,6 +132,7 @@ class Pack:
     chunk: Chunk | None = None  # the first of `lengths`, if it is not a whole sequence
     overlap: Overlap = AT_ONCE
     near: int = 0  # sequence parallel ranks of each node, where nodes have as many [Note: heads inside a node]
+    frugal: bool = False  # whether the memory for it was planned without keys of other nodes, or for slices
     tokens: tuple[int, ...] = field(init=False)  # tokens per sequence parallel rank
 
     def __post_init__(self) -> None:

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_hydra.pipe.collectives import Group
+from ds_hydra.pipe.head_sharing import MOST_OF_ROOM
 from ds_hydra.pipe.model_plan import ModelPlan, Slot
 from ds_hydra.pipe.packed_weights import Leaf, PackedLinears
 from ds_hydra.pipe.placement import Pipeline, Stage
-from ds_hydra.pipe.rows import AT_ONCE, MicroBatch, Overlap
+from ds_hydra.pipe.rows import AT_ONCE, Chunk, MicroBatch, Overlap, Pack
 from ds_hydra.pipe.schedules.registry import splits_backward
 from ds_hydra.pipe.schedules.virtual import virtual_stage
 from ds_hydra.pipe.stage_options import StageOptions
@@ -44,6 +45,7 @@ class StagePlace:
     token_sharding: bool = False  # of the model: tensor parallel ranks share tokens [Note: token sharding]
     overlap: Overlap = AT_ONCE
     near: int = 0  # sequence parallel ranks of each node, where nodes have as many [Note: heads inside a node]
+    room: float = math.inf  # tokens that a micro-batch may have
 
     @classmethod
     def all_of(
@@ -110,6 +112,11 @@ class StagePlace:
         stages = self.pipeline.stages
         multiple = math.lcm(*(s.tp * s.sp for s in stages if s.tp > 1)) if self.token_sharding else 1
         return -(-max(num_tokens, *(stage.sp for stage in stages)) // multiple) * multiple - num_tokens
+
+    def pack(self, lengths: tuple[int, ...], keys: tuple[int, ...] = (), chunk: Chunk | None = None) -> Pack:
+        """A row of these sequences as this rank sees it."""
+        frugal = chunk is not None or len(self.pipeline.stages) > 1 or sum(lengths) > MOST_OF_ROOM * self.room
+        return Pack(lengths, self.sp_rank, self.stage.sp, self.sp_group, keys, chunk, self.overlap, self.near, frugal)
 
     @property
     def turns(self) -> bool:

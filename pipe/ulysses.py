@@ -115,7 +115,7 @@ def over_heads(
     `attend` computes (T, heads, d_v) for one group of heads, in order [Note: exchange in groups]. Where ranks share the
     queries besides, these see as far as `reach` says [Note: shared queries].
     """
-    sharers = head_parts(pack.sp, q.shape[1], k.shape[1], near=pack.near, sliced=pack.chunk is not None)
+    sharers = head_parts(pack.sp, q.shape[1], k.shape[1], near=pack.near, sliced=pack.frugal or pack.chunk is not None)
     # 8 query heads and 2 key/value heads over sp = 4: rank 1 computes the query heads 2 and 3, which use key head 0.
     # Repeated, the key heads are 0 0 1 1, one for each rank; autograd adds the gradients of the two copies.
     if k.shape[1] < sharers:

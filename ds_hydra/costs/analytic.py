@@ -141,7 +141,7 @@ def _sent_over_tokens(shape: ModelShape, scheme: ParallelScheme, node_size: int 
     outside, near = 1.0 - (node_size or tp * sp) / (tp * sp), near_ranks(sp, tp, node_size)
     boxed = [any(box.heads.shared_by(tp, sp)[1] > 1 for box in of) for of in shape.boxes if of]
     of_boxes = 4.0 * shape.hidden * (sp - 1) * sum(1 + shares for shares in boxed)
-    parts = head_parts(sp, shape.heads, shape.kv_heads, tp, near=near)
+    parts = head_parts(sp, shape.heads, shape.kv_heads, tp, near=near, sliced=scheme.pp > 1)
     # Queries and outputs go to the ranks that share the heads, keys and values to all that share the queries besides.
     sent = 8.0 * (parts - 1) / parts + 8.0 * (sp // parts - 1.0 / parts)
     leaves = outside * (16.0 if parts == sp else sent)
@@ -200,15 +200,11 @@ def estimate_activations(
     needs the input and the gradient of the output of its layer. Slices keep FP32 gradients of their keys and values,
     and with checkpointing the keys and values themselves, which no other backward needs. Without it a layer may still
     be computed again for one micro-batch or another: it keeps its input then, and keys and values for later slices.
-    Ranks of several nodes of `node_size` may need more keys, fewer of slices than of whole sequences.
+    Ranks of several nodes of `node_size` may need more keys [Note: heads inside a node].
     """
-
-    def keys_and_values(*, sliced: bool) -> float:
-        """Of all ranks: one key head has copies where ranks share it, and all where they share the queries."""
-        parts = head_parts(sp, heads, kv_heads, tp, near=near_ranks(sp, tp, node_size), sliced=sliced)
-        return 2.0 * max(kv_heads, tp * parts) / heads * hidden * (sp // parts)
-
-    key_value, of_slices = keys_and_values(sliced=False), keys_and_values(sliced=True) / (tp * sp)
+    parts = head_parts(sp, heads, kv_heads, tp, near=near_ranks(sp, tp, node_size), sliced=True)
+    # Of all ranks: a key head has copies where ranks share it, and all have where they share the queries.
+    key_value = 2.0 * max(kv_heads, tp * parts) / heads * hidden * (sp // parts)
     shards = tp if token_sharding else 1
     whole = 4 * hidden * param_bytes + (0 if short_norms else 2 * hidden * 4)
     cut = (2 * hidden + key_value + 4 * intermediate) * param_bytes
@@ -220,12 +216,12 @@ def estimate_activations(
     if checkpointing:
         return Activations(
             stream, stream, 4 * stream, transient + layer,
-            until_weight=0.0, context=of_slices * (param_bytes + 4) / stream, recomputed=1.0,
+            until_weight=0.0, context=key_value * (param_bytes + 4) / stream, recomputed=1.0,
         )  # fmt: skip
     # Inputs: normalised ones, of the attention's and the MLP's outputs. Gradients: of q, k, v, gate, up, both outputs.
     needed = (2 * hidden + 2 * hidden) * param_bytes / (sp * shards)
     needed += ((2 * hidden + 3 * intermediate) / (tp * sp) + key_value) * param_bytes
     return Activations(
-        layer, stream, 4 * stream, transient, until_weight=min(1.0, needed / layer), context=4 * of_slices / layer,
-        recomputed=(stream + of_slices * param_bytes) / layer,
+        layer, stream, 4 * stream, transient, until_weight=min(1.0, needed / layer), context=4 * key_value / layer,
+        recomputed=(stream + key_value * param_bytes) / layer,
     )  # fmt: skip

@@ -116,12 +116,7 @@ class Stepper:
         self.keep_laps: Callable[[int, Laps], None] | None = None
 
     def build(
-        self,
-        plan: StepPlan,
-        data: Sequences,
-        costs: CostTable,
-        step: int = 0,
-        objective: Objective | None = None,
+        self, plan: StepPlan, data: Sequences, costs: CostTable, step: int = 0, objective: Objective | None = None
     ) -> Built:
         """This rank's micro-batches of a step, whose schedules are made from `costs` where they weigh times.
 
@@ -133,9 +128,9 @@ class Stepper:
             costs,
             tuple(
                 build_batches(
-                    phase.pipelines[runtime.pipeline_index].microbatches,
+                    pipeline.microbatches,
                     plan.sequence_ids,
-                    runtime.place,
+                    replace(place, room=costs[pipeline.shape].max_length) if place.near else place,
                     data.load_sequence,
                     self._loss_norm if objective is None else "token",
                     self._world.device,
@@ -144,6 +139,7 @@ class Stepper:
                     objective=objective,
                 )
                 for phase, runtime in ((phase, self.runtimes.of(phase)) for phase in plan.phases)
+                for pipeline, place in ((phase.pipelines[runtime.pipeline_index], runtime.place),)
             ),
         )
 

@@ -24,7 +24,7 @@ from tools.bench_systems import kept_cells, run_cells
 from tools.systems.as_made import AS_MADE
 from tools.systems.cells import LONG_CELLS, WIDE_CELLS, Cell, all_cells
 from tools.systems.chunking import chunks, mesh_of
-from tools.systems.costs import WaitingCost, Way, measured, table_of, waits_of
+from tools.systems.costs import Way, measured, table_of
 from tools.systems.curves import FACTORS, Point
 from tools.systems.groups import mixes_of_groups
 from tools.systems.hindsight import Configuration, hindsight
@@ -44,6 +44,7 @@ from tools.systems.verdicts import (
     published_rows,
     system_rows,
 )
+from tools.systems.waits import TwoHopCost, WaitingCost, crossing, two_hops_ms, waits_of
 
 ROOT = Path(__file__).parents[2]
 CELL = Cell("7b", 8, 16384, 40_000, "CommonCrawl")
@@ -73,7 +74,16 @@ def test_derived_costs_favour_the_rival_by_no_more_than_what_is_said() -> None:
     messages = 1e3 * 8 * 2 * 6656 * 60 / 16 / 20.01e9
     assert ulysses.b - ring.b == pytest.approx(messages)
     # 64 heads over TP 8 and SP 2 are four for a rank: a quarter of the messages is exposed whatever the length.
-    ours = table_of(FLAGSHIP, Way((1, degree), ulysses=True, overlapped=True))[ParallelScheme(8, 1, degree)]
+    both = table_of(FLAGSHIP, Way((1, degree), ulysses=True, overlapped=True))[ParallelScheme(8, 1, degree)]
+    assert isinstance(both, TwoHopCost)
+    # One rank of a node has all eight heads. A sequence's second half goes to the node that computes 0.71 of it.
+    moved = (0.5**0.5 - 0.5) + max(1.0, 3 * (0.5**0.5 - 0.5))
+    assert both.message == pytest.approx(moved * 1e3 * 2 * 2 * 832 * 60 / 25e9, rel=1e-3)
+    assert both.sequence_ms([32768])[0] - both.without_waits.sequence_ms([32768])[0] == pytest.approx(
+        both.message * 32768 / 8, rel=1e-3
+    )
+    ours = both.over_all
+    assert ours is not None
     short, long = ours.sequence_ms([1000, 32768]) - ring.b * np.array([1000, 32768])
     assert short == pytest.approx(1000 * messages + max(0.0, ring.a * 1e6 - 3 / 4 * 1000 * messages))
     assert long == pytest.approx(max(ring.a * 32768**2, 3 / 4 * 32768 * messages) + 32768 * messages / 4)
@@ -99,6 +109,23 @@ def test_messages_wait_as_groups_of_heads_one_after_the_other(tokens: int, heads
             sent = max(sent, done) + 0.25 * n / heads
         waits = waits_of(tokens, heads, kv_heads)
         assert max(moved - computed * attention for moved, computed in waits) == pytest.approx(sent - attention)
+
+
+def test_of_a_row_over_two_nodes_crosses_what_one_holds_and_the_other_needs() -> None:
+    assert crossing((4096,) * 4, 2, 1.0) == (0.0, 0.0), "each node computes the two sequences that it holds"
+    first = round(16384 * 0.5**0.5) - 8192  # tokens of the second node that the first one computes
+    assert crossing((16384,), 2, 1.0) == (pytest.approx(2 * 8192), pytest.approx(first, abs=1))
+    assert crossing((16384,), 2, 1 / 8)[0] == pytest.approx(max(first * 1.25, 2048), abs=2)
+    assert crossing((100, 16384), 2, 1.0).coming > crossing((16384,), 2, 1.0).coming / 2
+
+
+def test_two_hops_wait_for_what_comes_first_and_goes_last() -> None:
+    """With four equal groups and long attention: two groups of the first hop, one of the second, and so back."""
+    groups, inside, coming, going = (2, 2, 2, 2), 4.0, 12.0, 2.0
+    waits = two_hops_ms(groups, 1000.0, inside, coming, going)
+    assert waits == pytest.approx((2 * 0.75 * inside + coming + going + 2 * 0.25 * inside) / 4)
+    assert two_hops_ms(groups, 0.0, inside, coming, going) == pytest.approx(inside + coming + going)
+    assert two_hops_ms((8,), 5.0, inside, coming, going) == pytest.approx(inside + coming + going)
 
 
 def test_ours_has_ulysses_on_stages_of_up_to_two_nodes_with_its_waits_in_b() -> None:

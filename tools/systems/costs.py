@@ -17,8 +17,10 @@ left out is left out in the rival's favour:
                     measured bandwidth of as many GPUs as TP * s. Ours exchanges the heads of a rank in up to eight
                     groups, one for each 512 tokens that a rank has of the micro-batch, and attention of one group goes
                     on during messages of the others: of four equal ones a quarter of all messages is exposed, and of
-                    the rest what the sequence's attention does not hide. Ours plans as if all micro-batches were
-                    equally long, and is judged by what each of them really has
+                    the rest what attention does not hide. Ours plans as if all micro-batches were equally long and
+                    sequences rows of their own, and is judged by the rows that it really has. In nodes that share the
+                    queries ours sends from one rank to another, at the speed of the links as rings, and pays the
+                    measured bandwidth inside the node only [Note: rows over nodes]
   ZeRO-3            c is FlexSP's, 0.63 s (GPT 7B) and 2.79 s (30B) for each micro-batch, parameters' gathers included;
                     with `hidden_gathers` it is that of <TP, PP>, as if they took no time at all
   checkpointing     all layers are computed again: the forward's share of T(l) more; of the activations a token keeps
@@ -32,21 +34,20 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, combinations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from benchmarks.rivals.memory import MemoryModel
 from ds_hydra.commands.shipped import FOLDER
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.pipe.rows import Overlap, cut_heads
+from ds_hydra.pipe.head_sharing import head_parts, near_ranks
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.simulate.job import SimulatedJob
 from ds_hydra.simulate.links import BETWEEN, INSIDE, LinkModel
 from ds_hydra.simulate.llama import shipped_cluster
 from tools.systems.cells import Cell
 from tools.systems.devices import base_model, found_of, inside_of
+from tools.systems.waits import TwoHopCost, WaitingCost, fields_of, waits_of
 
 NODE = 8  # GPUs
 # 10^9 bytes a second of each GPU in an all-to-all over so many, rows of 4096 tokens (FlexSP, branch flexsp of
@@ -58,9 +59,6 @@ ZERO_3_MS = {"7b": 629.3563, "32b": 2789.3644}  # of a micro-batch; the same sou
 _RING = 6  # keys and values forward, again backward, and their gradients
 _TENSORS = 8  # queries, keys, values and outputs, forward and backward
 _BYTES = 2  # BF16
-_OVERLAP = Overlap()
-Waits = tuple[tuple[float, float], ...]
-"""Shares of the messages and of the attention beside them; exposed is the most that such messages take longer."""
 
 
 @dataclass(frozen=True)
@@ -76,47 +74,6 @@ class Way:
     hidden_gathers: bool = False
     checkpointing: bool = False
     stages: tuple[int, ...] = ()  # further numbers of stages
-
-
-@dataclass(frozen=True, slots=True)
-class WaitingCost(SchemeCost):
-    """Costs of sequences that ranks share: those above `alone` tokens wait for messages of `message` ms a token, but
-    for what goes on during the sequence's attention, as `waits` has it."""
-
-    message: float = 0.0
-    waits: Waits = ((1.0, 1.0),)
-    alone: int = 0
-    heads: int = 0  # of a rank in attention, where messages overlap by groups of them
-    kv_heads: int = 0
-    by_row: bool = False  # loads wait as rows of their own micro-batch's tokens do
-
-    def sequence_ms(self, lengths: NDArray[np.int64] | Sequence[int]) -> NDArray[np.float64]:
-        """What each sequence adds to its micro-batch, in ms."""
-        tokens = np.asarray(lengths, dtype=np.float64)
-        attention, messages = self.a * tokens * tokens, np.where(tokens > self.alone, self.message * tokens, 0.0)
-        exposed = np.zeros(len(tokens))
-        for moved, computed in self.waits:
-            exposed = np.maximum(exposed, moved * messages - computed * attention)
-        return self.b * tokens + attention + exposed
-
-    def load_ms(self, lengths: NDArray[np.int64] | Sequence[int]) -> float:
-        """One micro-batch, in ms; see `SchemeCost`."""
-        if self.by_row:
-            waits = waits_of(int(np.sum(lengths)) // self.uniform.sp, self.heads, self.kv_heads)
-            return replace(self, by_row=False, waits=waits).load_ms(lengths)
-        return SchemeCost.load_ms(self, lengths)  # a class with slots has no `super()`
-
-    @property
-    def in_rows(self) -> WaitingCost:
-        """The same as micro-batches really take it: how many groups of heads overlap depends on their tokens."""
-        return replace(self, by_row=self.heads > 0)
-
-    @property
-    def without_waits(self) -> SchemeCost:
-        """The same as if messages took no time."""
-        return SchemeCost(
-            self.scheme, self.a, self.b, self.c, self.max_length, self.util_length, self.shares, self.derived
-        )  # fmt: skip
 
 
 @lru_cache(maxsize=8)
@@ -195,14 +152,37 @@ def _shared(cell: Cell, base: SchemeCost, way: Way) -> Iterator[SchemeCost]:
             continue
         if degree > heads:
             continue
-        messages = _all_to_all_ms(cell, base, degree)
-        if way.overlapped and degree > 1:
-            tokens = cell.tokens * base.uniform.tp / cell.gpus  # of a rank in the step
-            own, kv = heads // degree, max(1, round(cell.keys * heads) // degree)
-            waits = waits_of(int(tokens / math.ceil(tokens / max(1, alone))), own, kv)
-            yield WaitingCost(scheme, a, b, c, *known, message=messages, waits=waits, heads=own, kv_heads=kv)
-        else:
-            yield SchemeCost(scheme, a, b + messages, c, *known)
+        if not way.overlapped or degree == 1:
+            yield SchemeCost(scheme, a, b + _all_to_all_ms(cell, base, degree, degree), c, *known)
+            continue
+        tokens = cell.tokens * base.uniform.tp / cell.gpus  # of a rank in the step
+        tokens = int(tokens / math.ceil(tokens / max(1, alone)))
+        yield _overlapping(cell, base, SchemeCost(scheme, a, b, c, *known), tokens)
+
+
+def _overlapping(cell: Cell, base: SchemeCost, cost: SchemeCost, tokens: int) -> WaitingCost:
+    """What ours pays besides for a scheme, in which a rank has so many tokens at once."""
+    scheme = cost.uniform
+    every, tp, degree = _HEADS[base_model(cell.model)], scheme.tp, scheme.sp
+    of_keys = max(1, round(cell.keys * every))
+    near = near_ranks(degree, tp, NODE)
+    own, of_rank = every // tp // degree, max(1, of_keys // tp // degree)
+    over_all = WaitingCost(
+        *fields_of(cost), message=_all_to_all_ms(cell, base, degree, degree), waits=waits_of(tokens, own, of_rank),
+        heads=own, kv_heads=of_rank,
+    )  # fmt: skip
+    frugal, not_frugal = (head_parts(degree, every, of_keys, tp, near=near, sliced=one) for one in (True, False))
+    if near not in ((frugal,) if scheme.pp > 1 else (frugal, not_frugal)):
+        return over_all
+    heads, kv_heads = every // tp // near, max(1, of_keys // tp // near)
+    k = _constants(cell.model)
+    # A token's queries, there and their gradients back, from one rank to one.
+    between = 1e3 * 2 * _BYTES * k["hidden"] / (tp * near) * k["layers"] / scheme.pp / (1e9 * cell.between)
+    keys = max(cell.keys, tp * near / every)
+    return TwoHopCost.of(
+        cost, tokens, heads, kv_heads, inside=_all_to_all_ms(cell, base, degree, near), between=between, keys=keys,
+        nodes=degree // near, over_all=None if frugal == near else over_all,
+    )  # fmt: skip
 
 
 def averaged(cost: SchemeCost, lengths: Sequence[int]) -> SchemeCost:
@@ -212,24 +192,6 @@ def averaged(cost: SchemeCost, lengths: Sequence[int]) -> SchemeCost:
     alone, tokens = cost.without_waits, np.asarray(lengths, dtype=np.float64)
     waits = float((cost.sequence_ms(lengths) - alone.sequence_ms(lengths)).sum() / tokens.sum())
     return replace(alone, b=alone.b + waits, derived=f"{cost.derived}, waits for messages in b")
-
-
-@lru_cache(maxsize=4096)
-def waits_of(tokens: int, heads: int, kv_heads: int) -> Waits:
-    """How Ulysses' messages wait, of a rank with so many tokens and heads [Note: exchange in groups].
-
-    What comes in, three quarters of all, goes first, group by group, then what goes out; a group is computed when its
-    own has come, and the one before it is done. So attention ends no sooner than some groups have come, some are
-    computed after that, and what they and those behind them make has gone. Each choice of these is one of the waits.
-    """
-    groups = cut_heads(_OVERLAP.groups_of(tokens), heads, kv_heads)
-    ends = [0.0, *(heads_before / heads for heads_before in accumulate(groups))]
-    found = {1.0: 1.0}  # all messages, with all of the attention meanwhile: by what goes on, the most that is moved
-    for first, last in combinations(range(len(ends)), 2):
-        computed = round(1.0 - (ends[last] - ends[first]), 9)
-        moved = 0.75 * ends[first + 1] + 0.25 * (1.0 - ends[last - 1])
-        found[computed] = max(moved, found.get(computed, 0.0))
-    return tuple((moved, computed) for computed, moved in found.items())
 
 
 def _kept(cost: SchemeCost, way: Way) -> float:
@@ -245,14 +207,15 @@ def _ring_ms(cell: Cell, base: SchemeCost, degree: int) -> float:
     return 1e3 * of_layer * k["layers"] / base.scheme.pp / rate
 
 
-def _all_to_all_ms(cell: Cell, base: SchemeCost, degree: int) -> float:
-    """What the all-to-alls of a token take one stage, in ms; ranks that share a head of keys all receive it."""
-    if degree == 1:
+def _all_to_all_ms(cell: Cell, base: SchemeCost, degree: int, sharers: int) -> float:
+    """What the all-to-alls of a token take one stage, in ms, where so many of its ranks share the heads; ranks that
+    share a head of keys all receive it."""
+    if sharers == 1:
         return 0.0
     k, tp = _constants(cell.model), base.uniform.tp
     # Where TP groups fill nodes, as large a part of the bytes leaves the node as with Ulysses over TP * degree GPUs.
-    across = degree if tp * degree <= NODE else tp * degree
-    keys = min(1.0, max(cell.keys, tp * degree / _HEADS[base_model(cell.model)]))
+    across = sharers if tp * sharers <= NODE else tp * sharers
+    keys = min(1.0, max(cell.keys, tp * sharers / _HEADS[base_model(cell.model)]))
     of_layer = (0.5 + 0.5 * keys) * _TENSORS * _BYTES * k["hidden"] / (tp * degree)
     gpus, rate = next(row for row in sorted(ALL_TO_ALL.items()) if row[0] >= min(across, max(ALL_TO_ALL)))
     rate *= (

@@ -24,7 +24,7 @@ from ds_hydra.simulate.step import Simulator
 from ds_hydra.zero_hetero.errors import PlanError
 from tools.systems.as_made import AS_MADE, as_made
 from tools.systems.cells import LONG_CELLS, Cell
-from tools.systems.costs import WaitingCost, cluster_of
+from tools.systems.costs import cluster_of
 from tools.systems.dealt import dealt, dealt_out_ms
 from tools.systems.groups import dynamic_context_parallel, flexsp, hybrid_data_parallel
 from tools.systems.hindsight import Chosen, Configuration, Lengths, hindsight
@@ -34,6 +34,7 @@ from tools.systems.published import hydraulis, infinipipe
 from tools.systems.rates import tflops
 from tools.systems.static import batch_rebalance, deepspeed, megatron, with_our_assignment
 from tools.systems.switching import hetu_b, hotspa
+from tools.systems.waits import WaitingCost
 
 OURS, STATIC, SAME_LAYOUT = "ds-hydra", "Megatron-LM", "its layout, our assignment"
 System = Callable[[Cell, Sequence[Lengths]], Iterator[Configuration]]
