@@ -97,7 +97,8 @@ def _unusual() -> Iterator[Case]:
     for family in CHANGED:
         yield Case(family, family, CHANGING)
     for family in CHANGED_LINEARS:
-        yield Case(family, family, CHANGING_WITHOUT_TP, quick=family == "lora of the ends")
+        draws, quick = "dropout" in family, family == "lora of the ends"
+        yield Case(family, family, CHANGING_WITHOUT_TP, draws=draws, quick=quick)
 
 
 def _drawing() -> Iterator[Case]:
@@ -148,7 +149,8 @@ def _adapted() -> Iterator[Case]:
         spread = ("tp4ep4", "tp2sp2ep4", "tp2ep2pp2/zb-h1", "sp2ep2 + 2*tp1")
         yield replace(base, name=f"{family}, spread", strategies=spread, quick=family == "lora of stacks")
     for family in ADAPTED_WITHOUT_TP:
-        yield Case(family, family, CHANGING_WITHOUT_TP, quick=family == "lora of the ends")
+        draws, quick = "dropout" in family, family == "lora of the ends"
+        yield Case(family, family, CHANGING_WITHOUT_TP, draws=draws, quick=quick)
 
 
 def _options() -> Iterator[Case]:
