@@ -21,11 +21,15 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ds_hydra.pipe.rows import Reach, position_ids
+from ds_hydra.pipe.rows import position_ids
+from ds_hydra.zero_hetero.nodes import NodeSize, largest_node
+
+if TYPE_CHECKING:
+    from ds_hydra.pipe.contexts import Reach
 
 MOST_OF_ROOM = 7 / 8
 """Of the tokens that a micro-batch may have: with so many there is memory for what a rank of two nodes keeps more.
@@ -56,13 +60,14 @@ def head_parts(sp: int, heads: int, kv_heads: int, tp: int = 1, *, near: int = 0
     return near if inside < over_all - 1e-9 else most
 
 
-def near_ranks(sp: int, tp: int, node_size: int | None) -> int:
+def near_ranks(sp: int, tp: int, node_size: NodeSize | None) -> int:
     """The `near` ranks of a stage that begins where a node does; 0 where it is in one node (None: all ranks are), or
     nodes have unequally many."""
     if node_size is None:
         return 0
-    near = node_size // tp
-    return near if node_size % tp == 0 < near < sp and sp % near == 0 else 0
+    size = largest_node(node_size)
+    near = size // tp
+    return near if size % tp == 0 < near < sp and sp % near == 0 else 0
 
 
 def from_other_nodes(nodes: int, *, sliced: bool = False) -> tuple[float, float]:

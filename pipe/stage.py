@@ -17,7 +17,7 @@ from ds_hydra.pipe.head_sharing import MOST_OF_ROOM
 from ds_hydra.pipe.model_plan import ModelPlan, Slot
 from ds_hydra.pipe.packed_weights import Leaf, PackedLinears
 from ds_hydra.pipe.placement import Pipeline, Stage
-from ds_hydra.pipe.rows import AT_ONCE, Chunk, MicroBatch, Overlap, Pack
+from ds_hydra.pipe.rows import AT_ONCE, MicroBatch, Overlap
 from ds_hydra.pipe.schedules.registry import splits_backward
 from ds_hydra.pipe.schedules.virtual import virtual_stage
 from ds_hydra.pipe.stage_options import StageOptions
@@ -113,10 +113,9 @@ class StagePlace:
         multiple = math.lcm(*(s.tp * s.sp for s in stages if s.tp > 1)) if self.token_sharding else 1
         return -(-max(num_tokens, *(stage.sp for stage in stages)) // multiple) * multiple - num_tokens
 
-    def pack(self, lengths: tuple[int, ...], keys: tuple[int, ...] = (), chunk: Chunk | None = None) -> Pack:
-        """A row of these sequences as this rank sees it."""
-        frugal = chunk is not None or len(self.pipeline.stages) > 1 or sum(lengths) > MOST_OF_ROOM * self.room
-        return Pack(lengths, self.sp_rank, self.stage.sp, self.sp_group, keys, chunk, self.overlap, self.near, frugal)
+    def frugal(self, num_tokens: int, *, sliced: bool) -> bool:
+        """Of a row of so many tokens: whether the memory for it was planned without keys of other nodes."""
+        return sliced or len(self.pipeline.stages) > 1 or num_tokens > MOST_OF_ROOM * self.room
 
     @property
     def turns(self) -> bool:

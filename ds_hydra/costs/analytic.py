@@ -13,6 +13,7 @@ from ds_hydra.pipe.head_sharing import from_other_nodes, head_parts, near_ranks
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.zero_hetero.errors import ConfigError
+from ds_hydra.zero_hetero.nodes import NodeSize
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +189,7 @@ def flops_of(plan: ModelPlan, hidden: int, lengths: Iterable[int]) -> float | No
 def estimate_activations(
     hidden: int, intermediate: int, heads: int, kv_heads: int, param_bytes: int, tp: int, sp: int,
     *, checkpointing: bool = False, token_sharding: bool = False, short_norms: bool = False, short_gates: bool = False,
-    node_size: int | None = None,
+    node_size: NodeSize | None = None,
 ) -> Activations:  # fmt: skip
     """Activations of a Llama-like layer with fused attention, for when none were measured.
 
@@ -202,7 +203,7 @@ def estimate_activations(
     be computed again for one micro-batch or another: it keeps its input then, and keys and values for later slices.
     Ranks of several nodes of `node_size` may need more keys [Note: heads inside a node].
     """
-    parts = head_parts(sp, heads, kv_heads, tp, near=near_ranks(sp, tp, node_size), sliced=True)
+    parts = 1 if sp == 1 else head_parts(sp, heads, kv_heads, tp, near=near_ranks(sp, tp, node_size), sliced=True)
     # Of all ranks: a key head has copies where ranks share it, and all have where they share the queries.
     key_value = 2.0 * max(kv_heads, tp * parts) / heads * hidden * (sp // parts)
     shards = tp if token_sharding else 1

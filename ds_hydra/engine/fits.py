@@ -17,7 +17,7 @@ from ds_hydra.pipe.shape import ParallelScheme, StageShape, StrategyShape
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.planner.cutting import counts_more, longest_of
 from ds_hydra.zero_hetero.errors import ConfigError
-from ds_hydra.zero_hetero.nodes import NodeSize, largest_node
+from ds_hydra.zero_hetero.nodes import NodeSize
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def job_memory(
             hidden, inner, heads, source.plan.num_kv_heads or heads, dtype.itemsize, tp, sp,
             checkpointing=source.options.activation_checkpointing, token_sharding=source.plan.token_sharding,
             short_norms=bool(getattr(functions, "norms", None)), short_gates=bool(getattr(functions, "gates", None)),
-            node_size=None if node_size is None else largest_node(node_size),
+            node_size=node_size,
         )  # fmt: skip
     return JobMemory(
         source.plan, num_ranks, figures, dtype.itemsize, max(4, dtype.itemsize), optimizer_states,

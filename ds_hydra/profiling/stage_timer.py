@@ -14,7 +14,7 @@ from ds_hydra.pipe.contexts import Contexts
 from ds_hydra.pipe.model_plan import LOGITS_AT_ONCE, end_of_slots
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.placement import Stage, place_pipeline
-from ds_hydra.pipe.rows import Chunk, MicroBatch, position_ids
+from ds_hydra.pipe.rows import Chunk, MicroBatch, Pack, position_ids
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
 from ds_hydra.pipe.stage import ModelSource, StageModule, StagePlace, install_bucket
 from ds_hydra.pipe.weight_gradients import SplitBackward, add_to_sum
@@ -93,7 +93,11 @@ class StageTimer:
     def batch(self, lengths: Sequence[int], chunk: Chunk | None = None) -> MicroBatch:
         """Random tokens of these lengths, as this rank's stage would see them; the first may be those of a slice."""
         padding = self.place.padding(sum(lengths))
-        pack = self.place.pack((*lengths, padding) if padding else tuple(lengths), chunk=chunk)
+        lengths, place = (*lengths, padding) if padding else tuple(lengths), self.place
+        pack = Pack(
+            lengths, place.sp_rank, place.stage.sp, place.sp_group, (), chunk, place.overlap, place.near,
+            place.frugal(sum(lengths), sliced=chunk is not None),
+        )  # fmt: skip
         start, stop = pack.local
         positions = torch.from_numpy(position_ids(pack.lengths, start, stop, past=pack.past)).to(self.device)[None]
         size = stop - start

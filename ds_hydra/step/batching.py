@@ -193,7 +193,10 @@ def _build(
     padding = place.padding(sum(lengths))
     if padding:
         lengths, keys = (*lengths, padding), (*keys, 0)
-    pack = place.pack(lengths, keys, row.chunk)
+    pack = Pack(
+        lengths, place.sp_rank, place.stage.sp, place.sp_group, keys, row.chunk, place.overlap, place.near,
+        place.frugal(sum(lengths), sliced=row.chunk is not None),
+    )  # fmt: skip
     start, stop = pack.local
     positions = readable(torch.from_numpy(position_ids(lengths, start, stop, past=pack.past)), device).unsqueeze(0)
     labels = weights = scored = None

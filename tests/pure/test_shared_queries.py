@@ -7,8 +7,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_hydra.pipe.contexts import Reach
 from ds_hydra.pipe.head_sharing import row_parts
-from ds_hydra.pipe.rows import Reach, position_ids
+from ds_hydra.pipe.rows import position_ids
 
 REACHES = st.sampled_from([Reach(), Reach(window=5), Reach(chunk=4)])
 

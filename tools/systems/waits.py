@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 
 from ds_hydra.costs.cost_table import SchemeCost
 from ds_hydra.costs.shares import Shares
+from ds_hydra.pipe.contexts import Reach
 from ds_hydra.pipe.head_sharing import MOST_OF_ROOM, row_parts
-from ds_hydra.pipe.rows import Overlap, Reach, cut_heads
+from ds_hydra.pipe.rows import Overlap, cut_heads
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
 
 _ALONE = 16_384  # tokens of a row with one sequence; of longer ones as large a part crosses
