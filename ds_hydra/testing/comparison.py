@@ -26,6 +26,7 @@ from ds_hydra.testing.exactly import float64_throughout
 from ds_hydra.testing.one_process import OneProcess, Sample, Step, token_weights
 from ds_hydra.zero_hetero.errors import ConfigError
 
+_ROUNDING = 2.0**-44  # of FP64, and some more: sums of many entries
 _APART = 1.5  # two runs with independent roundings are about sqrt(2) times as far apart as each is from a wider type
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -89,19 +90,24 @@ class Difference:
             and not (value := getattr(self, what)) <= (aim := max(given, least.get(what, 0.0)))
         ]
 
-    def take(self, what: str, name: str, value: Tensor, reference: Tensor) -> None:
-        """Note the difference of two tensors."""
+    def take(self, what: str, name: str, value: Tensor, reference: Tensor, of_all: float = 0.0) -> None:
+        """Note the difference of two tensors; `of_all` as for `relative`."""
         if value.shape != reference.shape:
             raise AssertionError(f"{what} {name} has shape {tuple(value.shape)}, not {tuple(reference.shape)}")
-        ratio = relative(value, reference)
+        ratio = relative(value, reference, of_all)
         if not ratio <= getattr(self, what):  # a NaN is the worst there is
             setattr(self, what, ratio)
             self.worst[what] = name
 
 
-def relative(value: Tensor, reference: Tensor) -> float:
-    """The largest difference of two tensors, over the reference's largest entry."""
+def relative(value: Tensor, reference: Tensor, of_all: float = 0.0) -> float:
+    """The largest difference of two tensors, over the reference's largest entry.
+
+    Over `of_all` where that entry is but the rounding of it: where each token sees itself alone, queries and keys have
+    no gradients.
+    """
     largest = float(reference.abs().max()) if reference.numel() else 0.0
+    largest = of_all if largest < _ROUNDING * of_all else largest
     apart = float((value - reference).abs().max()) if reference.numel() else 0.0
     return apart / largest if largest > 0 else (0.0 if apart == 0 else math.inf)
 
@@ -256,11 +262,14 @@ def _take_step(found: Difference, step: RankStep, expected: Step) -> None:
         ("norm", step.result.norm, expected.norm),
     ):
         found.take(what, step.strategy, torch.tensor(value, dtype=wide), torch.tensor(reference, dtype=wide))
-    _take_all(found, "gradient", step.result.gradients, expected.gradients)
+    of_all = max((float(gradient.abs().max()) for gradient in expected.gradients.values()), default=0.0)
+    _take_all(found, "gradient", step.result.gradients, expected.gradients, of_all)
 
 
-def _take_all(found: Difference, what: str, values: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> None:
+def _take_all(
+    found: Difference, what: str, values: Mapping[str, Tensor], reference: Mapping[str, Tensor], of_all: float = 0.0
+) -> None:
     if set(values) != set(reference):
         raise AssertionError(f"{what}s of {sorted(set(values) ^ set(reference))} are on one side only")
     for name, value in values.items():
-        found.take(what, name, value.double(), reference[name].detach().double())
+        found.take(what, name, value.double(), reference[name].detach().double(), of_all)
