@@ -52,6 +52,7 @@ class Case:
     logits_at_once: int | None = None  # of the head, so that a micro-batch has several blocks of them
     functions: str = "auto"  # in place of the model's own operators
     quick: bool = False  # runs in every test run
+    drawn: bool = False  # as a whole: its sequences need not be such that each of its options shows
 
     @property
     def options(self) -> StageOptions:

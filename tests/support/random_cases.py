@@ -45,7 +45,7 @@ def drawn(seed: int) -> tuple[Case, list[str]]:
     rng = random.Random(seed)
     row = rng.choice(list(_BY_FAMILY.values()))
     case = Case(
-        f"random {seed}", row.family, (), steps=3, draws=row.draws, amplifies=row.family in _AMPLIFYING,
+        f"random {seed}", row.family, (), steps=3, drawn=True, draws=row.draws, amplifies=row.family in _AMPLIFYING,
         cluster=rng.choice((HALVES, APART, THREE, EIGHT)) if rng.random() < 0.1 else (),
         frozen=(*row.frozen, *(rng.choice(_FROZEN) if rng.random() < 0.2 else ())),
         lengths=tuple(_lengths(rng)),
