@@ -97,8 +97,7 @@ def _unusual() -> Iterator[Case]:
     for family in CHANGED:
         yield Case(family, family, CHANGING)
     for family in CHANGED_LINEARS:
-        draws, quick = "dropout" in family, family == "lora of the ends"
-        yield Case(family, family, CHANGING_WITHOUT_TP, draws=draws, quick=quick)
+        yield Case(family, family, CHANGING_WITHOUT_TP)
 
 
 def _drawing() -> Iterator[Case]:
@@ -149,8 +148,7 @@ def _adapted() -> Iterator[Case]:
         spread = ("tp4ep4", "tp2sp2ep4", "tp2ep2pp2/zb-h1", "sp2ep2 + 2*tp1")
         yield replace(base, name=f"{family}, spread", strategies=spread, quick=family == "lora of stacks")
     for family in ADAPTED_WITHOUT_TP:
-        draws, quick = "dropout" in family, family == "lora of the ends"
-        yield Case(family, family, CHANGING_WITHOUT_TP, draws=draws, quick=quick)
+        yield Case(family, family, CHANGING_WITHOUT_TP, draws="dropout" in family, quick=family == "lora of the ends")
 
 
 def _options() -> Iterator[Case]:
