@@ -28,7 +28,7 @@ from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.plan.phase import THEN
-from ds_hydra.planner import PhasedPlanner, parse_phases, save_plans
+from ds_hydra.planner import PhasedPlanner, PlannerOptions, parse_phases, save_plans
 from ds_hydra.testing import Difference, OneProcess, RankRun, Sample, float64_throughout, note_training, run_ranks
 from tests.support.case import BFLOAT16, FLOAT32, FLOAT64, SHARES, Case
 from tests.support.cut_plans import in_slices, num_slices, recomputing, replaying
@@ -140,10 +140,10 @@ def _replay(engine: Any, case: Case) -> None:
     """Let the engine replay the plans of a case that the planner does not make: of several phases, with slices, or with
     shares of layers to compute again."""
     plans, sampler = engine.crew.plans, engine.job.sampler
-    planners = []
+    planners, options = [], PlannerOptions(no_slices=engine.job.source.plan.no_slices)
     for text in case.strategies:
         phases = parse_phases(text)
-        planners.append(PhasedPlanner(plans.table, phases, longest=SHARES[len(phases)]))
+        planners.append(PhasedPlanner(plans.table, phases, options, longest=SHARES[len(phases)]))
     made = [
         planners[step % len(planners)].plan(step, sampler.batch(step), sampler.batch_lengths(step))
         for step in range(case.steps)
