@@ -39,6 +39,7 @@ more, an eighth of the least that a layer keeps, 8 times the input's bytes and 5
 """
 
 
+@lru_cache(maxsize=256)  # every layer of every micro-batch asks
 def head_parts(sp: int, heads: int, kv_heads: int, tp: int = 1, *, near: int = 0, sliced: bool = False) -> int:
     """How many of so many sequence parallel ranks share the heads that `tp` leaves to each of its ranks.
 

@@ -159,18 +159,22 @@ class TwoHopCost(WaitingCost):
         two_hops = WaitingCost.sequence_ms(self, lengths)
         if self.over_all is None:
             return two_hops
-        long = np.asarray(lengths) > MOST_OF_ROOM * self.max_length
-        return np.where(long, self.over_all.sequence_ms(lengths), two_hops)
+        return np.where(np.asarray(lengths) > self._most, self.over_all.sequence_ms(lengths), two_hops)
 
     def row_waits_ms(self, lengths: NDArray[np.int64] | Sequence[int]) -> float:
         """What messages of a row leave exposed, group by group; see `WaitingCost`."""
         row = tuple(int(length) for length in lengths)
-        if self.over_all is not None and sum(row) > MOST_OF_ROOM * self.max_length:
+        if self.over_all is not None and sum(row) > self._most:
             return self.over_all.row_waits_ms(lengths)
         groups = cut_heads(_OVERLAP.groups_of(sum(row) // self.uniform.sp), self.heads, self.kv_heads)
         moved, inside = crossing(row, self.nodes, self.keys), self.inside * sum(row)
         attention = self.a * sum(length * length for length in row)
         return two_hops_ms(groups, attention, inside, moved.coming * self.between, moved.going * self.between)
+
+    @property
+    def _most(self) -> float:
+        """Tokens of a row for which there is memory for keys of other nodes."""
+        return MOST_OF_ROOM * self.max_length
 
     def _row(self, lengths: tuple[int, ...]) -> tuple[float, float]:
         moved, inside = crossing(lengths, self.nodes, self.keys), self.inside * sum(lengths)
