@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,6 +23,7 @@ from ds_hydra.pipe.models.states import State
 from ds_hydra.pipe.placement import Strategy, place_pipeline
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
 from ds_hydra.profiling import stage_memory
+from ds_hydra.profiling.hollow import hollow_source
 from ds_hydra.profiling.stage_memory import measure_activations
 from ds_hydra.self_check.check import check_strategies
 from ds_hydra.self_check.compare import compare
@@ -44,6 +46,14 @@ def test_what_a_slice_carries_is_found(family: str) -> None:
     boxes = [box for of in source.boxes.of for box in of]
     assert {(box.path, box.carries) for box in boxes} == {(path, 4 * numbers)}
     assert ModelFacts.from_json(source.facts.to_json()) == source.facts
+
+
+def test_a_config_alone_tells_what_a_slice_carries(tmp_path: Path) -> None:
+    """Profiles, memory and simulations are made from it."""
+    model = build_model("lfm2", torch.float32)
+    model.config.save_pretrained(tmp_path)
+    plan = hollow_source(tmp_path).plan
+    assert (plan.boxes, plan.no_slices) == (CausalLM(model).plan.boxes, "")
 
 
 @pytest.mark.parametrize(

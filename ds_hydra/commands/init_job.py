@@ -104,7 +104,7 @@ class Job:
         ]
         source: Any = self.source
         width = source.width(min(1, source.plan.num_layers - 1))
-        shape = model_shape(source.plan, width, source.text_config.vocab_size)
+        shape = model_shape(source.plan, width, source.text_config.vocab_size, source.text_config)
         memory = job_memory(
             source, schemes, self.gpus, self.memory_gib * 2**30, self.dtype, node_size=self.node_size,
         )  # fmt: skip

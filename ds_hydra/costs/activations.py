@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ds_hydra.costs.shares import CONTEXT, RECOMPUTED, UNTIL_WEIGHT
+from ds_hydra.costs.shares import CONTEXT, RECOMPUTED, UNTIL_WEIGHT, Shares, Terms
 
 EXPERT_IMBALANCE = 1.5
 """Rows of the busiest rank over even ones, where experts are spread and nothing is said. A guess: with a router's load
@@ -33,6 +33,11 @@ class Activations:
     recomputed: float = RECOMPUTED
     state: float = 0.0
     experts: float = 0.0
+
+    def shares(self, forward: Terms, weight: Terms) -> Shares:
+        """Of a cost table's row, with these shares of its time."""
+        state = self.state / self.layer if self.state else 0.0
+        return Shares(forward, weight, self.until_weight, self.context, self.recomputed, state)
 
     def routed(self, imbalance: float) -> Activations:
         """Those of a rank whose experts are chosen `imbalance` times as often as even routing has it."""

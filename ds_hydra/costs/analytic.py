@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ds_hydra.costs.activations import Activations
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.peak import CAUSAL_FLOPS, known_devices, peak_tflops
-from ds_hydra.pipe.head_degrees import Boxes
+from ds_hydra.pipe.head_degrees import Boxes, state_bytes
 from ds_hydra.pipe.head_sharing import from_other_nodes, head_parts, near_ranks
-from ds_hydra.pipe.model_plan import ModelPlan
+from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.zero_hetero.errors import ConfigError
 from ds_hydra.zero_hetero.nodes import NodeSize
@@ -54,7 +55,8 @@ _TP_EFFICIENCY = (1.0, 0.97, 0.93, 0.87, 0.80)  # share of the peak left at tp =
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a Transformer that its cost depends on; `params` counts all parameters."""
+    """The sizes of a Transformer that its cost depends on; `params` counts all parameters, `active` those that a token
+    is computed with and `width` the features of all query heads (0: all of them, and `hidden`)."""
 
     hidden: int
     layers: int
@@ -64,9 +66,11 @@ class ModelShape:
     vocab: int
     params: int
     boxes: Boxes = ()  # of each layer, modules that run once for each sequence
+    active: int = 0
+    width: int = 0
 
     def __post_init__(self) -> None:
-        for key in (key for key in self.__slots__ if key != "boxes"):
+        for key in (key for key in self.__slots__ if key not in ("boxes", "active", "width")):
             value = getattr(self, key)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"model shape: {key} must be a whole number of at least 1 but is {value!r}")
@@ -94,7 +98,7 @@ def analytic_cost_table(
 ) -> CostTable:
     """Costs from the model's FLOPs, for when nothing has been measured.
 
-    6 FLOPs per parameter and token, 7 * hidden * length^2 per layer for causal attention (forward and
+    6 FLOPs per active parameter and token, 7 * width * length^2 per layer for causal attention (forward and
     backward), the TP all-gathers and reduce-scatters, the Ulysses all-to-alls and what whole experts of all ranks of a
     stage are given and give back in every layer at `link_bytes_per_second`, and a launch overhead per layer. Modules
     that run once for each sequence are computed by each rank that does not share their heads, recurrent ones in a time
@@ -124,8 +128,8 @@ def analytic_cost_table(
         costs.append(
             SchemeCost(
                 scheme,
-                a=CAUSAL_FLOPS * shape.hidden * shape.attending / speed,
-                b=6.0 * (shape.params + shape.computed_again(scheme.tp, scheme.sp)) / speed + comm,
+                a=CAUSAL_FLOPS * (shape.width or shape.hidden) * shape.attending / speed,
+                b=6.0 * ((shape.active or shape.params) + shape.computed_again(scheme.tp, scheme.sp)) / speed + comm,
                 c=layer_overhead_ms * stage_layers,
                 max_length=context_length,
                 util_length=min(context_length, 256 * scheme.tp * scheme.sp),
@@ -149,24 +153,76 @@ def _sent_over_tokens(shape: ModelShape, scheme: ParallelScheme, node_size: int 
     if parts == near:  # [Note: heads inside a node]
         leaves = 8.0 * sum(from_other_nodes(sp // near))
         sent = 16.0 * (near - 1) / near + leaves
-    of_heads = shape.hidden / tp * (shape.layers - len(boxed))
+    of_heads = (shape.width or shape.hidden) / tp * (shape.layers - len(boxed))
     return (sent * of_heads + of_boxes) / shape.layers, (leaves * of_heads + outside * of_boxes) / shape.layers
 
 
-def model_shape(plan: ModelPlan, hidden: int, vocab: int | None) -> ModelShape:
-    """Sizes that the analytic cost depends on, read off the parameters."""
-    params = [param for bucket in plan.buckets for param in bucket.params]
+class LayerSizes(NamedTuple):
+    """What a token is computed with in a layer."""
+
+    width: int  # features of all query heads
+    inner: int  # of its MLP, or of the experts that it runs through together
+    chosen: float = 1.0  # share of the stacked experts that it runs through
+    num_experts: int = 0  # of a stack
+
+
+def layer_sizes(plan: ModelPlan, hidden: int, config: object) -> LayerSizes:
+    """The sizes that the config of a Hugging Face model says, or else usual ones; of its last layer where layers
+    differ."""
+    known = dict(getattr(config, "__dict__", {}))  # some configs refuse to be asked where layers differ
+
+    def number(*keys: str) -> int:
+        return next((n for key in keys if isinstance(n := known.get(key), int) and n > 0), 0)
+
+    inner = known.get("intermediate_size") or known.get("n_inner") or 4 * hidden
+    inner = max(inner) if isinstance(inner, list | tuple) else inner  # of each layer
+    head = number("head_dim")
+    if latent := number("qk_nope_head_dim"):
+        head = (latent + number("qk_rope_head_dim") + number("v_head_dim")) // 2  # keys and values differ
+    width = head * plan.num_heads or hidden
+    experts, chosen = number(*_EXPERTS), number(*_CHOSEN)
+    stacks = [p.numel for p in _params(plan) if _is_stack(p, experts) and p.name in plan.layers[-1]]
+    if not (stacks and chosen):
+        return LayerSizes(width, inner)
+    share = min(1.0, chosen / experts)
+    shared = number("shared_expert_intermediate_size") or number("n_shared_experts") * number("moe_intermediate_size")
+    # Gate, up and down of an expert are three matrices of its width.
+    return LayerSizes(width, round(share * sum(stacks) / (3 * hidden)) + shared, share, experts)
+
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k", "top_k_experts")
+
+
+def _params(plan: ModelPlan) -> list[ParamSpec]:
+    return [param for bucket in plan.buckets for param in bucket.params]
+
+
+def _is_stack(param: ParamSpec, experts: int) -> bool:
+    return len(param.shape) == 3 and param.shape[0] == experts > 1
+
+
+def model_shape(plan: ModelPlan, hidden: int, vocab: int | None, config: object = None) -> ModelShape:
+    """Sizes that the analytic cost depends on, read off the parameters, and off the model's config if there is one."""
+    params, layer = _params(plan), layer_sizes(plan, hidden, config)
     largest = max((max(param.shape, default=1) for param in params if param.name in plan.layers[-1]), default=hidden)
-    heads = max(1, plan.num_heads)
+    # A row of the embeddings is looked up, which computes nothing; as weights of the head they are a matrix again.
+    multiplied = plan.last.union(*plan.layers)
+    active = sum(
+        param.numel * (layer.chosen if _is_stack(param, layer.num_experts) else 1.0)
+        for param in params if param.name in multiplied
+    )  # fmt: skip
     return ModelShape(
         hidden=hidden,
         layers=plan.num_layers,
-        heads=heads,
+        heads=max(1, plan.num_heads),
         kv_heads=max(1, plan.num_kv_heads),
         intermediate=largest,
         vocab=vocab or 1,
         params=sum(param.numel for param in params),
         boxes=plan.boxes,
+        active=round(active),
+        width=layer.width,
     )
 
 
@@ -177,7 +233,7 @@ def flops_of(plan: ModelPlan, hidden: int, lengths: Iterable[int]) -> float | No
     FLOPs are usually counted: what is computed again is not in it. Nothing is said of models with experts, of which a
     token uses some, nor of those with frozen parameters.
     """
-    params = [param for bucket in plan.buckets for param in bucket.params]
+    params = _params(plan)
     if any(len(p.shape) > 2 or ".experts." in p.name or not p.trainable for p in params) or not plan.num_heads:
         return None
     # A row of the embeddings is looked up, which computes nothing; as weights of the head they are a matrix again.
@@ -189,40 +245,52 @@ def flops_of(plan: ModelPlan, hidden: int, lengths: Iterable[int]) -> float | No
 def estimate_activations(
     hidden: int, intermediate: int, heads: int, kv_heads: int, param_bytes: int, tp: int, sp: int,
     *, checkpointing: bool = False, token_sharding: bool = False, short_norms: bool = False, short_gates: bool = False,
-    node_size: NodeSize | None = None,
+    node_size: NodeSize | None = None, width: int = 0, boxes: Boxes = (),
 ) -> Activations:  # fmt: skip
     """Activations of a Llama-like layer with fused attention, for when none were measured.
 
     Per token a layer keeps: its two normalised inputs with their FP32 copies and statistics, q, k, v and the attention
     output, gate, up and their product, residuals; TP divides what lies between its two collectives, and with token
     sharding all of it, SP all of it. What enters a block has all tokens while it is used, sharded or not. With
-    `short_norms` a norm keeps its input and its output alone, with `short_gates` an MLP gate and up.
+    `short_norms` a norm keeps its input and its output alone, with `short_gates` an MLP gate and up. `width`: features
+    of all query heads, if they are others than `hidden`.
     With checkpointing a layer keeps its input only, and what one layer keeps becomes the transient. A weight's gradient
     needs the input and the gradient of the output of its layer. Slices keep FP32 gradients of their keys and values,
     and with checkpointing the keys and values themselves, which no other backward needs. Without it a layer may still
     be computed again for one micro-batch or another: it keeps its input then, and keys and values for later slices.
     Ranks of several nodes of `node_size` may need more keys [Note: heads inside a node].
+
+    A layer with boxes has them in place of q, k, v and the attention output: by kernels that keep no more than the
+    inputs of matrices and what comes out of them, each before and after what follows it element by element, for all
+    tokens of the row. It has no keys and values, but states. What is said of a layer is the mean of them all.
     """
+    width, count = width or hidden, max(1, len(boxes))
+    attends = sum(not of for of in boxes) / count if boxes else 1.0  # of the layers
+    boxed = [sum(2.0 * box.weights / hidden * box.share(tp, sp) for box in of) * param_bytes for of in boxes]
+    gathered = (1.0 - attends) * hidden * (1.0 - 1.0 / sp) * param_bytes
     parts = 1 if sp == 1 else head_parts(sp, heads, kv_heads, tp, near=near_ranks(sp, tp, node_size), sliced=True)
     # Of all ranks: a key head has copies where ranks share it, and all have where they share the queries.
-    key_value = 2.0 * max(kv_heads, tp * parts) / heads * hidden * (sp // parts)
+    key_value = 2.0 * max(kv_heads, tp * parts) / heads * width * (sp // parts)
     shards = tp if token_sharding else 1
     whole = 4 * hidden * param_bytes + (0 if short_norms else 2 * hidden * 4)
-    cut = (2 * hidden + key_value + 4 * intermediate) * param_bytes
-    kept = cut - (2 * intermediate * param_bytes if short_gates else 0)
-    layer = (whole / shards + kept / tp) / sp
+    attention, mlp = (2 * width + key_value) * param_bytes, 4 * intermediate * param_bytes
+    kept = attends * attention + mlp - (2 * intermediate * param_bytes if short_gates else 0)
+    of_boxes = sum(boxed) / count + gathered
+    layer = (whole / shards + kept / tp) / sp + of_boxes
     stream = hidden * param_bytes / (sp * shards)
-    transient = (cut / tp + whole) / sp
-    key_value /= tp * sp
+    # Of the layer that needs the most.
+    transient = (mlp / tp + whole) / sp + max(attention / (tp * sp) if attends else 0.0, *boxed, 0.0)
+    key_value *= attends / (tp * sp)
+    state = state_bytes(boxes, tp, sp) / count if boxes else 0.0
     if checkpointing:
         return Activations(
             stream, stream, 4 * stream, transient + layer,
-            until_weight=0.0, context=key_value * (param_bytes + 4) / stream, recomputed=1.0,
+            until_weight=0.0, context=key_value * (param_bytes + 4) / stream, recomputed=1.0, state=state,
         )  # fmt: skip
     # Inputs: normalised ones, of the attention's and the MLP's outputs. Gradients: of q, k, v, gate, up, both outputs.
-    needed = (2 * hidden + 2 * hidden) * param_bytes / (sp * shards)
-    needed += ((2 * hidden + 3 * intermediate) / (tp * sp) + key_value) * param_bytes
+    needed = (2 * hidden + attends * width + hidden) * param_bytes / (sp * shards)
+    needed += ((attends * width + hidden + 3 * intermediate) / (tp * sp) + key_value) * param_bytes + of_boxes / 2
     return Activations(
         layer, stream, 4 * stream, transient, until_weight=min(1.0, needed / layer), context=4 * key_value / layer,
-        recomputed=(stream + key_value * param_bytes) / layer,
+        recomputed=(stream + key_value * param_bytes) / layer, state=state,
     )  # fmt: skip

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from ds_hydra.costs.activations import EXPERT_IMBALANCE, Activations
-from ds_hydra.costs.analytic import estimate_activations
+from ds_hydra.costs.analytic import estimate_activations, layer_sizes
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.costs.memory import JobMemory, Shape, gibibytes
 from ds_hydra.pipe.shape import ParallelScheme, StageShape, StrategyShape
@@ -56,12 +56,11 @@ def job_memory(
         if config is None:
             figures[tp, sp] = Activations(0.0, 0.0, 0.0)
             continue
-        heads = max(1, source.plan.num_heads)
-        hidden = config.hidden_size
-        inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden
-        inner = max(inner) if isinstance(inner, list | tuple) else inner  # of each layer
+        heads, hidden = max(1, source.plan.num_heads), config.hidden_size
+        sizes = layer_sizes(source.plan, hidden, config)
         figures[tp, sp] = estimate_activations(
-            hidden, inner, heads, source.plan.num_kv_heads or heads, dtype.itemsize, tp, sp,
+            hidden, sizes.inner, heads, source.plan.num_kv_heads or heads, dtype.itemsize, tp, sp,
+            width=sizes.width, boxes=source.plan.boxes,
             checkpointing=source.options.activation_checkpointing, token_sharding=source.plan.token_sharding,
             short_norms=bool(getattr(functions, "norms", None)), short_gates=bool(getattr(functions, "gates", None)),
             node_size=node_size,

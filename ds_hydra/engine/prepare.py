@@ -69,7 +69,8 @@ def prepare(job: Job, world: World) -> Prepared:
         lengths = assumed_lengths(longest)
         if world.rank == 0:
             logger.info("lengths are not known yet: strategies are proposed for web pages of up to %d tokens", longest)
-    shape = model_shape(job.source.plan, hidden_size(job.source), job.source.vocab_size)
+    config_of_model = getattr(job.source, "text_config", None)
+    shape = model_shape(job.source.plan, hidden_size(job.source), job.source.vocab_size, config_of_model)
     (device_bytes, class_bytes), source = least_memory(world), None
     while source is not job.source:  # stages that give up an option keep more: costs and memory are others
         job = job if source is None else replace(job, source=source)

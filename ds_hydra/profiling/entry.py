@@ -10,7 +10,7 @@ import numpy as np
 
 from ds_hydra.costs.activations import Activations
 from ds_hydra.costs.cost_table import SchemeCost
-from ds_hydra.costs.shares import Shares, Terms
+from ds_hydra.costs.shares import Terms
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.profiling.fit import Fit, Point
 from ds_hydra.profiling.split_fit import SplitFit, SplitPoint
@@ -82,8 +82,7 @@ class SchemeEntry:
         b = b if a or b else 1e-9  # a table refuses costs that do not grow with the length
         split, shares = self.slowest.split, None
         if split is not None and kept is not None:
-            state = kept.state / kept.layer if kept.state else 0.0
-            shares = Shares(split.forward, split.weight, kept.until_weight, kept.context, kept.recomputed, state)
+            shares = kept.shares(split.forward, split.weight)
         derived = "a fitted with all schemes of as many heads on a rank" if self.slowest.shared_square else ""
         return SchemeCost(self.scheme, a, b, fit.c, max_length, utilised_length(fit, max_length), shares, derived,
                           floor=fit.floor)  # fmt: skip

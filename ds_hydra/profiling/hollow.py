@@ -11,6 +11,7 @@ from torch import nn
 
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.models.experts import for_strategies
+from ds_hydra.pipe.models.unset import stand_in_values
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.pipe.stage_options import AS_WRITTEN, StageOptions
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -29,7 +30,7 @@ def hollow_source(
 def hollow_model(path: str | Path) -> Any:
     """The Hugging Face causal language model of a config file or checkpoint folder, without its values.
 
-    Parameters have shapes but no memory of their own, buffers are zeros. ConfigError for what is no such model.
+    Parameters have shapes but next to no memory of their own, buffers are zeros. ConfigError for what is no such model.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -48,16 +49,17 @@ def hollow_model(path: str | Path) -> Any:
 
 
 def _fill(model: Any) -> None:
-    """Replace what is on the meta device: parameters by one repeated number, buffers by zeros."""
-    replaced: dict[int, nn.Parameter] = {}
+    """Replace what is on the meta device: parameters by few numbers, of which no two rows are alike, since what mixes
+    tokens is found by trying; buffers by zeros."""
+    values = stand_in_values(model)
+    # Tied weights are one parameter in two modules and stay that.
+    replaced = {
+        id(parameter): nn.Parameter(values[name], requires_grad=parameter.requires_grad)
+        for name, parameter in model.named_parameters()
+    }
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                # Tied weights are one parameter in two modules and stay that.
-                if id(parameter) not in replaced:
-                    # One number seen as a whole tensor: strides of 0, a few bytes whatever the shape.
-                    number = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
-                    replaced[id(parameter)] = nn.Parameter(number, requires_grad=parameter.requires_grad)
                 module._parameters[name] = replaced[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is not None:

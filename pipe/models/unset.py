@@ -82,7 +82,10 @@ def stand_in_values(model: nn.Module) -> dict[str, Tensor]:
         if parameter.is_meta and parameter.is_floating_point():
             # Row i of an embedding is the window of one random line that begins at i.
             generator = torch.Generator().manual_seed(_number(0, name))
-            line = torch.randn(sum(parameter.shape) + 1, generator=generator).to(parameter.dtype)
+            line = torch.randn(sum(parameter.shape) + 1, generator=generator)
+            # Of matrices as small as usual: of scores of attention that are large each token sees but one other.
+            line *= parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1.0
+            line = line.to(parameter.dtype)
             values[name] = line.as_strided(parameter.shape, (1,) * parameter.dim())
         else:
             values[name] = parameter.detach()

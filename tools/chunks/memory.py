@@ -130,9 +130,7 @@ def _model(case: Case) -> tuple[Shares, JobMemory]:
     strategy = StrategyShape((case.pipeline,))
     placed = place_strategy(strategy, case.pipeline.num_ranks, source.plan.num_layers)
     usual = Shares.usual()
-    state = figures.state / figures.layer
-    shares = Shares(usual.forward, usual.weight, figures.until_weight, figures.context, figures.recomputed, state)
-    return shares, memory.together({strategy: placed})
+    return figures.shares(usual.forward, usual.weight), memory.together({strategy: placed})
 
 
 def _table(case: Case, shares: Shares) -> CostTable:
