@@ -119,6 +119,10 @@ def short_rows(model: Any) -> None:
     model.model.embed_tokens.max_norm = 1.0
 
 
+def fewer_layers(model: Any) -> None:
+    model.model.layers = model.model.layers[:1]
+
+
 def parameter_of(values: Tensor) -> Callable[[Any], None]:
     return lambda model: model.model.layers[1].register_parameter("own", nn.Parameter(values, requires_grad=False))
 
@@ -132,6 +136,7 @@ WHOLE = [  # refused under every strategy
     (lambda: llama(view_of_parameter), r"model\.rows is a view of one of the model's parameters.*in forward"),
     (lambda: llama(lambda m: setattr(m.model, "lock", threading.Lock())), r"attribute model\.lock .*cannot be copied"),
     (lambda: llama(lambda m: setattr(m, "lm_head", None)), "no language modelling head"),
+    (lambda: llama(fewer_layers), r"no module list of the \d layers that its config says, .*model\.layers has 1"),
     (lambda: classifier(AutoModelForTokenClassification, 2), "no language modelling head.*with num_labels=1"),
     (lambda: classifier(AutoModelForSequenceClassification, 1), r"returns \(1, 1\) for 11 tokens of one sequence"),
     (lambda: llama(spectral_norm), r"changes model\.layers\.1\.mlp\.up_proj\.parametrizations.*keep such a state out"),

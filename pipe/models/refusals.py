@@ -165,12 +165,16 @@ def find_layers(model: Any) -> str:
     config = model.config.get_text_config()
     # Decoders of encoder-decoder kinds have a number of their own.
     numbers = dict.fromkeys(getattr(config, key, None) for key in _LAYER_COUNTS)
+    lists = [(name, len(m)) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
+    lists.sort(key=lambda one: one[0].count("."))
     for number in numbers:
-        paths = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == number]
+        paths = [name for name, length in lists if length == number]
         if paths:
-            return min(paths, key=lambda path: path.count("."))
+            return paths[0]
+    found = "".join(f"; {name} has {length}: if it is these, correct the config" for name, length in lists[:1])
     raise ConfigError(
-        f"{type(model).__name__} has no module list of its {config.num_hidden_layers} layers to cut into stages"
+        f"{type(model).__name__} has no module list of the {config.num_hidden_layers} layers that its config says, to "
+        f"cut into stages{found}"
     )
 
 
