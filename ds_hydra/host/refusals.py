@@ -26,6 +26,15 @@ def micro_batch_size(size: int) -> NoReturn:
     raise ConfigError(f"set_train_micro_batch_size({size}): micro-batches are sized by the plan: leave it out")
 
 
+def num_items(given: float) -> NoReturn:
+    """By which a Hugging Face model would divide its loss."""
+    raise ConfigError(
+        f"engine(batch, num_items_in_batch={given:g}) would have no effect: a step's losses are divided by the targets "
+        'of all its batches, or by each batch\'s own where hydra.loss_norm is "batch": leave it out, and put a factor '
+        "on the loss where it is to count otherwise"
+    )
+
+
 def call(name: str, remedy: str) -> Callable[..., NoReturn]:
     """A method of an engine that DeepSpeed's has, and that would change nothing here."""
 

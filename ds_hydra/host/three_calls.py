@@ -53,6 +53,7 @@ class ThreeCallEngine(HostEngine):
     _calls: int  # of step()
     _boundary: bool | None  # as set by hand
     shows_gradients: bool  # whether a plain loop would have gradients though the update is made, as within Trainer's
+    items_are_counted: bool  # whether its caller compares num_items_in_batch with the step's targets, as Trainer's does
     _evaluating: bool  # since eval(); a model that from_pretrained made is in eval mode from the start, and trains
 
     @abstractmethod
@@ -72,11 +73,14 @@ class ThreeCallEngine(HostEngine):
         the targets of this rank's batch. Then every rank must call it, with an empty list where it has no batch.
         """
         batch = _batch_of(inputs, kwargs)
+        num_items = kwargs.get("num_items_in_batch")
+        if num_items is not None and not self.items_are_counted:
+            refusals.num_items(float(num_items))
         self.shows_gradients = False
         number = torch.zeros((), device=self.device)
         if self._evaluating:
             return PendingLoss((), self.evaluate_collected(batch)[0], number)
-        entry = Collected(_as_it_is(batch), self.backward, num_items=kwargs.get("num_items_in_batch"))
+        entry = Collected(_as_it_is(batch), self.backward, num_items=num_items)
         self._collected.append(entry)
         return PendingLoss([Term(entry, 1.0)], like=number)
 
@@ -198,7 +202,7 @@ class ThreeCallEngine(HostEngine):
     def _set_deepspeed_defaults(self) -> None:
         super()._set_deepspeed_defaults()
         self._collected, self._calls, self._boundary, self._evaluating = [], 0, None, False
-        self.shows_gradients = False
+        self.shows_gradients = self.items_are_counted = False
 
 
 def accumulation_steps(config: Mapping[str, Any], num_ranks: int) -> int:
@@ -242,7 +246,4 @@ def _batch_of(inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             f"engine() was given {len(inputs)} positional arguments and the keywords {sorted(data)}: give one batch, a "
             "mapping with input_ids, or its columns by keyword"
         )
-    if inputs:
-        return inputs[0]
-    columns: dict[str, Tensor] = {name: value for name, value in data.items() if value is not None}
-    return columns
+    return inputs[0] if inputs else {name: value for name, value in data.items() if value is not None}

@@ -156,6 +156,7 @@ class HydraTrainer(Trainer):
         if not self.plans_steps:
             return super().training_step(model, inputs, num_items_in_batch)
         model.train()
+        model.items_are_counted = True
         for name, value in self._taken.items():
             if getattr(self.args, name) != value:
                 raise ConfigError(

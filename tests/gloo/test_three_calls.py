@@ -202,6 +202,7 @@ def misused(rank: int) -> list[str]:
     note(lambda: engine.backward(engine(batch).loss))
     note(lambda: engine.backward(torch.tensor(1.0)))
     engine.train()
+    note(lambda: engine(**batch, num_items_in_batch=7))
     for _ in range(ACCUMULATION):  # nothing of the bad step is left
         engine.backward(engine(batch))
         engine.step()
@@ -219,7 +220,8 @@ def test_misuse_is_refused_on_all_ranks() -> None:
     assert "for the second time: add the losses up" in first[4]
     assert all("call engine.train() before engine(batch)" in found for found in first[6:8])
     assert "failed on rank 1: item 3 of the data holds the token id 99999" in first[5]
-    assert first[8] == f"2 {ACCUMULATION * sum(len(LENGTHS[rank][0]) for rank in range(RANKS))}"
+    assert "num_items_in_batch=7) would have no effect" in first[8]
+    assert first[9] == f"2 {ACCUMULATION * sum(len(LENGTHS[rank][0]) for rank in range(RANKS))}"
 
 
 def without_targets(rank: int) -> list[str]:
