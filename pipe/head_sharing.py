@@ -15,6 +15,15 @@ A slice's queries see about equally many keys, but keys and values of all its to
 need them: 2.0 again, and no fewer than by Ulysses. With an eighth of the key/value heads it is 0.25 in place of 1.13.
 Ranks also keep the keys of both nodes, which memory is not planned for. So a pipeline of several stages, and one stage
 with a row of nearly as many tokens as it may hold, do with whole sequences as with slices.
+
+[Note: heads over nodes]
+Where all ranks share the heads, they do so in two hops too: those of a node for the node's tokens, then ranks of
+different nodes, each half of what it has. As many bytes cross as in one hop, in messages from one rank to one rank of
+each other node. Two nodes of two ranks, eight heads:
+
+  rank            0        1        2        3
+  first hop       a b c d  e f g h  a b c d  e f g h    of its node's tokens
+  second hop      a b      e f      c d      g h        of all tokens
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from ds_hydra.pipe.contexts import Reach
 from ds_hydra.pipe.head_sharing import RowPart, row_parts
 from ds_hydra.pipe.overlapped import AllToAll, start, wait
 from ds_hydra.pipe.rows import Pack
-from ds_hydra.pipe.ulysses import ByHeads, Part, Team
+from ds_hydra.pipe.ulysses import ByHeads, Hop, Part, Team
 
 
 class BySharedQueries:
@@ -100,13 +100,13 @@ def _size(index: int, to: RowPart, tokens: tuple[int, int]) -> int:
 class TwoHops:
     """The exchange of heads among neighbours and then of queries, keys and values [Note: two hops]."""
 
-    def __init__(self, near: ByHeads, far: BySharedQueries, parts: Sequence[Part]):
+    def __init__(self, near: ByHeads, far: Hop, parts: Sequence[Part]):
         self._near, self._far = near, far
         self._left = list(parts)
         self._coming: list[tuple[AllToAll, Tensor, Part]] = []  # on the first hop
         self._ahead: list[tuple[AllToAll, Tensor, Part]] = []  # on the second hop
         self._behind: list[tuple[AllToAll, Tensor, int]] = []  # on the first hop back, with how many heads
-        self._going: list[tuple[AllToAll, Tensor, int]] = []  # on the second
+        self._going: list[tuple[AllToAll, Tensor, torch.Size]] = []  # on the second, with the shape that a token has
         self._size = 0
         self._start([], min(2, len(parts)))
         self._hop()
@@ -146,13 +146,17 @@ class TwoHops:
     def _hop_back(self) -> None:
         message, started, heads = self._behind.pop(0)
         (flat,) = wait([message], [started], self._token)
-        message = self._near.outgoing(heads * self._size)
-        (started,), self._token = start([message], [flat])
-        self._going.append((message, started, heads))
+        rows = self._far.returned(flat, heads, self._size)
+        message, shape = self._near.outgoing(rows.shape[1:].numel()), rows.shape[1:]
+        (started,), self._token = start([message], [rows.reshape(-1)])
+        self._going.append((message, started, shape))
 
     def back(self) -> list[Tensor]:
-        """What has come back of all groups: own tokens, (T_local, neighbours, heads, size) each."""
+        """What has come back of all groups: own tokens, (T_local, neighbours, their blocks, heads, size) each."""
         self._hop_back()
-        messages, started, heads = zip(*self._going, strict=True)
+        messages, started, shapes = zip(*self._going, strict=True)
         came = wait(messages, started, self._token)
-        return [self._near.returned(x, n, self._size) for x, n in zip(came, heads, strict=True)]
+        return [
+            self._near.returned(x, blocks * heads, size).unflatten(2, (blocks, heads))
+            for x, (blocks, heads, size) in zip(came, shapes, strict=True)
+        ]

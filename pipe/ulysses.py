@@ -131,15 +131,15 @@ def over_heads(
     parts = [
         (queries[i],) if i % sharing else (queries[i], keys[i // sharing], values[i // sharing]) for i in range(groups)
     ]
-    exchange, row_part = _exchange(pack, sharers, reach, parts)
+    exchange, block, row_part = _exchange(pack, sharers, reach, parts)
     shared: list[Tensor] = []  # keys and values
     for i in range(groups):
         own_q, *fresh = exchange.come()
         shared = fresh or shared
         own_k, own_v = shared
-        first = pack.sp_rank % sharers * heads + firsts[i]
+        first = block * heads + firsts[i]
         exchange.leave(attend(HeadGroup(own_q, own_k, own_v, first_head=first, keys=i // sharing, part=row_part)))
-    return torch.cat(exchange.back(), dim=2).flatten(1, 2)
+    return torch.cat(exchange.back(), dim=-2).flatten(1, -2)
 
 
 def _cut(x: Tensor, parts: int, of_groups: Sequence[int]) -> tuple[Tensor, ...]:
@@ -147,19 +147,27 @@ def _cut(x: Tensor, parts: int, of_groups: Sequence[int]) -> tuple[Tensor, ...]:
     return x.unflatten(1, (parts, -1)).split(list(of_groups), dim=2)
 
 
-def _exchange(pack: Pack, sharers: int, reach: Reach, parts: Sequence[Part]) -> tuple[OneHop | TwoHops, RowPart | None]:
-    """The messages of these parts, and the part of the row whose queries this rank computes; None: all of it."""
-    first, head = pack.sp_rank - pack.sp_rank % sharers, pack.sp_rank % sharers
-    near = ByHeads(Team(pack, range(first, first + sharers), pack.tokens[first : first + sharers]))
-    if sharers == pack.sp:
-        return OneHop(near, parts), None
+def _exchange(
+    pack: Pack, sharers: int, reach: Reach, parts: Sequence[Part]
+) -> tuple[OneHop | TwoHops, int, RowPart | None]:
+    """The messages of these parts; which of so many equal blocks of heads this rank computes, and the part of the row
+    whose queries it does; None: all of it."""
+    near = pack.near if sharers == pack.sp and 1 < pack.near < sharers else sharers  # ranks of the first hop
+    first, block = pack.sp_rank - pack.sp_rank % near, pack.sp_rank % near
+    inside = ByHeads(Team(pack, range(first, first + near), pack.tokens[first : first + near]))
+    if near == pack.sp:
+        return OneHop(inside, parts), block, None
     from ds_hydra.pipe.shared_queries import BySharedQueries, TwoHops
 
-    of_each = tuple(sum(pack.tokens[start : start + sharers]) for start in range(0, pack.sp, sharers))
-    far = BySharedQueries(Team(pack, range(head, pack.sp, sharers), of_each), pack, reach)
+    of_each = tuple(sum(pack.tokens[start : start + near]) for start in range(0, pack.sp, near))
+    team = Team(pack, range(block, pack.sp, near), of_each)
+    if sharers == pack.sp:  # [Note: heads over nodes]
+        of_nodes = [[x.unflatten(1, (near, -1)) for x in part] for part in parts]
+        return TwoHops(inside, ByHeads(team), of_nodes), block * len(of_each) + team.index, None
+    far = BySharedQueries(team, pack, reach)
     if sharers == 1:
-        return OneHop(far, [[x.squeeze(1) for x in part] for part in parts]), far.part
-    return TwoHops(near, far, parts), far.part
+        return OneHop(far, [[x.squeeze(1) for x in part] for part in parts]), block, far.part
+    return TwoHops(inside, far, parts), block, far.part
 
 
 class OneHop:
@@ -192,7 +200,8 @@ class OneHop:
 
 
 class ByHeads:
-    """All tokens of own heads [Note: exchange of heads]. Parts have (T_local, ranks, heads, d)."""
+    """All tokens of own heads [Note: exchange of heads]. Parts have (T_local, ranks, heads, d), or in place of a rank's
+    heads those of each of several that share them further."""
 
     def __init__(self, team: Team):
         self._team, self._mine = team, team.tokens[team.index]

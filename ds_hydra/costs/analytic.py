@@ -152,6 +152,7 @@ def _sent_over_tokens(shape: ModelShape, scheme: ParallelScheme, node_size: int 
     leaves = outside * (16.0 if parts == sp else sent)
     if parts == near:  # [Note: heads inside a node]
         leaves = 8.0 * sum(from_other_nodes(sp // near))
+    if near and parts in (near, sp):  # [Note: heads over nodes]
         sent = 16.0 * (near - 1) / near + leaves
     of_heads = (shape.width or shape.hidden) / tp * (shape.layers - len(boxed))
     return (sent * of_heads + of_boxes) / shape.layers, (leaves * of_heads + outside * of_boxes) / shape.layers

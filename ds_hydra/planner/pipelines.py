@@ -38,6 +38,8 @@ def whole_pipeline(
 
     `work` (ms, without c) and `tokens` go by position.
     """
+    if any(stage.sp > 1 for stage in shape.stages):
+        bins = [row_order(held, tokens) for held in bins]
     loaded = [(cost.packed_ms([work[i] for i in held]), tuple(held)) for held in bins]
     ordered = order_microbatches(loaded)
     loads = [load for load, _ in ordered]
@@ -108,3 +110,11 @@ def order_microbatches(loaded: list[tuple[float, tuple[int, ...]]]) -> list[tupl
     """
     rising = sorted(loaded)
     return rising[0::2] + rising[1::2][::-1]
+
+
+def row_order(held: Sequence[int], tokens: Sequence[int]) -> list[int]:
+    """A micro-batch's sequences as two nodes that share it send each other little: short, long, short.
+
+    Half of the tokens are then half of the work, so each computes nearly all that it holds [Note: heads inside a node].
+    """
+    return [i for _, (i,) in order_microbatches([(tokens[i], (i,)) for i in held])]

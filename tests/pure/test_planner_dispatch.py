@@ -8,14 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ds_hydra.planner.kernels as kernels
-from ds_hydra.pipe.shape import StrategyShape
+from ds_hydra.costs.cost_table import SchemeCost
+from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.planner import PlannerOptions
 from ds_hydra.planner.exact.programs import pack_exactly, relabel
 from ds_hydra.planner.kernels.arrays import Bins, Problem, Prospect, Scheme
 from ds_hydra.planner.kernels.placing import empty_placement
 from ds_hydra.planner.kernels.problem import Batch, PipelineKinds
 from ds_hydra.planner.one_strategy import StrategySearch
-from ds_hydra.planner.pipelines import order_microbatches
+from ds_hydra.planner.pipelines import order_microbatches, whole_pipeline
 from tests.support.planner_cases import a800_batch, a800_planner, random_instance
 
 
@@ -88,6 +89,16 @@ def test_tiny_steps_are_solved_alike_with_and_without_numba() -> None:
 def test_heavy_micro_batches_run_in_the_middle() -> None:
     loaded: list[tuple[float, tuple[int, ...]]] = [(float(x), (x,)) for x in (3, 1, 5, 2, 4)]
     assert [load for load, _ in order_microbatches(loaded)] == [1.0, 3.0, 5.0, 4.0, 2.0]
+
+
+def test_rows_that_ranks_share_have_their_longest_sequences_in_the_middle() -> None:
+    tokens = [50, 10, 40, 20, 30]
+    for text, lengths in (("sp2", (10, 30, 50, 40, 20)), ("tp2", tuple(tokens))):
+        cost = SchemeCost(ParallelScheme.parse(text), a=0.0, b=1.0, c=1.0, max_length=200)
+        made = whole_pipeline(
+            PipelineShape.parse(text), cost, [range(5)], work=[float(n) for n in tokens], tokens=tokens
+        ).plan
+        assert made.microbatches[0].lengths == lengths
 
 
 def most_bins(sizes: list[int], capacity: int) -> int:

@@ -4,12 +4,14 @@ torch's types."""
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_hydra.pipe.contexts import Reach
 from ds_hydra.pipe.head_sharing import row_parts
 from ds_hydra.pipe.rows import position_ids
+from ds_hydra.planner.pipelines import row_order
 
 REACHES = st.sampled_from([Reach(), Reach(window=5), Reach(chunk=4)])
 
@@ -46,3 +48,14 @@ def test_a_slice_costs_what_it_sees() -> None:
     """Of tokens 900..1000 of a sequence all see about as many keys, so they are shared by their number."""
     (first, _) = row_parts((100,), 900, Reach(), 2)
     assert first.stop in (51, 50)
+
+
+@pytest.mark.parametrize("lengths", [[9660, *range(100, 900, 30)], [2912, *range(100, 1000, 32)]])
+def test_in_the_order_of_a_plan_two_ranks_compute_nearly_what_they_hold(lengths: list[int]) -> None:
+    """Sorted, the longer half of the tokens is most of the work; a single long sequence is cut off its middle."""
+    half = sum(lengths) // 2
+
+    def off(row: list[int]) -> int:
+        return abs(row_parts(tuple(row), 0, Reach(), 2)[0].stop - half)
+
+    assert off([lengths[i] for i in row_order(range(len(lengths)), lengths)]) < 0.3 * off(sorted(lengths))

@@ -78,20 +78,24 @@ def test_derived_costs_favour_the_rival_by_no_more_than_what_is_said() -> None:
     assert isinstance(both, TwoHopCost)
     # One rank of a node has all eight heads. A sequence's second half goes to the node that computes 0.71 of it.
     moved = (0.5**0.5 - 0.5) + max(1.0, 3 * (0.5**0.5 - 0.5))
-    assert both.message == pytest.approx(moved * 1e3 * 2 * 2 * 832 * 60 / 25e9, rel=1e-3)
+    of_queries = 1e3 * 2 * 2 * 832 * 60 / 25e9
     assert both.sequence_ms([32768])[0] - both.without_waits.sequence_ms([32768])[0] == pytest.approx(
-        both.message * 32768 / 8, rel=1e-3
+        moved * of_queries * 32768 / 8, rel=1e-3
     )
-    ours = both.over_all
-    assert ours is not None
-    short, long = ours.sequence_ms([1000, 32768]) - ring.b * np.array([1000, 32768])
-    assert short == pytest.approx(1000 * messages + max(0.0, ring.a * 1e6 - 3 / 4 * 1000 * messages))
-    assert long == pytest.approx(max(ring.a * 32768**2, 3 / 4 * 32768 * messages) + 32768 * messages / 4)
-    assert isinstance(ours, WaitingCost)
+    # Where all ranks share the heads, a rank has four, and half of each node's goes to the other.
+    full = both.over_all
+    assert full is not None
+    assert full.row_waits_ms([32768]) == pytest.approx(of_queries * 32768 / 4)
+    # Inside a node a quarter is exposed of eight heads' messages too.
+    messages = 1e3 * 8 * 2 * 6656 * 60 / 8 / 119.54e9
+    ours = table_of(FLAGSHIP, Way((1, degree), ulysses=True, overlapped=True))[ParallelScheme(4, 1, degree)]
+    assert type(ours) is WaitingCost
+    short, long = ours.sequence_ms([1000, 32768]) - ours.b * np.array([1000, 32768])
+    assert short == pytest.approx(max(ours.a * 1e6, messages * 1000 * 7 / 8) + 1000 * messages / 8)
+    assert long == pytest.approx(max(ours.a * 32768**2, 7 / 8 * 32768 * messages) + 32768 * messages / 8)
     # Its ranks have 500 tokens of this row, too few for more than one group: nothing overlaps.
     alone = ours.in_rows.load_ms([1000]) - ours.without_waits.load_ms([1000])
     assert alone == pytest.approx(1000 * messages)
-    assert ours.in_rows.load_ms([32768]) == pytest.approx(ours.load_ms([32768]))
     again = table_of(FLAGSHIP, Way((1,), checkpointing=True))[ParallelScheme(8)]
     assert again.a == pytest.approx(base.a * 4 / 3)
     assert 5 < again.max_length / base.max_length < 6

@@ -51,8 +51,7 @@ FIXED_STRATEGIES = (
 )
 
 # Rows that train under the strict transport in place of the plain one, and with what it is strict about: a row drawn at
-# random, one where a layer reads a weight of a module that it does not call, and one each of several phases, slices,
-# states that slices carry, heads of recurrent layers over sequence parallel ranks, and heads in groups and in nodes.
+# random, one where a layer reads a weight of a module that it does not call, and some of each kind of messages.
 UNDER_STRICT = {
     "functions, sgd fp32": "blocking",
     "layer_list": "connect",
@@ -63,6 +62,7 @@ UNDER_STRICT = {
     "heads over sp": "blocking connect",
     "shared queries, gemma3_text": "blocking connect",
     "heads inside nodes, slices": "blocking connect",
+    "heads inside nodes, full rows": "blocking connect",
     "heads inside nodes, llama_1_key_head": "lazy one_queue",
     "groups of unequally many heads": "lazy one_queue",
 }

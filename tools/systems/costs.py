@@ -18,9 +18,9 @@ left out is left out in the rival's favour:
                     groups, one for each 512 tokens that a rank has of the micro-batch, and attention of one group goes
                     on during messages of the others: of four equal ones a quarter of all messages is exposed, and of
                     the rest what attention does not hide. Ours plans as if all micro-batches were equally long and
-                    sequences rows of their own, and is judged by the rows that it really has. In nodes that share the
-                    queries ours sends from one rank to another, at the speed of the links as rings, and pays the
-                    measured bandwidth inside the node only [Note: rows over nodes]
+                    sequences rows of their own, and is judged by the rows that it really has. Between nodes ours sends
+                    from one rank to another, at the speed of the links as rings, and pays the measured bandwidth inside
+                    the node only [Note: rows over nodes]
   ZeRO-3            c is FlexSP's, 0.63 s (GPT 7B) and 2.79 s (30B) for each micro-batch, parameters' gathers included;
                     with `hidden_gathers` it is that of <TP, PP>, as if they took no time at all
   checkpointing     all layers are computed again: the forward's share of T(l) more; of the activations a token keeps
@@ -165,24 +165,33 @@ def _overlapping(cell: Cell, base: SchemeCost, cost: SchemeCost, tokens: int) ->
     scheme = cost.uniform
     every, tp, degree = _HEADS[base_model(cell.model)], scheme.tp, scheme.sp
     of_keys = max(1, round(cell.keys * every))
-    near = near_ranks(degree, tp, NODE)
-    own, of_rank = every // tp // degree, max(1, of_keys // tp // degree)
-    over_all = WaitingCost(
-        *fields_of(cost), message=_all_to_all_ms(cell, base, degree, degree), waits=waits_of(tokens, own, of_rank),
-        heads=own, kv_heads=of_rank,
-    )  # fmt: skip
-    frugal, not_frugal = (head_parts(degree, every, of_keys, tp, near=near, sliced=one) for one in (True, False))
-    if near not in ((frugal,) if scheme.pp > 1 else (frugal, not_frugal)):
-        return over_all
-    heads, kv_heads = every // tp // near, max(1, of_keys // tp // near)
-    k = _constants(cell.model)
+    near, k = near_ranks(degree, tp, NODE), _constants(cell.model)
+
+    def shared_by(ranks: int) -> tuple[int, int]:
+        """Heads and key heads of a rank where so many share them."""
+        return every // tp // ranks, max(1, of_keys // tp // ranks)
+
+    if not near:
+        own, of_rank = shared_by(degree)
+        return WaitingCost(
+            *fields_of(cost), message=_all_to_all_ms(cell, base, degree, degree), waits=waits_of(tokens, own, of_rank),
+            heads=own, kv_heads=of_rank,
+        )  # fmt: skip
     # A token's queries, there and their gradients back, from one rank to one.
     between = 1e3 * 2 * _BYTES * k["hidden"] / (tp * near) * k["layers"] / scheme.pp / (1e9 * cell.between)
-    keys = max(cell.keys, tp * near / every)
-    return TwoHopCost.of(
-        cost, tokens, heads, kv_heads, inside=_all_to_all_ms(cell, base, degree, near), between=between, keys=keys,
-        nodes=degree // near, over_all=None if frugal == near else over_all,
-    )  # fmt: skip
+
+    def two_hops(sharers: int, over_all: TwoHopCost | None = None) -> TwoHopCost:
+        own, of_rank = shared_by(sharers)
+        return TwoHopCost(
+            *fields_of(cost), heads=own, kv_heads=of_rank, nodes=degree // near, by_heads=sharers == degree,
+            inside=_all_to_all_ms(cell, base, degree, near, copies=sharers), between=between,
+            keys=max(cell.keys, min(1.0, tp * sharers / every)), over_all=over_all,
+        )  # fmt: skip
+
+    frugal, not_frugal = (head_parts(degree, every, of_keys, tp, near=near, sliced=one) for one in (True, False))
+    if scheme.pp > 1 or frugal == not_frugal:
+        return two_hops(frugal)
+    return two_hops(not_frugal, two_hops(frugal))
 
 
 def averaged(cost: SchemeCost, lengths: Sequence[int]) -> SchemeCost:
@@ -207,15 +216,15 @@ def _ring_ms(cell: Cell, base: SchemeCost, degree: int) -> float:
     return 1e3 * of_layer * k["layers"] / base.scheme.pp / rate
 
 
-def _all_to_all_ms(cell: Cell, base: SchemeCost, degree: int, sharers: int) -> float:
+def _all_to_all_ms(cell: Cell, base: SchemeCost, degree: int, sharers: int, copies: int = 0) -> float:
     """What the all-to-alls of a token take one stage, in ms, where so many of its ranks share the heads; ranks that
-    share a head of keys all receive it."""
+    share a head of keys all receive it: the sharers, or so many as `copies` says."""
     if sharers == 1:
         return 0.0
     k, tp = _constants(cell.model), base.uniform.tp
     # Where TP groups fill nodes, as large a part of the bytes leaves the node as with Ulysses over TP * degree GPUs.
     across = sharers if tp * sharers <= NODE else tp * sharers
-    keys = min(1.0, max(cell.keys, tp * sharers / _HEADS[base_model(cell.model)]))
+    keys = min(1.0, max(cell.keys, tp * (copies or sharers) / _HEADS[base_model(cell.model)]))
     of_layer = (0.5 + 0.5 * keys) * _TENSORS * _BYTES * k["hidden"] / (tp * degree)
     gpus, rate = next(row for row in sorted(ALL_TO_ALL.items()) if row[0] >= min(across, max(ALL_TO_ALL)))
     rate *= (

@@ -5,8 +5,8 @@ Inside a node the exchange of heads takes what all-to-alls of as many GPUs were 
 contiguous messages from one rank to another, at the speed of the links, as rings are counted. How many bytes these have
 follows from a row's sequences: two nodes that hold 8K tokens each of four sequences of 4K send each other nothing, and
 of one sequence of 16K the first computes 11.6K, so it needs 3.6K queries, keys and values of the second, gives it 8K
-keys and values, and brings 3.6K outputs back. A step of the exchange takes what the busiest node sends or is sent.
-Planning counts each sequence as if it were a row of its own.
+keys and values, and brings 3.6K outputs back. Where all ranks share the heads, half of all crosses. A step of the
+exchange takes what the busiest node sends or is sent. Planning counts a token as in a row with one sequence of 16K.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, combinations, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -128,6 +128,12 @@ def crossing(lengths: tuple[int, ...], nodes: int, keys: float) -> Crossing:
     return Crossing(_busiest(queries + 2.0 * keys * rows), _busiest(queries))
 
 
+def crossing_by_heads(lengths: tuple[int, ...], nodes: int, keys: float) -> Crossing:
+    """The same where all nodes compute all tokens, each other heads."""
+    leaves = sum(lengths) / nodes * (1.0 - 1.0 / nodes)
+    return Crossing(leaves * (1.0 + 2.0 * keys), leaves)
+
+
 def _busiest(moved: NDArray[np.float64]) -> float:
     return float(max(moved.sum(axis=0).max(), moved.sum(axis=1).max()))
 
@@ -140,45 +146,38 @@ class TwoHopCost(WaitingCost):
     between: float = 0.0  # ms that a token's queries take from node to node, forward and backward
     keys: float = 1.0  # heads of keys over those of queries
     nodes: int = 2
-    over_all: WaitingCost | None = None  # of rows that have no memory for keys of other nodes
-
-    @classmethod
-    def of(cls, cost: SchemeCost, tokens: int, heads: int, kv_heads: int, **more: Any) -> TwoHopCost:
-        """Costs of computing, with the waits of a rank that has so many tokens and heads."""
-        one = cls(*fields_of(cost), heads=heads, kv_heads=kv_heads, **more)
-        coming, going = one._row((_ALONE,))
-        message = (coming + going) / _ALONE
-        # The second group's first hop is ahead of the first one's second, and on the way back it is as at first.
-        groups = cut_heads(_OVERLAP.groups_of(tokens), heads, kv_heads)
-        ahead = one.inside * (0.75 * sum(groups[1:2]) + 0.25 * sum(groups[-2:-1])) / heads / message
-        waits = waits_of(tokens, heads, kv_heads, coming / (coming + going))
-        return replace(one, message=message, waits=tuple((moved + ahead, computed) for moved, computed in waits))
+    by_heads: bool = False  # nodes share the heads too, and not the queries [Note: heads over nodes]
+    over_all: TwoHopCost | None = None  # of rows that have no memory for keys of other nodes
 
     def sequence_ms(self, lengths: NDArray[np.int64] | Sequence[int]) -> NDArray[np.float64]:
-        """See `SchemeCost`. What fills a row by itself has no memory for keys of other nodes."""
-        two_hops = WaitingCost.sequence_ms(self, lengths)
-        if self.over_all is None:
-            return two_hops
-        return np.where(np.asarray(lengths) > self._most, self.over_all.sequence_ms(lengths), two_hops)
+        """See `SchemeCost`. A token waits as in a long row, also of a short sequence: it is packed with longer ones,
+        whose attention hides its messages. What fills a row by itself has no memory for keys of other nodes."""
+        tokens = np.asarray(lengths, dtype=np.float64)
+        waits = np.full(len(tokens), self._waits_ms((_ALONE,)) / _ALONE)
+        if self.over_all is not None:
+            waits[tokens > self._most] = self.over_all._waits_ms((_ALONE,)) / _ALONE
+        return SchemeCost.sequence_ms(self, lengths) + waits * tokens
 
     def row_waits_ms(self, lengths: NDArray[np.int64] | Sequence[int]) -> float:
         """What messages of a row leave exposed, group by group; see `WaitingCost`."""
         row = tuple(int(length) for length in lengths)
         if self.over_all is not None and sum(row) > self._most:
-            return self.over_all.row_waits_ms(lengths)
-        groups = cut_heads(_OVERLAP.groups_of(sum(row) // self.uniform.sp), self.heads, self.kv_heads)
-        moved, inside = crossing(row, self.nodes, self.keys), self.inside * sum(row)
+            return self.over_all._waits_ms(row)
+        return self._waits_ms(row)
+
+    def _waits_ms(self, row: tuple[int, ...]) -> float:
+        tokens = sum(row)
+        groups = cut_heads(_OVERLAP.groups_of(tokens // self.uniform.sp), self.heads, self.kv_heads)
+        moved = (crossing_by_heads if self.by_heads else crossing)(row, self.nodes, self.keys)
         attention = self.a * sum(length * length for length in row)
-        return two_hops_ms(groups, attention, inside, moved.coming * self.between, moved.going * self.between)
+        return two_hops_ms(
+            groups, attention, self.inside * tokens, moved.coming * self.between, moved.going * self.between
+        )
 
     @property
     def _most(self) -> float:
         """Tokens of a row for which there is memory for keys of other nodes."""
         return MOST_OF_ROOM * self.max_length
-
-    def _row(self, lengths: tuple[int, ...]) -> tuple[float, float]:
-        moved, inside = crossing(lengths, self.nodes, self.keys), self.inside * sum(lengths)
-        return 0.75 * inside + self.between * moved.coming, 0.25 * inside + self.between * moved.going
 
 
 def two_hops_ms(groups: Sequence[int], attention: float, inside: float, coming: float, going: float) -> float:
