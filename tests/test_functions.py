@@ -29,6 +29,7 @@ from ds_hydra.profiling.stage_timer import StageTimer
 from ds_hydra.self_check.check import check_strategies
 from ds_hydra.self_check.compare import compare
 from ds_hydra.self_check.plain import Plain
+from ds_hydra.self_check.precision import doubled
 from ds_hydra.self_check.runs import run_pipeline, uneven_data
 from tests.support.families import VOCAB, build_model, reference_model
 
@@ -55,8 +56,10 @@ def test_a_llama_is_recognised() -> None:
     [("gemma2", Norm(1e-6, offset=1.0)), ("cohere", Norm(1e-5, centred=True)), ("olmo2", Norm(1e-5)), ("gpt2", None)],
 )
 def test_norms_are_told_apart(family: str, norm: Norm | None) -> None:
-    found = set(source_of(family).functions.norms.values())
-    assert (norm in found) if norm else not found
+    found = source_of(family).functions.norms
+    assert (norm in found.values()) if norm else not found
+    with doubled():  # as the self-check looks at its small model
+        assert source_of(family).functions.norms == found
 
 
 class Doubled(LlamaRMSNorm):

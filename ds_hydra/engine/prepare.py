@@ -86,7 +86,7 @@ def prepare(job: Job, world: World) -> Prepared:
     if world.rank == 0:
         _tell_crossings(strategies, world)
         _tell_token_sharding(plan, candidates)
-        if isinstance(source, CausalLM) and source.options.functions != "off":
+        if isinstance(source, CausalLM) and (source.options.functions != "off" or source.functions.obstacle):
             logger.info("%s", source.functions)
     no_slices = 'hydra.chunks is "off"' if config.chunks == "off" else plan.no_slices or checked.no_slices
     uncut = no_slices or planned_whole(found.table)

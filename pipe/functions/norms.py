@@ -39,7 +39,7 @@ class _RmsNorm(torch.autograd.Function):
         # With y = w u, u = x r and r = (mean of x² + eps)^-1/2, and g = dy w:
         #   dw = sum over rows of dy u          dx = r (g - u mean(g u))
         x, root, weight = ctx.saved_tensors
-        r, size, wide = root.view(*x.shape[:-1], 1), x.shape[-1], _wide(x)
+        r, size, wide = root.view(*x.shape[:-1], 1), x.shape[-1], root.dtype
         u = x * r
         dyu, dw = dy * u, None
         if weight is None:
