@@ -86,6 +86,8 @@ def test_derived_costs_favour_the_rival_by_no_more_than_what_is_said() -> None:
     full = both.over_all
     assert full is not None
     assert full.row_waits_ms([32768]) == pytest.approx(of_queries * 32768 / 4)
+    four_nodes = table_of(FLAGSHIP, Way((1, 4), ulysses=True, overlapped=True))[ParallelScheme(8, 1, 4)]
+    assert type(four_nodes) is WaitingCost, "an all-to-all as it was measured"
     # Inside a node a quarter is exposed of eight heads' messages too.
     messages = 1e3 * 8 * 2 * 6656 * 60 / 8 / 119.54e9
     ours = table_of(FLAGSHIP, Way((1, degree), ulysses=True, overlapped=True))[ParallelScheme(4, 1, degree)]

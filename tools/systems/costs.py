@@ -171,16 +171,21 @@ def _overlapping(cell: Cell, base: SchemeCost, cost: SchemeCost, tokens: int) ->
         """Heads and key heads of a rank where so many share them."""
         return every // tp // ranks, max(1, of_keys // tp // ranks)
 
-    if not near:
+    def one_hop() -> WaitingCost:
         own, of_rank = shared_by(degree)
         return WaitingCost(
             *fields_of(cost), message=_all_to_all_ms(cell, base, degree, degree), waits=waits_of(tokens, own, of_rank),
             heads=own, kv_heads=of_rank,
         )  # fmt: skip
+
+    if not near:
+        return one_hop()
     # A token's queries, there and their gradients back, from one rank to one.
     between = 1e3 * 2 * _BYTES * k["hidden"] / (tp * near) * k["layers"] / scheme.pp / (1e9 * cell.between)
 
-    def two_hops(sharers: int, over_all: TwoHopCost | None = None) -> TwoHopCost:
+    def two_hops(sharers: int, over_all: WaitingCost | None = None) -> WaitingCost:
+        if sharers == degree > 2 * near:  # each rank sends to those of several nodes at once
+            return one_hop()
         own, of_rank = shared_by(sharers)
         return TwoHopCost(
             *fields_of(cost), heads=own, kv_heads=of_rank, nodes=degree // near, by_heads=sharers == degree,

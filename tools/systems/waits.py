@@ -5,8 +5,9 @@ Inside a node the exchange of heads takes what all-to-alls of as many GPUs were 
 contiguous messages from one rank to another, at the speed of the links, as rings are counted. How many bytes these have
 follows from a row's sequences: two nodes that hold 8K tokens each of four sequences of 4K send each other nothing, and
 of one sequence of 16K the first computes 11.6K, so it needs 3.6K queries, keys and values of the second, gives it 8K
-keys and values, and brings 3.6K outputs back. Where all ranks share the heads, half of all crosses. A step of the
-exchange takes what the busiest node sends or is sent. Planning counts a token as in a row with one sequence of 16K.
+keys and values, and brings 3.6K outputs back. Where all ranks of two nodes share the heads, half of all crosses; those
+of more nodes pay an all-to-all of all of them, as it was measured. A step of the exchange takes what the busiest node
+sends or is sent. Planning counts a token as in a row with one sequence of 16K.
 """
 
 from __future__ import annotations
@@ -147,22 +148,22 @@ class TwoHopCost(WaitingCost):
     keys: float = 1.0  # heads of keys over those of queries
     nodes: int = 2
     by_heads: bool = False  # nodes share the heads too, and not the queries [Note: heads over nodes]
-    over_all: TwoHopCost | None = None  # of rows that have no memory for keys of other nodes
+    over_all: WaitingCost | None = None  # of rows that have no memory for keys of other nodes
 
     def sequence_ms(self, lengths: NDArray[np.int64] | Sequence[int]) -> NDArray[np.float64]:
         """See `SchemeCost`. A token waits as in a long row, also of a short sequence: it is packed with longer ones,
         whose attention hides its messages. What fills a row by itself has no memory for keys of other nodes."""
         tokens = np.asarray(lengths, dtype=np.float64)
-        waits = np.full(len(tokens), self._waits_ms((_ALONE,)) / _ALONE)
-        if self.over_all is not None:
-            waits[tokens > self._most] = self.over_all._waits_ms((_ALONE,)) / _ALONE
-        return SchemeCost.sequence_ms(self, lengths) + waits * tokens
+        found = SchemeCost.sequence_ms(self, lengths) + self._waits_ms((_ALONE,)) / _ALONE * tokens
+        return (
+            found if self.over_all is None else np.where(tokens > self._most, self.over_all.sequence_ms(lengths), found)
+        )
 
     def row_waits_ms(self, lengths: NDArray[np.int64] | Sequence[int]) -> float:
         """What messages of a row leave exposed, group by group; see `WaitingCost`."""
         row = tuple(int(length) for length in lengths)
         if self.over_all is not None and sum(row) > self._most:
-            return self.over_all._waits_ms(row)
+            return self.over_all.row_waits_ms(row)
         return self._waits_ms(row)
 
     def _waits_ms(self, row: tuple[int, ...]) -> float:
