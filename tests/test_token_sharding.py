@@ -170,9 +170,9 @@ def test_models_that_do_not_allow_it_stay_as_they_were(name: str) -> None:
     assert all(param.rule.gradient == "complete" for bucket in plan.buckets for param in bucket.params)
 
 
-@pytest.mark.parametrize(("family", "told"), [("gpt2", "cuts no layer"), ("gpt_oss", "")])
-def test_a_plan_must_cut_layers(family: str, told: str) -> None:
-    assert told in shared(build_model(family, torch.float32)).plan.no_token_sharding
+@pytest.mark.parametrize("family", ["gpt2", "gpt_oss"])
+def test_a_plan_must_cut_layers(family: str) -> None:
+    assert "cuts no layer" in shared(build_model(family, torch.float32)).plan.no_token_sharding
 
 
 def test_gradients_are_parts_where_a_rank_meets_a_part_of_the_tokens() -> None:

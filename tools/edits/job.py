@@ -25,11 +25,25 @@ IGNORED = -100
 OPTIMIZER: dict[str, Any] = {"lr": 0.3, "momentum": 0.9, "weight_decay": 0.01}
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 6,
          "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+_WINDOWS = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2}
+_EXPERTS = {"num_experts_per_tok": 2, "num_key_value_heads": 6, "head_dim": 8, "pad_token_id": 0,
+            "router_aux_loss_coef": 0.0}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"intermediate_size": 80, "num_key_value_heads": 6, "pad_token_id": 0},
     "gpt2": {"n_inner": 80, "pad_token_id": 0, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
     "roberta": {"intermediate_size": 80, "pad_token_id": 5, "is_decoder": True, "type_vocab_size": 2,
                 "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "qwen3_moe": _EXPERTS | {"moe_intermediate_size": 24, "num_experts": 8, "norm_topk_prob": True},
+    "gpt_oss": _EXPERTS | _WINDOWS | {"intermediate_size": 24, "num_local_experts": 4},
+    "gemma3_text": _WINDOWS | {"intermediate_size": 80, "num_key_value_heads": 6, "head_dim": 8, "pad_token_id": 0},
+    "qwen3_next": _EXPERTS | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, "num_experts": 4,
+                              "linear_num_value_heads": 6, "linear_num_key_heads": 6, "linear_key_head_dim": 8,
+                              "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"] * 2},
+    "lfm2": {"intermediate_size": 80, "num_key_value_heads": 6, "pad_token_id": 0,
+             "block_auto_adjust_ff_dim": False, "layer_types": ["conv", "full_attention"] * 2},
+    "granitemoehybrid": {"intermediate_size": 80, "shared_intermediate_size": 80, "num_key_value_heads": 6,
+                         "num_local_experts": 0, "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 8,
+                         "mamba_n_groups": 1, "pad_token_id": 0, "layer_types": ["mamba", "attention"] * 2},
 }  # fmt: skip
 
 Item = dict[str, Tensor]
@@ -64,7 +78,9 @@ Edit = Callable[[Job], None]
 def fresh_job(family: str = "llama") -> Job:
     """The job before anything was done to it, the same in every process; in FP64, no norm or bias at its constant."""
     torch.manual_seed(11)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES, **FAMILIES[family]))
+    config = AutoConfig.for_model(family, **SIZES, **FAMILIES[family])
+    # Transformers' own products of groups have no FP64.
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))

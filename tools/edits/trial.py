@@ -16,6 +16,7 @@ import ds_hydra.engine.engine  # noqa: F401  (the same)
 import tools.edits.held
 import tools.edits.kinds
 import tools.edits.kinds_of_attention
+import tools.edits.kinds_of_layers
 import tools.edits.losses_and_data  # noqa: F401  (they enter their edits)
 from ds_hydra.testing import run_ranks
 from tools.edits.job import LENGTHS, STEPS, Edit, Outcome, on_ranks, one_process
