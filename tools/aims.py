@@ -118,6 +118,9 @@ PACKS_OVER_PLAIN = {"interface": 0.75, "boxes": 0.8, "hybrid": 0.6}
 LONGER_PACKS_OVER_PLAIN = 1.0  # of 256
 SINKS_TIME, SINKS_KEPT = {"none": 0.4, 128: 0.85}, 0.3  # by window: over probabilities in memory, from 2K tokens on
 HEADS_TIME, HEADS_KEPT = {2: 0.7, 4: 0.45}, {2: 0.6, 4: 0.35}  # by ranks that share a layer: over the whole one
+# Hybrids of published sizes, simulated: the longest sequence in slices over the longest whole one, and over that of the
+# same model whose every layer attends; a step with slices over one without.
+CUT_OVER_WHOLE, HYBRID_LONGEST, CUT_STEP = 4.0, 1.5, 1.0
 SLICES_OF_STATES = 1e-9  # of loss and gradients in FP64, by the largest entry
 DEEPSPEED_AGREEMENT = 1e-5  # of loss and gradient norm from equal parameters in FP32
 GPU_LOSS_AGREEMENT = 5e-3  # of the first step's loss: BF16, other orders of sums

@@ -11,6 +11,8 @@ experts  Qwen3-30B-A3B on eight ranks, experts cut by width and spread as whole 
          intervals of its pull, bytes of its collectives, what it keeps, CPU time of a layer; counted and run, FP32
 heads    a recurrent layer whose heads ranks share over one that each computes whole: CPU time, what is kept; FP32
 sinks    attention with sinks by the log-sum-exp of a kernel over probabilities in memory: CPU time, what is kept; FP32
+sizes    Qwen3-Next and Qwen3.5 in their real sizes on 64 GPUs, estimated and simulated: the longest sequence and a
+         step's time in slices and without, beside the same with attention in every layer, and dense decoders
 
 `--quick` takes fewer classes, models and turns, and the small packs. What stages with boxes must not do is a mutant in
 `tests/test_boxes.py` and `tests/test_states.py`, each refused before step 0. Exits non-zero if an aim is missed.
@@ -29,6 +31,7 @@ from tools.hybrids.costs import costs
 from tools.hybrids.experts import experts
 from tools.hybrids.heads import heads
 from tools.hybrids.sinks import sinks
+from tools.hybrids.sizes import sizes
 from tools.hybrids.slices import slices
 from tools.hybrids.ways import ways
 
@@ -58,6 +61,7 @@ PARTS: dict[str, Callable[[bool, list[str]], list[dict[str, Any]]]] = {
     "experts": experts,
     "heads": heads,
     "sinks": sinks,
+    "sizes": sizes,
 }
 
 
