@@ -215,6 +215,12 @@ def test_an_error_of_1e_7_is_no_rounding() -> None:
     assert re.search(r"the loss is \d\.\de-0[789] off, and .*layernorm is the first module", objection), objection
 
 
+def test_a_node_that_gets_a_key_too_few_is_refused() -> None:
+    with mutants.nodes_get_a_key_too_few():
+        (objection,) = check(build_model("gemma3_text", torch.float32), "sp2", keep=False).objections()
+    assert "self_attn" in objection
+
+
 def skip_at_random(model: Any) -> None:
     """Stochastic depth: one coin for a whole layer, which falls one time in a million."""
 

@@ -188,8 +188,8 @@ def _flat_values(source: ModelSource, dtype: torch.dtype = torch.float64) -> dic
 class RankOfPipeline:
     """One rank: its stage, the parameters that it holds, and what it contributes to the gradients.
 
-    All ranks count as those of one node. Those of several may exchange heads another way [Note: heads inside a node],
-    but that is below what a model calls to attend, and the same for all models.
+    Every other micro-batch counts as one of ranks of several nodes [Note: heads inside a node], in training those that
+    in an evaluation do not.
     """
 
     def __init__(
@@ -254,7 +254,7 @@ class RankOfPipeline:
 
     def train(self, data: Data) -> float:
         """A step's forwards and backwards; this rank's share of the loss."""
-        batches = self._batches(data)
+        batches = self._batches(data, over_nodes=1)
         known = known_to_schedules(data, len(self.parts))
         slots = training_slots(self.place.schedule, known, self._num_stages, self.index)
         return self._run(slots, batches)
@@ -281,14 +281,15 @@ class RankOfPipeline:
         for part in self.parts:
             part.module.train(training)  # as the engine does
         known = known_to_schedules(data, len(self.parts))
-        return self._run(evaluation_slots(known, self._num_stages, self.index), self._batches(data))
+        return self._run(evaluation_slots(known, self._num_stages, self.index), self._batches(data, over_nodes=0))
 
     def tokens(self, data: Data) -> list[int]:
         """Tokens that this rank holds of each pack."""
-        return [batch.pack.tokens[self.place.sp_rank] for batch in self._batches(data)]
+        return [batch.pack.tokens[self.place.sp_rank] for batch in self._packed(data).batches]
 
-    def _batches(self, data: Data) -> Sequence[MicroBatch]:
-        return self._packed(data).batches
+    def _batches(self, data: Data, *, over_nodes: int) -> Sequence[MicroBatch]:
+        batches = self._packed(data).batches
+        return [_over_nodes(batch) if number % 2 == over_nodes else batch for number, batch in enumerate(batches)]
 
     def _packed(self, data: Data) -> RankBatches:
         ids = range(len(data.sequences))
@@ -299,6 +300,13 @@ class RankOfPipeline:
     def _run(self, slots: Sequence[Slot], batches: Sequence[MicroBatch]) -> float:
         loss = self._runtime.run(slots, batches)
         return float(loss) if self.place.tp_rank == 0 else 0.0  # equal on all tensor parallel ranks
+
+
+def _over_nodes(batch: MicroBatch) -> MicroBatch:
+    """The same where sequence parallel ranks are those of as few nodes as can have equally many of them."""
+    pack = batch.pack
+    near = next((n for n in range(pack.sp // 2, 0, -1) if pack.sp % n == 0), 0)
+    return replace(batch, pack=replace(pack, near=near, frugal=pack.chunk is not None))
 
 
 def _fill(buffer: Tensor, pieces: Iterable[Piece], values: Tensor) -> None:

@@ -18,6 +18,7 @@ from transformers import AttentionInterface
 
 from ds_hydra.pipe import collectives, contexts, row_collectives, stage
 from ds_hydra.pipe.attention.interface import ATTENTION_NAME, hydra_attention
+from ds_hydra.pipe.head_sharing import RowPart, row_parts
 from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.model_plan import ShardRule
 from ds_hydra.pipe.models import causal_lm, causal_stage, cut
@@ -266,3 +267,12 @@ def gradients_of_other_ranks_are_dropped() -> Any:
         return grad[start:stop], None
 
     return mock.patch.object(row_collectives._AllOfRow, "backward", staticmethod(backward))
+
+
+def nodes_get_a_key_too_few() -> Any:
+    """As if queries that another node computes saw a token less than the model's windows."""
+
+    def short(*args: Any) -> tuple[RowPart, ...]:
+        return tuple(part._replace(first=part.first + (part.first > 0)) for part in row_parts(*args))
+
+    return mock.patch("ds_hydra.pipe.shared_queries.row_parts", short)
