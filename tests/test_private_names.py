@@ -12,6 +12,7 @@ import importlib
 from collections.abc import Iterator
 from functools import reduce
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import datasets
@@ -22,7 +23,8 @@ from transformers import LlamaConfig, PreTrainedModel, Trainer
 
 from tools.structure import Source, read_sources
 
-SOURCES = read_sources(Path(__file__).resolve().parents[1])
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = read_sources(ROOT)
 # The standard library documents these, underscore or not.
 DOCUMENTED = {"_asdict", "_replace", "_fields", "_make", "_exit", "_current_frames"}
 # The project has attributes of these names too.
@@ -98,3 +100,34 @@ def test_private_modules_of_other_packages_are_there() -> None:
 @pytest.mark.parametrize("path", ["distributed.distributed_c10d._get_default_store", "_C.DisableTorchFunction"])
 def test_private_functions_of_torch_are_there(path: str) -> None:
     assert callable(reduce(getattr, path.split("."), torch))
+
+
+def patched(path: Path) -> Iterator[tuple[str, str]]:
+    """Each name of the project that a test or a tool puts something else in place of: of what, and which."""
+    tree = ast.parse(path.read_text("utf-8"))
+    modules = {
+        alias.asname or alias.name: f"{node.module}.{alias.name}"
+        for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }  # fmt: skip
+    for node in (node for node in ast.walk(tree) if isinstance(node, ast.Call) and len(node.args) > 1):
+        called, (of, name) = ast.unparse(node.func), node.args[:2]
+        if called.endswith("patch") and isinstance(of, ast.Constant):
+            of_what, _, name_there = str(of.value).rpartition(".")
+            yield of_what, name_there
+        elif (
+            called.endswith(("patch.object", ".setattr"))
+            and isinstance(of, ast.Name)
+            and isinstance(name, ast.Constant)
+        ):
+            yield modules.get(of.id, ""), str(name.value)
+
+
+def test_what_tests_patch_is_there() -> None:
+    """A test that is rarely drawn would not say so."""
+    missing = []
+    for path in (path for folder in ("tests", "tools") for path in (ROOT / folder).rglob("*.py")):
+        for of_what, name in patched(path):
+            if of_what.startswith("ds_hydra.") and not hasattr(resolve_name(of_what), name):
+                missing.append(f"{path.relative_to(ROOT)}: {of_what} has no {name}")
+    assert missing == []

@@ -11,7 +11,7 @@ import pytest
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.table_file import TableFile
-from ds_hydra.engine import joined, prepare
+from ds_hydra.engine import joined, proposed
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.planner import Planner, PlannerOptions, StepPlan
 from ds_hydra.planner.composing import COMPOSED
@@ -35,7 +35,7 @@ def cost_table(tmp_path: Path) -> str:
 
 
 def engine_of(rank: int, cost_table: str, **hydra: Any) -> Any:
-    with mock.patch.object(prepare, "propose_strategies", return_value=POOL):
+    with mock.patch.object(proposed, "propose_strategies", return_value=POOL):
         return small_engine(rank, strategies="auto", choose="best", tokens_per_step=400, cost_table=cost_table, **hydra)
 
 

@@ -72,14 +72,14 @@ def test_a_job_is_refused_on_all_ranks_before_step_0() -> None:
 
 @pytest.mark.drawn
 def test_auto_leaves_out_what_is_refused() -> None:
-    def propose(config: Any, found: Any, *_: Any) -> Any:
+    def propose(job: Any, found: Any, *_: Any) -> Any:
         best = "pp2" if ParallelScheme(pp=2) in found.table.schemes else "2*tp1"
         return (StrategyShape.parse(best),)
 
     def program(rank: int) -> list[str]:
         with (
             mutants.what_follows_the_layers_runs_everywhere(),
-            mock.patch.object(prepare, "_propose", propose),
+            mock.patch.object(prepare, "propose", propose),
         ):
             engine = start(hard_model("final norm without parameters"), "auto")
         engine.destroy()
