@@ -303,10 +303,13 @@ class RankOfPipeline:
 
 
 def _over_nodes(batch: MicroBatch) -> MicroBatch:
-    """The same where sequence parallel ranks are those of as few nodes as can have equally many of them."""
+    """The same where sequence parallel ranks are those of as few nodes as can have equally many of them; but a slice as
+    it is, for all slices of a sequence go the same way."""
     pack = batch.pack
+    if pack.chunk is not None:
+        return batch
     near = next((n for n in range(pack.sp // 2, 0, -1) if pack.sp % n == 0), 0)
-    return replace(batch, pack=replace(pack, near=near, frugal=pack.chunk is not None))
+    return replace(batch, pack=replace(pack, near=near, frugal=False))
 
 
 def _fill(buffer: Tensor, pieces: Iterable[Piece], values: Tensor) -> None:
