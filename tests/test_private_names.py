@@ -110,17 +110,13 @@ def patched(path: Path) -> Iterator[tuple[str, str]]:
         for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }  # fmt: skip
-    for node in (node for node in ast.walk(tree) if isinstance(node, ast.Call) and len(node.args) > 1):
-        called, (of, name) = ast.unparse(node.func), node.args[:2]
-        if called.endswith("patch") and isinstance(of, ast.Constant):
-            of_what, _, name_there = str(of.value).rpartition(".")
-            yield of_what, name_there
-        elif (
-            called.endswith(("patch.object", ".setattr"))
-            and isinstance(of, ast.Name)
-            and isinstance(name, ast.Constant)
-        ):
-            yield modules.get(of.id, ""), str(name.value)
+    for node in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        match ast.unparse(node.func).rpartition(".")[2], node.args:
+            case "patch", [ast.Constant(value=str(where)), *_]:
+                of_what, _, name = where.rpartition(".")
+                yield of_what, name
+            case "object" | "setattr", [ast.Name(id=of), ast.Constant(value=str(name)), *_]:
+                yield modules.get(of, ""), name
 
 
 def test_what_tests_patch_is_there() -> None:

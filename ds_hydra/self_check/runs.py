@@ -189,7 +189,7 @@ class RankOfPipeline:
     """One rank: its stage, the parameters that it holds, and what it contributes to the gradients.
 
     Every other micro-batch counts as one of ranks of several nodes [Note: heads inside a node], in training those that
-    in an evaluation do not.
+    in an evaluation do not; but not those with slices.
     """
 
     def __init__(

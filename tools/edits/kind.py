@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from torch import Tensor
+from transformers.models.llama import modeling_llama
+
 from tools.edits.job import Edit, Job
 
 
@@ -33,3 +36,14 @@ def kind(*when: str, family: str = "llama") -> Callable[[Edit], Edit]:
 
 def layers_of(job: Job) -> Any:
     return job.model.model.layers
+
+
+def before_mlps(job: Job, change: Callable[[Tensor], Tensor], layers: tuple[int, ...] = (1,)) -> None:
+    """Let the MLPs of these layers see what `change` makes of their input."""
+
+    class Changed(modeling_llama.LlamaMLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(change(x))
+
+    for number in layers:
+        layers_of(job)[number].mlp.__class__ = Changed

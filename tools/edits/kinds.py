@@ -18,7 +18,7 @@ from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 from transformers.models.llama import modeling_llama
 
 from tools.edits.job import Job
-from tools.edits.kind import kind, layers_of
+from tools.edits.kind import before_mlps, kind, layers_of
 
 TEMPERATURE = 1.0  # read by code below while it runs
 
@@ -254,23 +254,14 @@ def change_the_head_dimension_scale_in_place(job: Job) -> None:
 # ---- tokens that meet ----
 
 
-def _meeting(job: Job, meet: Callable[[Tensor], Tensor], layers: tuple[int, ...] = (1,)) -> None:
-    class Meeting(modeling_llama.LlamaMLP):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(meet(x))
-
-    for number in layers:
-        layers_of(job)[number].mlp.__class__ = Meeting
-
-
 @kind()
 def look_back_50_tokens(job: Job) -> None:
-    _meeting(job, lambda x: x + 0.5 * F.pad(x, (0, 0, 50, 0))[..., : x.shape[-2], :])
+    before_mlps(job, lambda x: x + 0.5 * F.pad(x, (0, 0, 50, 0))[..., : x.shape[-2], :])
 
 
 @kind()
 def look_back_2_tokens(job: Job) -> None:
-    _meeting(job, lambda x: x + 0.5 * F.pad(x, (0, 0, 2, 0))[..., : x.shape[-2], :])
+    before_mlps(job, lambda x: x + 0.5 * F.pad(x, (0, 0, 2, 0))[..., : x.shape[-2], :])
 
 
 @kind()
@@ -280,14 +271,14 @@ def mean_of_64_tokens(job: Job) -> None:
             return x
         return torch.cat((x[..., :64, :].mean(dim=-2, keepdim=True) + x[..., :1, :], x[..., 1:, :]), dim=-2)
 
-    _meeting(job, mean)
+    before_mlps(job, mean)
 
 
 @kind()
 def convolution_in_latelayers_of(job: Job) -> None:
     for number, layer in enumerate(layers_of(job)):
         layer.mlp.scale = 0.97**number
-    _meeting(job, lambda x: x + sum(0.2 * F.pad(x, (0, 0, n, 0))[..., : x.shape[-2], :] for n in (1, 2, 3)), (3,))
+    before_mlps(job, lambda x: x + sum(0.2 * F.pad(x, (0, 0, n, 0))[..., : x.shape[-2], :] for n in (1, 2, 3)), (3,))
 
 
 @kind()

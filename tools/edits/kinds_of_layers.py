@@ -8,16 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.models.llama import modeling_llama
 
 from tools.edits.job import Job
-from tools.edits.kind import kind, layers_of
-
-
-def _all_but_first(out: Tensor) -> Tensor:
-    """Each token with a part of the one before it."""
-    return out + 0.3 * F.pad(out, (0, 0, 1, 0))[..., :-1, :]
-
+from tools.edits.kind import before_mlps, kind, layers_of
 
 # ---- what routers and experts do ----
 
@@ -78,8 +71,10 @@ def freeze_the_decay(job: Job) -> None:
 
 @kind(family="qwen3_next")
 def tokens_meet_before_a_delta_rule(job: Job) -> None:
-    projection = layers_of(job)[0].linear_attn.in_proj_qkvz
-    projection.register_forward_hook(lambda module, given, out: _all_but_first(out))
+    def shifted(module: Any, given: Any, out: Tensor) -> Tensor:
+        return out + 0.3 * F.pad(out, (0, 0, 1, 0))[..., :-1, :]
+
+    layers_of(job)[0].linear_attn.in_proj_qkvz.register_forward_hook(shifted)
 
 
 @kind(family="qwen3_next")
@@ -116,27 +111,19 @@ def _own_backward(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tens
     return Own.apply  # type: ignore[no-any-return]
 
 
-def _before_an_mlp(job: Job, change: Callable[[Tensor], Tensor]) -> None:
-    class Changed(modeling_llama.LlamaMLP):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(change(x))
-
-    layers_of(job)[1].mlp.__class__ = Changed
-
-
 @kind("before")
 def gradient_reversal(job: Job) -> None:
-    _before_an_mlp(job, _own_backward(lambda gradient: -0.5 * gradient))
+    before_mlps(job, _own_backward(lambda gradient: -0.5 * gradient))
 
 
 @kind("before")
 def gradient_over_its_largest_entry(job: Job) -> None:
-    _before_an_mlp(job, _own_backward(lambda gradient: 1e-3 * gradient / (gradient.abs().max() + 1e-9)))
+    before_mlps(job, _own_backward(lambda gradient: 1e-3 * gradient / (gradient.abs().max() + 1e-9)))
 
 
 @kind("before")
 def gradients_of_tokens_that_meet(job: Job) -> None:
-    _before_an_mlp(job, _own_backward(lambda gradient: gradient + 0.5 * F.pad(gradient, (0, 0, 0, 1))[..., 1:, :]))
+    before_mlps(job, _own_backward(lambda gradient: gradient + 0.5 * F.pad(gradient, (0, 0, 0, 1))[..., 1:, :]))
 
 
 def _rounded(x: Tensor, largest: Tensor) -> Tensor:
@@ -147,19 +134,19 @@ def _rounded(x: Tensor, largest: Tensor) -> Tensor:
 
 @kind("before")
 def rounded_by_the_largest_of_each_token(job: Job) -> None:
-    _before_an_mlp(job, lambda x: _rounded(x, x.detach().abs().amax(-1, keepdim=True)))
+    before_mlps(job, lambda x: _rounded(x, x.detach().abs().amax(-1, keepdim=True)))
 
 
 @kind("before")
 def rounded_by_the_largest_of_all_tokens(job: Job) -> None:
-    _before_an_mlp(job, lambda x: _rounded(x, x.detach().abs().max()))
+    before_mlps(job, lambda x: _rounded(x, x.detach().abs().max()))
 
 
 @kind("before")
 def batch_norm(job: Job) -> None:
     norm = nn.BatchNorm1d(48).double()
     layers_of(job)[1].mlp.register_module("act", norm)
-    _before_an_mlp(job, lambda x: norm(x.flatten(0, -2)).view(x.shape))
+    before_mlps(job, lambda x: norm(x.flatten(0, -2)).view(x.shape))
 
 
 @kind("before")
