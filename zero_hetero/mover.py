@@ -82,13 +82,15 @@ class PullMover(Mover, Protocol):
     def pull_scratch(self) -> int:
         """Elements of scratch memory that a pull takes."""
 
-    def pull(self, src: Tensor, dst: Tensor, *, tag: int = 0, scratch: Tensor | None = None) -> Movement:
+    def pull(
+        self, src: Tensor, dst: Tensor, *, tag: int = 0, scratch: Tensor | None = None, cast: Tensor | None = None
+    ) -> Movement:
         """Start to copy everybody's `src` to everybody's `dst`, the local buffers of the two layouts.
 
-        Both are flat, contiguous and of one dtype, which is also the one on the wire. Elements of `dst` outside
-        the plan stay as they are. `scratch` is flat memory of that dtype with at least `pull_scratch` elements, the
-        transfer's until it has been waited for; None: memory of its own. Raises `PlanError` for buffers that do not
-        fit the plan.
+        Both are flat and contiguous; dst's dtype is also the one on the wire. Elements of `dst` outside the plan stay
+        as they are. `scratch` is flat memory of that dtype with at least `pull_scratch` elements, the transfer's until
+        it has been waited for; None: memory of its own. `cast`, where src has another dtype: memory of its shape and
+        the wire's dtype, likewise the transfer's. Raises `PlanError` for buffers that do not fit the plan.
         """
 
     def hops(self, src: Tensor, dst: Tensor) -> Sequence[Hop]:

@@ -27,8 +27,8 @@ class Pulls:
     """Pulls one strategy's buckets from the master shards, in ascending bucket index on every rank.
 
     `links[b]` pulls bucket b from `shards[b]`, the rank's master shard, into `buffers[b]`, the rank's flat local
-    parameters (empty where it holds nothing). The buffers' dtype is the compute dtype: shards of another one are cast
-    to it once, into scratch memory, before they are sent.
+    parameters (empty where it holds nothing). The buffers' dtype is the compute dtype: of shards of another one what
+    is sent is cast to it once, into scratch memory.
     """
 
     def __init__(
@@ -72,9 +72,10 @@ class Pulls:
             for index, link in enumerate(self.links):
                 if index in kept:
                     continue
-                buffer = self.buffers[index]
+                shard, buffer = self.shards[index].detach(), self.buffers[index]
                 space = self._scratch.at(self._spaces[index], buffer.dtype)
-                handle = link.pull(self._cast(index), buffer, tag=self.first_tag + index, scratch=space)
+                cast = self._scratch.at(self._casts[index], buffer.dtype)[: shard.numel()]
+                handle = link.pull(shard, buffer, tag=self.first_tag + index, scratch=space, cast=cast)
                 if self.early and before is not None:
                     finish_steps([before])
                 self._handles[index] = before = handle
@@ -110,13 +111,6 @@ class Pulls:
             totals += checksums_of(hops, num_ranks, first=count)
             count += len(hops)
         return totals
-
-    def _cast(self, index: int) -> Tensor:
-        """The shard in the compute dtype."""
-        shard, dtype = self.shards[index].detach(), self.buffers[index].dtype
-        if shard.dtype == dtype:
-            return shard
-        return self._scratch.at(self._casts[index], dtype)[: shard.numel()].copy_(shard)
 
 
 def finish_steps(handles: Sequence[Movement]) -> None:

@@ -102,11 +102,13 @@ class TwinPullLink(_TwinLink):
         """Elements of scratch memory that a pull takes: parts are gathered in place."""
         return self._beside.pull_scratch
 
-    def pull(self, src: Tensor, dst: Tensor, *, tag: int = 0, scratch: Tensor | None = None) -> Steps:
-        """See `Mover.pull`."""
+    def pull(
+        self, src: Tensor, dst: Tensor, *, tag: int = 0, scratch: Tensor | None = None, cast: Tensor | None = None
+    ) -> Steps:
+        """See `PullMover.pull`."""
         later = [partial(self._gather, dst, tag)] if self.part else []
         # Both steps may use one tag: a transport delivers what has one tag in the order in which it was sent.
-        return Steps(self._beside.pull(src, dst, tag=tag, scratch=scratch), later, self._lane)
+        return Steps(self._beside.pull(src, dst, tag=tag, scratch=scratch, cast=cast), later, self._lane)
 
     def _gather(self, buffer: Tensor, tag: int) -> Handle:
         parts = buffer.narrow(0, 0, len(self.members) * self.part)
