@@ -15,11 +15,13 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.pipe.shape import PipelineShape
 from ds_hydra.plan.simulate import simulate_plan
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.plan.validate import validate_plan
 from ds_hydra.planner.exact.counts import continuous_ms
 from ds_hydra.planner.kernels.problem import Batch, scheme_arrays
+from ds_hydra.report.calibration import StageLoad
 from ds_hydra.simulate.step import Simulator
 from ds_hydra.zero_hetero.errors import PlanError
 from tools.systems.as_made import AS_MADE, as_made
@@ -83,9 +85,30 @@ class Measured:
 class Simulated(NamedTuple):
     """One step as its plan's system takes it."""
 
-    ms: float  # with waits for shared sequences, which the simulator does not know
+    ms: float
     bubble_share: float
-    waits_ms: float = 0.0  # of `ms`
+    waits_ms: float = 0.0  # of `ms`, if transfers took no time
+
+
+@dataclass(frozen=True)
+class _RowLoad(StageLoad):
+    """Coefficients of a stage whose ranks share sequences: each micro-batch waits as its row does."""
+
+    cost: WaitingCost | None = None
+
+    def load_ms(self, lengths: Lengths, starts: Lengths | None = None) -> float:
+        """See `StageLoad`."""
+        assert self.cost is not None, "made below, of one"
+        waits = self.cost.in_rows.load_ms(lengths) - self.cost.without_waits.load_ms(lengths)
+        return StageLoad.load_ms(self, lengths, starts) + waits
+
+
+class _RowSimulator(Simulator):
+    """A simulator that knows what messages of shared sequences leave exposed: pulls go on meanwhile."""
+
+    def _stage_loads(self, shape: PipelineShape) -> tuple[StageLoad, ...]:
+        loads, cost = super()._stage_loads(shape), self.job.table[shape]
+        return tuple(_RowLoad(**vars(one), cost=cost) for one in loads) if isinstance(cost, WaitingCost) else loads
 
 
 class Simulators:
@@ -93,7 +116,7 @@ class Simulators:
 
     def __init__(self, cell: Cell) -> None:
         self._cell = cell
-        self._known: dict[int, tuple[CostTable, Simulator]] = {}
+        self._known: dict[int, tuple[CostTable, _RowSimulator]] = {}
         self._done: dict[int, tuple[StepPlan, Simulated]] = {}  # the plans too, so that no other gets the id of one
 
     def simulated(self, plan: StepPlan, table: CostTable) -> Simulated:
@@ -108,13 +131,13 @@ class Simulators:
 
     def _simulated(self, plan: StepPlan, table: CostTable) -> Simulated:
         if id(table) not in self._known:
-            self._known[id(table)] = table, Simulator(cluster_of(self._cell, table))
+            self._known[id(table)] = table, _RowSimulator(cluster_of(self._cell, table))
         step = self._known[id(table)][1].step(plan)
         waits = 0.0
         if any(isinstance(cost, WaitingCost) for cost in table.costs):
             with_waits, without = (CostTable(tuple(map(of, table.costs))) for of in (_in_rows, _without_waits))
             waits = plan.total_ms(simulate_plan(plan, with_waits)) - plan.total_ms(simulate_plan(plan, without))
-        return Simulated(1e3 * step.step_s + waits, step.bubble_share, waits)
+        return Simulated(1e3 * step.step_s, step.bubble_share, waits)
 
 
 def measure(cell: Cell, steps: int, name: str) -> dict[str, Measured]:
