@@ -41,7 +41,7 @@ def whole_pipeline(
     if any(stage.sp > 1 for stage in shape.stages):
         bins = [row_order(held, tokens) for held in bins]
     loaded = [(cost.packed_ms([work[i] for i in held]), tuple(held)) for held in bins]
-    ordered = order_microbatches(loaded)
+    ordered = order_microbatches(loaded) if shape.pp > 1 else longest_outside(loaded)
     loads = [load for load, _ in ordered]
     flow_shop = cost.pipeline_ms(loads)
     batches = tuple([MicroBatchPlan.of_whole(sequences, tokens) for _, sequences in ordered])
@@ -110,6 +110,16 @@ def order_microbatches(loaded: list[tuple[float, tuple[int, ...]]]) -> list[tupl
     """
     rising = sorted(loaded)
     return rising[0::2] + rising[1::2][::-1]
+
+
+def longest_outside(loaded: list[tuple[float, tuple[int, ...]]]) -> list[tuple[float, tuple[int, ...]]]:
+    """Micro-batches of one stage as (load ms, sequences) in the order that hides most of its messages.
+
+    Layers are pulled during the first forward, and gradients, which are more bytes where twins do not add them up,
+    pushed during the last backward. So the heaviest comes last and the second heaviest first.
+    """
+    rising = sorted(loaded)
+    return [*rising[-2:-1], *rising[:-2], *rising[-1:]]
 
 
 def row_order(held: Sequence[int], tokens: Sequence[int]) -> list[int]:
