@@ -75,7 +75,7 @@ def with_hidden_pulls(plan: StepPlan, table: CostTable, taken_ms: float) -> Step
     where no move helps, or none is known to [Note: light first micro-batches]."""
     if len(plan.phases) > 1:
         return None
-    held = plan.phases[0].pipelines
+    held = plan.pipelines
     own = {at: _of(one, table, plan.lengths) for at, one in enumerate(held) if one.shape.pp == 1 and has_formula(one)}
     if len(own) < 2:
         return None
