@@ -75,7 +75,7 @@ def bench_plans(figures: Figures, quick: bool) -> None:
                 for kind in {False, thorough}:
                     strategies, seconds = work.propose(kind)
                     proposal.setdefault((gpus, kind), []).append(seconds)
-                batches = work.batches((15 if quick else 60) if gpus == 64 else (4 if quick else 12))
+                batches = work.batches((9 if quick else 60) if gpus == 64 else (4 if quick else 12))
                 plans = list(work.plan(strategies, batches))
                 simulated = [plan.total_ms(simulate_plan(plan, work.table)) for plan, _ in plans]
                 cpu += [ms for _, ms in plans]
@@ -201,7 +201,7 @@ def bench_against_program(figures: Figures, quick: bool) -> None:
     """Our proposal against the paper's dynamic program, on batches that neither has seen."""
     for data in list(DATA)[: 1 if quick else 3]:
         work = Workload.of("32b", data, 64)
-        batches = work.batches(20 if quick else 60)
+        batches = work.batches(12 if quick else 60)
         ours = statistics.fmean(p.predicted_ms for p, _ in work.plan(work.propose(True)[0], batches))
         schemes = usable_schemes(work.table, 64, tp_across_nodes=True)
         theirs = []

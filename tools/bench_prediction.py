@@ -230,13 +230,13 @@ def judge(stages: Errors, steps: Mapping[str, Errors], noise: Errors, *, quick: 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, train, compare."""
     parser = figures_parser(__doc__)
-    parser.add_argument("--steps", type=int, help="of each run (default 100, with --quick 18)")
+    parser.add_argument("--steps", type=int, help="of each run (default 100, with --quick 12)")
     parser.add_argument("--table", type=Path, help="a cost table instead of measuring one now")
     parser.add_argument("--clock", choices=("auto", "wall", "cpu"), default="auto", help="of the table's measurement")
     parser.add_argument("--out", type=Path, help="keep table, records and figures in this folder")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    steps = args.steps or (18 if args.quick else 100)
+    steps = args.steps or (12 if args.quick else 100)
     context, tokens = (QUICK_CONTEXT, QUICK_TOKENS) if args.quick else (CONTEXT, TOKENS)
     sizes: dict[str, Any] = {"context_length": context, "tokens_per_step": tokens}
     if args.quick:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,17 +32,21 @@ from tools import aims, machine
 FOLDER = Path(__file__).parent
 # Tools whose aims are ratios of times: anything that runs beside them would be measured too.
 TIMED = (
-    "bench_", "check_devices", "check_edits", "check_elastic", "check_emulation", "check_hybrids", "check_load",
-    "check_simulator", "check_swap",
-)  # fmt: skip
-SIMULATED = ("bench_spaces", "bench_systems", "bench_tail")  # the seconds of these are no clock's
-# Tools with more than one set of tables, and the options of each.
-_NETWORKS = ("order", "overlap", "emulated", "sockets", "two_hosts")
+    "bench_",
+    "check_devices",
+    "check_edits",
+    "check_elastic",
+    "check_hybrids",
+    "check_simulator",
+    "check_swap",
+)
+# Tools with more than one set of tables, and the options of each; some have no clock's times in them.
+_NETWORKS, _SAME = ("order", "overlap", "emulated", "sockets", "two_hosts"), ("classes", "slices", "sizes")
+_UNTIMED = ("--only", *_NETWORKS[:-1]), ("--only", *_SAME)
 SETS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "check_devices": (
-        (), ("--fast", "--without", *_NETWORKS), ("--only", *_NETWORKS[:-1]), ("--only", *_NETWORKS[-1:]),
-    ),
-}  # fmt: skip
+    "check_devices": ((), ("--fast", "--without", *_NETWORKS), _UNTIMED[0], ("--only", *_NETWORKS[-1:])),
+    "check_hybrids": (("--only", "ways", "costs", "experts", "heads", "sinks"), _UNTIMED[1]),
+}
 QUICK_LIMIT_S, LIMIT_S = 600.0, 6 * 3600.0  # for a tool that stands still
 _MEASURING = Lock()  # how fast the machine is, which two threads would slow down for each other
 
@@ -72,6 +77,14 @@ def commands(names: Sequence[str], quick: bool) -> Iterator[list[str]]:
     for name in names:
         for options in SETS.get(name, ((),)):
             yield [name, *options, *(["--quick"] if quick else [])]
+
+
+def alone(command: Sequence[str]) -> bool:
+    """Whether a run measures times: not the seconds of a simulation, nor on a GPU that is not there."""
+    name, *options = command
+    simulated = ("bench_spaces", "bench_systems", "bench_tail", *(() if shutil.which("nvidia-smi") else ("bench_gpu",)))
+    of_clocks = name.startswith(TIMED) and name not in simulated
+    return of_clocks and not any(tuple(options[: len(one)]) == one for one in _UNTIMED)
 
 
 def run_tool(command: Sequence[str], limit_s: float) -> Ran:
@@ -127,11 +140,9 @@ def main(arguments: list[str] | None = None) -> int:
         return ran
 
     chosen = list(commands(options.only or tool_names(), options.quick))
-    alone = [command for command in chosen if command[0].startswith(TIMED) and command[0] not in SIMULATED]
     with ThreadPoolExecutor(2) as pool:
-        ran = list(pool.map(run, [command for command in chosen if command not in alone]))
-    for command in alone:
-        ran.append(run(command))
+        ran = list(pool.map(run, [command for command in chosen if not alone(command)]))
+    ran += [run(command) for command in chosen if alone(command)]
     missed = [f"{one.name} ended with {one.code}: {one.summary}" for one in ran if one.code != 0]
     missed += [
         f"{one.name}: {one.cpu_s:.0f} s of CPU, not <= {one.most_cpu_s:.0f}, as {aims.QUICK_CPU_S:g} on the reference "
