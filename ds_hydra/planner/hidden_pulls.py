@@ -29,6 +29,7 @@ from ds_hydra.planner.pipelines import whole_pipeline
 
 _FORWARD = SHARES["forward"]
 _MOVES, _TARGETS = 100, 3  # at most; the pipelines that are sooner done than others, to which sequences move
+_FEW = 60  # sequences of a pipeline, in the mean: with more each move takes long, and hardly a micro-batch is light
 _Bins = tuple[tuple[int, ...], ...]  # sequences of each micro-batch, by their positions in the step's batch
 
 
@@ -73,7 +74,7 @@ class _Pipeline:
 def with_hidden_pulls(plan: StepPlan, table: CostTable, taken_ms: float) -> StepPlan | None:
     """The plan with sequences moved so that pulls are hidden, where its pipelines take so many ms with those; None
     where no move helps, or none is known to [Note: light first micro-batches]."""
-    if len(plan.phases) > 1:
+    if len(plan.phases) > 1 or len(plan.lengths) > _FEW * len(plan.pipelines):
         return None
     held = plan.pipelines
     own = {at: _of(one, table, plan.lengths) for at, one in enumerate(held) if one.shape.pp == 1 and has_formula(one)}
