@@ -39,19 +39,19 @@ def planner(**more: Any) -> Planner:
     return Planner(TABLE, STRATEGIES, options, **more)
 
 
-# One sequence fills a row of tp2, and beside it the search runs a micro-batch of 25 tokens.
-LENGTHS = [1000, *([5] * 210)]
+# One sequence fills a row of tp2, and beside it the search runs a light micro-batch.
+LENGTHS = [1000, *([10] * 105)]
 
 
 def test_a_light_first_micro_batch_gives_its_sequences_away() -> None:
-    plain, simulated = (planner(step_ms=ms).plan(0, range(211), LENGTHS) for ms in (None, taken_ms))
+    plain, simulated = (planner(step_ms=ms).plan(0, range(106), LENGTHS) for ms in (None, taken_ms))
     assert taken_ms(plain) > 1.04 * taken_ms(simulated)
     assert simulated.step_ms == taken_ms(simulated)
 
 
 def test_no_more_than_usual_moves_nothing() -> None:
-    usual = planner(step_ms=lambda plan: plan.predicted_ms).plan(0, range(211), LENGTHS)
-    assert usual.phases == planner().plan(0, range(211), LENGTHS).phases
+    usual = planner(step_ms=lambda plan: plan.predicted_ms).plan(0, range(106), LENGTHS)
+    assert usual.phases == planner().plan(0, range(106), LENGTHS).phases
     one_pipeline = replace(usual, phases=(Phase(usual.pipelines[:1]),))
     assert with_hidden_pulls(one_pipeline, TABLE, 2.0 * usual.predicted_ms) is None
     assert (
