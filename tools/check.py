@@ -45,7 +45,7 @@ _NETWORKS, _SAME = ("order", "overlap", "emulated", "sockets", "two_hosts"), ("c
 _UNTIMED = ("--only", *_NETWORKS[:-1]), ("--only", *_SAME)
 SETS: dict[str, tuple[tuple[str, ...], ...]] = {
     "check_devices": ((), ("--fast", "--without", *_NETWORKS), _UNTIMED[0], ("--only", *_NETWORKS[-1:])),
-    "check_hybrids": (("--only", "ways", "costs", "experts", "heads", "sinks"), _UNTIMED[1]),
+    "check_hybrids": (("--without", *_SAME), _UNTIMED[1]),
 }
 QUICK_LIMIT_S, LIMIT_S = 600.0, 6 * 3600.0  # for a tool that stands still
 _MEASURING = Lock()  # how fast the machine is, which two threads would slow down for each other

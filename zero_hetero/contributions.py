@@ -51,7 +51,7 @@ def order_contributions(
     `accumulate`: what the sum holds before counts as the first contribution to every element, so that nothing is
     written; else every element is written, with zero where nobody contributes.
     """
-    covered = _Cover()
+    covered = Cover()
     if accumulate:
         covered.add(0, numel)
     terms: list[Contribution] = []
@@ -81,7 +81,7 @@ def _cut(term: Contribution, block: int) -> Iterable[Contribution]:
         done += length
 
 
-class _Cover:
+class Cover:
     """A union of intervals, as sorted disjoint starts and stops; intervals that touch are one."""
 
     def __init__(self) -> None:

@@ -14,13 +14,13 @@ receives from 0, 3, 2), so that not all of them turn to rank 0 first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from ds_hydra.zero_hetero.contributions import Contribution, order_contributions
-from ds_hydra.zero_hetero.envelope import Envelope, Part
+from ds_hydra.zero_hetero.contributions import Contribution, Cover, order_contributions
+from ds_hydra.zero_hetero.envelope import Envelope
 from ds_hydra.zero_hetero.errors import PlanError
 from ds_hydra.zero_hetero.mover import Hop, Operations
 from ds_hydra.zero_hetero.scratch import Cuts
@@ -81,8 +81,10 @@ class Link:
         self._sum_terms: dict[tuple[int, int | None, bool], tuple[Contribution, ...]] = {}
         # What several peers get is gathered once: replicas of one shape all want the same parts of a shard.
         self._gathered = {run.parts: run for run in self._leaving if not run.in_place}
-        # Several peers may be sent overlapping intervals.
-        self._from_place = _union(run.parts[0] for run in self._leaving if run.in_place)
+        self._from_place = Cover()  # several peers may be sent overlapping intervals
+        for run in self._leaving:
+            if run.in_place:
+                self._from_place.add(run.parts[0].offset, run.parts[0].offset + run.numel)
         self._landing = tuple(run for message in self._coming for run in message if not run.in_place)
         self._pull_cuts = Cuts([run.numel for run in (*self._gathered.values(), *self._landing)])
         received = [message.numel for message in self.recvs]
@@ -129,8 +131,8 @@ class Link:
             raise PlanError(f"rank {self.rank} pulls {src.dtype} into {dst.dtype}; give memory to cast the source to")
         space = iter(self._pull_cuts.of(_scratch(scratch, self.pull_scratch, dst.dtype, dst.device)))
         if wire is not src:  # all else is cast where it is copied
-            for part in self._from_place:
-                wire.narrow(0, part.offset, part.length).copy_(src.narrow(0, part.offset, part.length))
+            for start, stop in zip(self._from_place.starts, self._from_place.stops, strict=True):
+                wire[start:stop].copy_(src[start:stop])
         gathered = {parts: run.gather(src, next(space)) for parts, run in self._gathered.items()}
         landing = list(zip(self._landing, space, strict=True))
         spread = iter(landing)
@@ -240,18 +242,6 @@ def _at_sender(peer: int, slices: Sequence[Slice]) -> Envelope:
 
 def _at_receiver(peer: int, slices: Sequence[Slice]) -> Envelope:
     return Envelope.of_intervals(peer, ((piece.dst_offset, piece.length) for piece in slices))
-
-
-def _union(parts: Iterable[Part]) -> tuple[Part, ...]:
-    """The intervals of a buffer that parts have between them, each once."""
-    found: list[Part] = []
-    for part in sorted(parts):
-        start, stop = part.offset, part.offset + part.length
-        if found and start <= (end := found[-1].offset + found[-1].length):
-            found[-1] = found[-1]._replace(length=max(end, stop) - found[-1].offset)
-        else:
-            found.append(part)
-    return tuple(found)
 
 
 def _parts(message: Tensor, runs: Sequence[Envelope]) -> Sequence[Tensor]:

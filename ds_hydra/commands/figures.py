@@ -102,14 +102,16 @@ def run_parts(name: str, description: str | None, parts: Mapping[str, Part]) -> 
     """Run the parts that the command line names, all without one; the exit code: 0, or 1 if an aim was missed."""
     parser = figures_parser(description, f"python -m tools.{name}")
     parser.add_argument("--only", nargs="+", choices=parts, default=list(parts), help="run these parts only")
+    parser.add_argument("--without", nargs="+", choices=parts, default=[], help="leave these parts out")
     options = parser.parse_args()
+    chosen = [part for part in options.only if part not in options.without]
     began = time.perf_counter()
     missed: list[str] = []
     record: dict[str, Any] = {}
-    for part in options.only:
+    for part in chosen:
         rows = record[part] = parts[part](options.quick, missed)
         print(f"{part}:")
         print_table(list(rows[0]), [[f"{v:.3f}" if isinstance(v, float) else v for v in row.values()] for row in rows])
         print(flush=True)
-    summary = f"{', '.join(options.only)} in {time.perf_counter() - began:.0f} s"
+    summary = f"{', '.join(chosen)} in {time.perf_counter() - began:.0f} s"
     return finish(name, summary, record, missed, options.json)

@@ -25,7 +25,7 @@ from ds_hydra.plan.phase import Phase, PipelinePlan
 from ds_hydra.plan.simulate import simulated_ms
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.plan.works import has_formula
-from ds_hydra.planner.pipelines import whole_pipeline
+from ds_hydra.planner.pipelines import longest_outside, whole_pipeline
 
 _FORWARD = SHARES["forward"]
 _MOVES, _TARGETS = 100, 3  # at most; the pipelines that are sooner done than others, to which sequences move
@@ -44,18 +44,21 @@ class _Pipeline:
 
     def ms(self, pulls_ms: float) -> float:
         """What it takes, with what pulls of so many ms add."""
-        loads = sorted((self.cost.packed_ms([self.work[i] for i in held]) for held in self.bins), reverse=True)
-        return math.fsum(loads) + max(0.0, pulls_ms - _FORWARD * self._first(loads))
+        computing, hiding = self._times()
+        return computing + max(0.0, pulls_ms - hiding)
 
     def pulls_ms(self, taken_ms: float) -> float:
         """The pulls with which it takes so long."""
-        loads = sorted((self.cost.packed_ms([self.work[i] for i in held]) for held in self.bins), reverse=True)
-        return taken_ms - math.fsum(loads) + _FORWARD * self._first(loads)
+        computing, hiding = self._times()
+        return taken_ms - computing + hiding
 
-    @staticmethod
-    def _first(loads: Sequence[float]) -> float:
-        """The load of what runs first: the second heaviest (`pipelines.longest_outside`)."""
-        return loads[min(1, len(loads) - 1)] if loads else 0.0
+    def _times(self) -> tuple[float, float]:
+        """Of all its micro-batches, and of the first forward, behind which pulls hide."""
+        loads = [load for load, _ in longest_outside([(self._load(held), held) for held in self.bins])]
+        return math.fsum(loads), _FORWARD * loads[0] if loads else 0.0
+
+    def _load(self, held: Sequence[int]) -> float:
+        return self.cost.packed_ms([self.work[i] for i in held])
 
     def without(self, sequence: int) -> _Pipeline:
         """The same with a sequence less."""

@@ -221,10 +221,10 @@ class Planner:
     def _hiding(self, plan: StepPlan) -> StepPlan:
         """The simulated plan, or one that hides its messages better where they add more than they usually do."""
         for _ in range(_TURNS):
-            more_ms = plan.messages_ms - self._exposed_ms(plan)
-            if more_ms <= _USUAL * plan.predicted_ms:
+            taken_ms = plan.step_ms - self._exposed_ms(plan)
+            if taken_ms <= (1.0 + _USUAL) * plan.predicted_ms:
                 break
-            found = with_hidden_pulls(plan, self._pool.table, plan.predicted_ms + more_ms)
+            found = with_hidden_pulls(plan, self._pool.table, taken_ms)
             if found is None or (found := self._simulated(found)).step_ms >= plan.step_ms:
                 break
             plan = found
