@@ -15,6 +15,7 @@ receives from 0, 3, 2), so that not all of them turn to rank 0 first.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -81,10 +82,6 @@ class Link:
         self._sum_terms: dict[tuple[int, int | None, bool], tuple[Contribution, ...]] = {}
         # What several peers get is gathered once: replicas of one shape all want the same parts of a shard.
         self._gathered = {run.parts: run for run in self._leaving if not run.in_place}
-        self._from_place = Cover()  # several peers may be sent overlapping intervals
-        for run in self._leaving:
-            if run.in_place:
-                self._from_place.add(run.parts[0].offset, run.parts[0].offset + run.numel)
         self._landing = tuple(run for message in self._coming for run in message if not run.in_place)
         self._pull_cuts = Cuts([run.numel for run in (*self._gathered.values(), *self._landing)])
         received = [message.numel for message in self.recvs]
@@ -92,6 +89,15 @@ class Link:
             cast: Cuts([*(run.numel for run in self._leaving if cast or not run.in_place), *received])
             for cast in (False, True)
         }
+
+    @cached_property
+    def _sent_in_place(self) -> Cover:
+        """What peers are sent out of the source itself; several may be sent overlapping intervals."""
+        covered = Cover()
+        for run in self._leaving:
+            if run.in_place:
+                covered.add(run.parts[0].offset, run.parts[0].offset + run.numel)
+        return covered
 
     @property
     def pull_scratch(self) -> int:
@@ -131,7 +137,7 @@ class Link:
             raise PlanError(f"rank {self.rank} pulls {src.dtype} into {dst.dtype}; give memory to cast the source to")
         space = iter(self._pull_cuts.of(_scratch(scratch, self.pull_scratch, dst.dtype, dst.device)))
         if wire is not src:  # all else is cast where it is copied
-            for start, stop in zip(self._from_place.starts, self._from_place.stops, strict=True):
+            for start, stop in zip(self._sent_in_place.starts, self._sent_in_place.stops, strict=True):
                 wire[start:stop].copy_(src[start:stop])
         gathered = {parts: run.gather(src, next(space)) for parts, run in self._gathered.items()}
         landing = list(zip(self._landing, space, strict=True))
