@@ -7,10 +7,12 @@ meet at a port of the parent's, which the system chooses, so tests can run side 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
 import sys
 import time
@@ -43,7 +45,7 @@ def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float
 
     `fn` may be a closure; results are pickled (tensors by value). `timeout` in seconds bounds the whole call
     and every collective. The first exception of any rank ends all ranks and is raised here, with the rank's
-    traceback; a rank that hangs is killed and raises `TimeoutError`.
+    traceback; a rank that hangs tells on standard error where, is killed, and raises `TimeoutError`.
     """
     context = multiprocessing.get_context("fork")
     sys.stdout.flush()
@@ -108,6 +110,10 @@ def _collect(receivers: list[Connection], children: list[Any], timeout: float) -
         open_pipes = [receiver for receiver in receivers if id(receiver) in pending]
         ready = wait(open_pipes, timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
+            for rank in pending.values():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(children[rank].pid, signal.SIGUSR2)  # it tells where it hangs
+            time.sleep(0.5)
             raise TimeoutError(f"ranks {sorted(pending.values())} of {len(receivers)} gave no result in {timeout} s")
         for receiver in ready:
             assert isinstance(receiver, Connection)
@@ -136,6 +142,7 @@ def _rank_main(
     exit_code = 1
     # Its garbage collector would visit all objects that the parent has, and the visit alone copies their pages.
     gc.freeze()
+    faulthandler.register(signal.SIGUSR2, file=2)
     try:
         one_thread()
         if sys.platform == "linux":
