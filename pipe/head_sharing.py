@@ -28,6 +28,7 @@ each other node. Two nodes of two ranks, eight heads:
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -40,12 +41,16 @@ from ds_hydra.zero_hetero.nodes import NodeSize, largest_node
 if TYPE_CHECKING:
     from ds_hydra.pipe.contexts import Reach
 
-MOST_OF_ROOM = 7 / 8
-"""Of the tokens that a micro-batch may have: with so many there is memory for what a rank of two nodes keeps more.
 
-The first node keeps 1.41 times as many queries and outputs, and as many keys and values: 1.66 times the queries' bytes
-more, an eighth of the least that a layer keeps, 8 times the input's bytes and 5.4 of an MLP's.
-"""
+def most_of_room(nodes: int) -> float:
+    """Of the tokens that a micro-batch may have: with so many there is memory for what a rank of several nodes keeps
+    more.
+
+    Of two, the first node keeps 1.41 times as many queries and outputs, and as many keys and values: 1.66 times the
+    queries' bytes more, an eighth of the least that a layer keeps, 8 times the input's bytes and 5.4 of an MLP's. So
+    seven eighths. Of n nodes the first computes the square root of n times as many queries as it holds.
+    """
+    return 1.0 / (1.0 + (math.sqrt(nodes) - 1.0) / (math.sqrt(2.0) - 1.0) / 7.0)
 
 
 @lru_cache(maxsize=256)  # every layer of every micro-batch asks

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_hydra.pipe.collectives import Group
-from ds_hydra.pipe.head_sharing import MOST_OF_ROOM
+from ds_hydra.pipe.head_sharing import most_of_room
 from ds_hydra.pipe.model_plan import ModelPlan, Slot
 from ds_hydra.pipe.packed_weights import Leaf, PackedLinears
 from ds_hydra.pipe.placement import Pipeline, Stage
@@ -115,7 +115,8 @@ class StagePlace:
 
     def frugal(self, num_tokens: int, *, sliced: bool) -> bool:
         """Of a row of so many tokens: whether the memory for it was planned without keys of other nodes."""
-        return sliced or len(self.pipeline.stages) > 1 or num_tokens > MOST_OF_ROOM * self.room
+        nodes = self.stage.sp // self.near if self.near else 1
+        return sliced or len(self.pipeline.stages) > 1 or num_tokens > most_of_room(nodes) * self.room
 
     @property
     def turns(self) -> bool:

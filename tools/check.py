@@ -41,12 +41,16 @@ TIMED = (
     "check_swap",
 )
 # Tools with more than one set of tables, and the options of each; some have no clock's times in them.
-_NETWORKS, _SAME = ("order", "overlap", "emulated", "sockets", "two_hosts"), ("classes", "slices", "sizes")
-_UNTIMED = ("--only", *_NETWORKS[:-1]), ("--only", *_SAME)
+_NETWORKS, _MEMORY = ("order", "overlap", "emulated", "sockets", "two_hosts"), ("count", "states", "peak", "layouts")
+_SAME, _TRAINED = ("classes", "slices", "sizes"), ("scripts", "stream", "handed", "losses", "lora")
+_UNTIMED = tuple(("--only", *names) for names in (_NETWORKS[:-1], _MEMORY, _SAME, _TRAINED))
 SETS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "check_devices": ((), ("--fast", "--without", *_NETWORKS), _UNTIMED[0], ("--only", *_NETWORKS[-1:])),
-    "check_hybrids": (("--without", *_SAME), _UNTIMED[1]),
-}
+    "check_devices": (
+        ("--without", *_MEMORY), ("--fast", "--without", *_NETWORKS), *_UNTIMED[:2], ("--only", *_NETWORKS[-1:])
+    ),
+    "check_hybrids": (("--without", *_SAME), _UNTIMED[2]),
+    "check_swap": (("--only", "plan"), _UNTIMED[3]),
+}  # fmt: skip
 QUICK_LIMIT_S, LIMIT_S = 600.0, 6 * 3600.0  # for a tool that stands still
 _MEASURING = Lock()  # how fast the machine is, which two threads would slow down for each other
 

@@ -25,7 +25,7 @@ from tools.edits.added import added
 from tools.edits.kind import KINDS, SAME
 from tools.edits.trial import ROUNDING, draw_trials, effects, try_edit
 
-TRIALS, QUICK_TRIALS = 180, 6
+TRIALS, QUICK_TRIALS = 180, 4
 STEPS, QUICK_STEPS = 8, 2
 GOOD = ("equal", "refused")
 

@@ -91,9 +91,9 @@ def apart(settings: Settings, environment: Mapping[str, str]) -> Found:
 
 def cases(quick: bool, beside: int) -> list[Case]:
     """All that is compared with the undisturbed run, in order."""
-    hurts = ("killed", "stopped for ever", "talks nonsense") if quick else tuple(HURTS)
+    hurts = ("killed", "talks nonsense") if quick else tuple(HURTS)
     found = [Case("busy", f"{number + 1}", beside=beside) for number in range(1 if quick else 10)]
-    found += [Case("ahead", f"{ahead}", {"ahead": ahead}) for ahead in ((0, 8) if quick else (0, 1, 8))]
+    found += [Case("ahead", f"{ahead}", {"ahead": ahead}) for ahead in ((8,) if quick else (0, 1, 8))]
     found += [Case("hurt", hurt, {"hurt": hurt}, 0 if quick else beside) for hurt in hurts]
     found.append(Case("restarted", "after 3 steps", beside=beside, restarted=True))
     if not quick:

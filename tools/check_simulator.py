@@ -40,7 +40,7 @@ from ds_hydra.zero_hetero.errors import PlanError
 from tests.support.random_plans import random_job, random_plan
 from tools import aims, machine
 
-PLANS, QUICK_PLANS = 10_000, 400
+PLANS, QUICK_PLANS = 10_000, 200
 _TIMES = 3  # that the speed is measured
 
 

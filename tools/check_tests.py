@@ -22,7 +22,7 @@ from ds_hydra.commands.figures import figures_parser, finish
 
 ROOT = Path(__file__).resolve().parents[1]
 _MARK = re.compile(r"pytest\.mark\.(long|drawn)")
-QUICK_SHARE = 0.02
+QUICK_SHARE = 0.015
 
 
 def files(root: Path = ROOT) -> list[str]:

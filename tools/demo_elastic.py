@@ -53,7 +53,7 @@ class Course:
 
 
 WHOLE = Course({4: ["tp2 + 2*tp1", "2*tp2"], 3: ["tp2 + tp1", "3*tp1"]}, 120, (2, 0), 6)
-QUICK = Course({2: ["2*tp1"], 1: ["tp1"]}, 50, (1,), 2)
+QUICK = Course({2: ["2*tp1"], 1: ["tp1"]}, 30, (1,), 2)
 
 
 @dataclass

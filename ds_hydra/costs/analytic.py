@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -274,7 +275,8 @@ def estimate_activations(
     key_value = 2.0 * max(kv_heads, tp * parts) / heads * width * (sp // parts)
     shards = tp if token_sharding else 1
     whole = 4 * hidden * param_bytes + (0 if short_norms else 2 * hidden * 4)
-    attention, mlp = (2 * width + key_value) * param_bytes, 4 * intermediate * param_bytes
+    # Where ranks share a row's queries, the first ones compute more than they hold [Note: shared queries].
+    attention, mlp = (2 * width * math.sqrt(sp // parts) + key_value) * param_bytes, 4 * intermediate * param_bytes
     kept = attends * attention + mlp - (2 * intermediate * param_bytes if short_gates else 0)
     of_boxes = sum(boxed) / count + gathered
     layer = (whole / shards + kept / tp) / sp + of_boxes

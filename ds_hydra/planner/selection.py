@@ -40,7 +40,7 @@ from ds_hydra.planner.step_search import Pool, StepSearch
 from ds_hydra.zero_hetero.errors import PlanError
 
 logger = logging.getLogger(__name__)
-_FINALISTS = 2  # plans of whole sequences, and as many chunked ones, that are simulated with messages on
+_FINALISTS = 4  # plans of whole sequences, and as many chunked ones, that are simulated with messages on
 _FEW_RANKS = 256  # at most; on 1024 one simulation takes 0.4 s, and there is one of each kind
 _USUAL, _TURNS = 0.005, 2  # of a plan's time: more of messages is worth such moves; how often they are sought
 

@@ -325,6 +325,14 @@ def test_checkpointing_keeps_less() -> None:
     assert Activations(1.0, 0.0, 0.0).transient == 0.0
 
 
+def test_nodes_that_share_queries_keep_keys_of_all_and_more_queries() -> None:
+    """Six ranks share 32 heads two by two: three parts of a row, the first of 0.58 of its queries and keys,
+    the last of 0.18 with all of them; counted are the most of either."""
+    two, six = (sp * estimate_activations(4096, 11008, 32, 32, 2, 1, sp).layer for sp in (2, 6))
+    queries_and_outputs, keys_and_values = 2 * (3**0.5 - 1.0), 2 * (3 - 1)
+    assert six - two == pytest.approx((queries_and_outputs + keys_and_values) * 4096 * 2)
+
+
 def test_memory_constants_name_their_source() -> None:
     record = json.loads((Path(TABLES) / "a800_memory.json").read_text())
     assert "Apache-2.0" in record["source"]

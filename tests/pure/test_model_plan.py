@@ -291,9 +291,13 @@ def test_sequence_parallelism_fills_a_node_or_two_and_tensor_parallelism_one() -
     inside = set(feasible_schemes(plan, 8, 8))
     across = set(feasible_schemes(plan, 8, 2))
     assert ParallelScheme(2, 2, 2) in inside
+    of_two = {ParallelScheme(tp, pp, 4 // tp) for tp in (1, 2) for pp in (1, 2)}
+    # Three nodes share the queries of one stage; of four, ranks of different nodes would share the heads.
     assert {scheme for scheme in across if scheme.tp * scheme.sp > 2} == {
-        ParallelScheme(tp, pp, 4 // tp) for tp in (1, 2) for pp in (1, 2)
-    }
+        *of_two, ParallelScheme(sp=6), ParallelScheme(2, 1, 3)
+    }  # fmt: skip
     assert max(scheme.tp for scheme in across) == 2
     assert all(scheme.tp * scheme.sp <= 3 for scheme in feasible_schemes(plan, 5, 3)), "two nodes are not there"
-    assert all(scheme.tp * scheme.sp <= 12 for scheme in feasible_schemes(plan, 64, 12)), "24 ranks are too many"
+    large = [scheme for scheme in feasible_schemes(plan, 64, 12) if scheme.tp * scheme.sp > 12]
+    assert {scheme.pp for scheme in large} == {1}, "24 ranks are too many to share heads"
+    assert max(scheme.num_ranks for scheme in large) == 48

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_hydra.pipe.contexts import Reach
-from ds_hydra.pipe.head_sharing import row_parts
+from ds_hydra.pipe.head_sharing import most_of_room, row_parts
 from ds_hydra.pipe.rows import position_ids
 from ds_hydra.planner.pipelines import row_order
 
@@ -59,3 +59,14 @@ def test_in_the_order_of_a_plan_two_ranks_compute_nearly_what_they_hold(lengths:
         return abs(row_parts(tuple(row), 0, Reach(), 2)[0].stop - half)
 
     assert off([lengths[i] for i in row_order(range(len(lengths)), lengths)]) < 0.3 * off(sorted(lengths))
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 4, 8])
+def test_a_row_within_its_share_has_memory_for_what_the_first_node_keeps_more(nodes: int) -> None:
+    """In queries of a token that a node holds: at least 13.4 a layer, and queries, outputs, keys and values of those
+    that the first node computes, in place of those that it holds."""
+    first = row_parts((4096,), 0, Reach(), nodes)[0]
+    assert (first.stop - first.start) * nodes / 4096 == pytest.approx(nodes**0.5, rel=1e-3)
+    more = 4.0 * ((first.stop - first.start) * nodes / 4096 - 1.0)
+    assert most_of_room(nodes) * (13.4 + more) <= 13.4
+    assert most_of_room(nodes) * (13.4 + more) > 0.94 * 13.4, "no more is left free than is needed"

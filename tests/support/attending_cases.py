@@ -100,6 +100,7 @@ def _inside_nodes() -> Iterator[Case]:
     of_8 = replace(sliced, strategies=("sp8", "tp2sp4", "sp4pp2/v"), steps=3)
     yield replace(of_8, name="heads inside nodes of 4 ranks", node_size=4)
     yield replace(of_8, name="heads inside nodes, on four nodes", family="llama_1_key_head")
+    yield replace(sliced, name="heads inside nodes, on three nodes", strategies=("sp6", "tp2sp3", "3*tp2"), steps=3)
     # A row of 240 tokens fills its memory, so that all ranks share its heads; others do not.
     full = replace(base, family="llama_8_key_heads", lengths=(240, 40, 30, 20, 33, 11) * 12, tokens_per_step=250)
     yield replace(full, name="heads inside nodes, full rows", strategies=("sp4",), quick=True)

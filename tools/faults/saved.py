@@ -77,14 +77,14 @@ def check_drawn_damages(quick: bool) -> Tally:
     """Damages of files, folders and names, drawn at random: refused on all ranks, or loaded as what was saved."""
     from tests.support.loads import damaged
 
-    return _drawn("drawn damages", damaged, 15 if quick else DAMAGES, slice(0, None, 1 + quick))
+    return _drawn("drawn damages", damaged, 10 if quick else DAMAGES, slice(0, None, 1 + quick))
 
 
 def check_forgeries(quick: bool) -> Tally:
     """One value changed and all digests made to match: what all ranks refuse, or load as what it says, and go on."""
     from tests.support.loads import forged
 
-    return _drawn("forgeries", forged, 15 if quick else FORGERIES, slice(quick, None, 1 + quick))
+    return _drawn("forgeries", forged, 10 if quick else FORGERIES, slice(quick, None, 1 + quick))
 
 
 def _drawn(name: str, tried: Callable[..., dict[str, list[str]]], count: int, which: slice) -> Tally:

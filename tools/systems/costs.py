@@ -150,7 +150,7 @@ def _shared(cell: Cell, base: SchemeCost, way: Way) -> Iterator[SchemeCost]:
             ring = _ring_ms(cell, base, degree)
             yield WaitingCost(scheme, a, b, c, *known, message=ring, alone=max(0, alone) if way.by_length else 0)
             continue
-        if degree > heads:
+        if degree > heads or (heads % degree and not _shares_queries(cell, scheme)):
             continue
         if not way.overlapped or degree == 1:
             yield SchemeCost(scheme, a, b + _all_to_all_ms(cell, base, degree, degree), c, *known)
@@ -158,6 +158,14 @@ def _shared(cell: Cell, base: SchemeCost, way: Way) -> Iterator[SchemeCost]:
         tokens = cell.tokens * base.uniform.tp / cell.gpus  # of a rank in the step
         tokens = int(tokens / math.ceil(tokens / max(1, alone)))
         yield _overlapping(cell, base, SchemeCost(scheme, a, b, c, *known), tokens)
+
+
+def _shares_queries(cell: Cell, scheme: ParallelScheme) -> bool:
+    """Whether whole nodes share the queries of a pipeline's one stage, and their ranks the heads."""
+    every = _HEADS[base_model(cell.model)]
+    near = near_ranks(scheme.sp, scheme.tp, NODE)
+    parts = head_parts(scheme.sp, every, max(1, round(cell.keys * every)), scheme.tp, near=near)
+    return scheme.pp == 1 and 0 < near == parts
 
 
 def _overlapping(cell: Cell, base: SchemeCost, cost: SchemeCost, tokens: int) -> WaitingCost:
@@ -250,8 +258,14 @@ def with_keys(cost: SchemeCost, keys: float) -> SchemeCost:
 
 def _limited(costs: Iterable[SchemeCost], model: str, gpus: int, way: Way, found: CostTable) -> Iterator[SchemeCost]:
     """The schemes that hold something, with the tokens that they hold."""
+    activations: dict[str, float] = _constants(model)["activation_bytes"]  # type: ignore[assignment]
     for cost in costs:
-        most = max_length(model, gpus, cost.uniform, kept=_kept(cost, way), zero_3=way.zero_3)
+        kept = _kept(cost, way)
+        if isinstance(cost, TwoHopCost) and not cost.by_heads and cost.over_all is None:
+            # Nodes keep keys and values of all, and the first one more queries and outputs than it holds tokens.
+            more = math.sqrt(cost.nodes) - 1.0 + cost.keys * (cost.nodes - 1)
+            kept += 2 * _BYTES * more / activations[str(cost.uniform.tp)]
+        most = max_length(model, gpus, cost.uniform, kept=kept, zero_3=way.zero_3)
         if most >= 1:
             yield replace(cost, max_length=most, util_length=min(cost.util_length, most))
 

@@ -22,7 +22,7 @@ from tools.systems.hindsight import Configuration, StepMs, hindsight, planned_by
 
 LAYERS = {"7b": 32, "32b": 60}
 _TRIED = 3  # batches by which ours is set up
-_ULYSSES = (1, 2, 4, 8, 16)
+_ULYSSES = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # 24 GPUs, three nodes, share queries [Note: heads inside a node]
 _MOST = 60  # of whole sequences, which are quick to plan
 
 

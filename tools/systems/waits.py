@@ -7,7 +7,7 @@ follows from a row's sequences: two nodes that hold 8K tokens each of four seque
 of one sequence of 16K the first computes 11.6K, so it needs 3.6K queries, keys and values of the second, gives it 8K
 keys and values, and brings 3.6K outputs back. Where all ranks of two nodes share the heads, half of all crosses; those
 of more nodes pay an all-to-all of all of them, as it was measured. A step of the exchange takes what the busiest node
-sends or is sent. Planning counts a token as in a row with one sequence of 16K.
+sends or is sent. Planning counts a token as in a row with one sequence of 16K, or of its own if that is longer.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from numpy.typing import NDArray
 from ds_hydra.costs.cost_table import SchemeCost
 from ds_hydra.costs.shares import Shares
 from ds_hydra.pipe.contexts import Reach
-from ds_hydra.pipe.head_sharing import MOST_OF_ROOM, row_parts
+from ds_hydra.pipe.head_sharing import most_of_room, row_parts
 from ds_hydra.pipe.rows import Overlap, cut_heads
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
 
-_ALONE = 16_384  # tokens of a row with one sequence; of longer ones as large a part crosses
+_ALONE, _STEP = 16_384, 1024  # tokens of a row with one sequence, at least, and between those that are computed
 _OVERLAP = Overlap()
 Waits = tuple[tuple[float, float], ...]
 """Shares of the messages and of the attention beside them; exposed is the most that such messages take longer."""
@@ -152,9 +152,12 @@ class TwoHopCost(WaitingCost):
 
     def sequence_ms(self, lengths: NDArray[np.int64] | Sequence[int]) -> NDArray[np.float64]:
         """See `SchemeCost`. A token waits as in a long row, also of a short sequence: it is packed with longer ones,
-        whose attention hides its messages. What fills a row by itself has no memory for keys of other nodes."""
+        whose attention hides its messages. What fills a row by itself may have no memory for keys of other nodes."""
         tokens = np.asarray(lengths, dtype=np.float64)
-        found = SchemeCost.sequence_ms(self, lengths) + self._waits_ms((_ALONE,)) / _ALONE * tokens
+        steps = {int(length) // _STEP for length in tokens if length > _ALONE}
+        rows = sorted({_ALONE, *(_STEP * (step + above) for step in steps for above in (0, 1))})
+        of_a_token = np.interp(tokens, rows, [self._waits_ms((row,)) / row for row in rows])
+        found = SchemeCost.sequence_ms(self, lengths) + of_a_token * tokens
         return (
             found if self.over_all is None else np.where(tokens > self._most, self.over_all.sequence_ms(lengths), found)
         )
@@ -178,7 +181,7 @@ class TwoHopCost(WaitingCost):
     @property
     def _most(self) -> float:
         """Tokens of a row for which there is memory for keys of other nodes."""
-        return MOST_OF_ROOM * self.max_length
+        return most_of_room(self.nodes) * self.max_length
 
 
 def two_hops_ms(groups: Sequence[int], attention: float, inside: float, coming: float, going: float) -> float:
