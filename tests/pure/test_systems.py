@@ -145,6 +145,22 @@ def test_ours_has_ulysses_on_stages_of_up_to_two_nodes_with_its_waits_in_b() -> 
     assert "waits for messages in b" in table[ParallelScheme(4, 2, 4)].derived
 
 
+def test_three_nodes_share_queries_with_memory_for_the_keys_of_all() -> None:
+    table = all_schemes(WIDE_CELLS[-1])
+    two, three = table[ParallelScheme(4, 1, 4)], table[ParallelScheme(4, 1, 6)]
+    assert two.max_length < three.max_length < 0.8 * 1.5 * two.max_length
+    assert {cost.uniform.tp * cost.uniform.sp for cost in table.costs if cost.uniform.sp % 3 == 0} == {24}
+    assert {cost.scheme.pp for cost in table.costs if cost.uniform.sp % 3 == 0} == {1}
+
+
+def test_a_sequence_takes_as_long_beside_others() -> None:
+    """Also a long one, whose waits are its own."""
+    lengths = [100, 16_384, 17_000, 20_481, 30_000, 32_768]
+    for cost in all_schemes(WIDE_CELLS[-1]).costs:
+        alone = [float(cost.sequence_ms([length])[0]) for length in lengths]
+        assert cost.sequence_ms(lengths) == pytest.approx(alone, rel=1e-12), cost.scheme
+
+
 @pytest.mark.drawn
 @pytest.mark.parametrize("name", [*RIVALS, *AS_MADE])
 def test_every_rival_makes_valid_plans_within_memory(name: str) -> None:

@@ -30,7 +30,8 @@ def ds_hydra(cell: Cell, ms: StepMs) -> Configuration:
     """The best of what `"strategies": "auto"` can be asked for, by steps of other data, simulated with their transfers.
 
     Whole sequences under 1F1B, or with slices, split backwards and V's besides; on the measured schemes of TP and PP,
-    and with Ulysses on them: of up to two nodes where there are several stages.
+    and with Ulysses on them: of up to two nodes where there are several stages. One stage may be three nodes that share
+    queries.
     """
     return hindsight(settings(cell, all_schemes(cell), ms), cell.batches(_TRIED, SEEN_BEFORE), ms).configuration
 
