@@ -34,7 +34,7 @@ from ds_hydra.zero_hetero.errors import ConfigError
 from tools.systems.ablation import ablation
 from tools.systems.cells import Cell, chosen_cells
 from tools.systems.curves import curve_figures, curve_row, curves
-from tools.systems.measure import NAMES, OURS, bound_ms, measure_cells
+from tools.systems.measure import BY_THEMSELVES, NAMES, OURS, bound_ms, measure_cells
 from tools.systems.verdicts import (
     FLAGSHIP,
     Result,
@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--systems", nargs="+", choices=NAMES, default=list(NAMES), help="ours is always among them")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="systems at a time")
     parser.add_argument("--resume", action="store_true", help="keep what FILE of --json has of the same steps")
-    parser.add_argument("--again", nargs="+", choices=NAMES, default=[], help="resume, but measure these anew")
+    parser.add_argument("--again", nargs="+", choices=BY_THEMSELVES, default=[], help="resume, but measure these anew")
     parser.add_argument("--ablation", action="store_true", help="ideas one by one, as Hydraulis' figure 16 has them")
     parser.add_argument("--curves", type=int, default=0, metavar="STEPS", help="by GPUs, context and tokens a step")
     parser.add_argument("--emulate", type=int, default=0, metavar="STEPS", help="of six cells on the emulated cluster")

@@ -55,6 +55,7 @@ RIVALS: dict[str, System] = {
 # The same plans with short sequences dealt out whole, beside those that share them for nothing [Note: dealt out].
 DEALT = {name: f"{name}, dealt out" for name in ("dynamic CP", "hybrid DP")}
 NAMES = (OURS, STATIC, SAME_LAYOUT, *list(RIVALS)[1:], *DEALT.values(), *AS_MADE)
+BY_THEMSELVES = tuple(name for name in NAMES if name not in {SAME_LAYOUT, *DEALT.values()})  # others come with these
 _TASKS_OF_A_WORKER = 48  # then another process takes its place, without what it has kept
 
 
