@@ -115,8 +115,9 @@ class StagePlace:
 
     def frugal(self, num_tokens: int, *, sliced: bool) -> bool:
         """Of a row of so many tokens: whether the memory for it was planned without keys of other nodes."""
-        nodes = self.stage.sp // self.near if self.near else 1
-        return sliced or len(self.pipeline.stages) > 1 or num_tokens > most_of_room(nodes) * self.room
+        if sliced or len(self.pipeline.stages) > 1:
+            return True
+        return self.near > 0 and num_tokens > most_of_room(self.stage.sp // self.near) * self.room
 
     @property
     def turns(self) -> bool:
