@@ -42,8 +42,8 @@ TIMED = (
 )
 # Tools with more than one set of tables, and the options of each; some have no clock's times in them.
 _NETWORKS, _MEMORY = ("order", "overlap", "emulated", "sockets", "two_hosts"), ("count", "states", "peak", "layouts")
-_SAME, _TRAINED = ("classes", "slices", "sizes"), ("scripts", "stream", "handed", "losses", "lora")
-_UNTIMED = tuple(("--only", *names) for names in (_NETWORKS[:-1], _MEMORY, _SAME, _TRAINED))
+_SAME = "classes", "slices", "sizes"
+_UNTIMED = (*(("--only", *names) for names in (_NETWORKS[:-1], _MEMORY, _SAME)), ("--without", "plan"))
 SETS: dict[str, tuple[tuple[str, ...], ...]] = {
     "check_devices": (
         ("--without", *_MEMORY), ("--fast", "--without", *_NETWORKS), *_UNTIMED[:2], ("--only", *_NETWORKS[-1:])

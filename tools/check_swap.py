@@ -241,13 +241,14 @@ def main(arguments: list[str] | None = None) -> int:
     """The exit code: 0, or 1 if an aim was missed."""
     parser = figures_parser(__doc__, "python -m tools.check_swap")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="run these parts only")
+    parser.add_argument("--without", nargs="+", choices=PARTS, default=[], help="leave these parts out")
     options = parser.parse_args(arguments)
     if options.quick:
         torch.set_num_threads(1)  # which ranks inherit when they are forked
     began = time.perf_counter()
     missed: list[str] = []
     figures: dict[str, Rows] = {}
-    for name in options.only:
+    for name in (part for part in options.only if part not in options.without):
         rows = figures[name] = PARTS[name](options.quick, missed)
         print(f"\n{name}")
         print_table(list(rows[0]), [list(row.values()) for row in rows])
