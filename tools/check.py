@@ -40,17 +40,20 @@ TIMED = (
     "check_simulator",
     "check_swap",
 )
-# Tools with more than one set of tables, and the options of each; some have no clock's times in them.
+# Tools with more than one set of tables, and the options of each; and those of their runs that no clock's times are in.
 _NETWORKS, _MEMORY = ("order", "overlap", "emulated", "sockets", "two_hosts"), ("count", "states", "peak", "layouts")
-_SAME = "classes", "slices", "sizes"
-_UNTIMED = (*(("--only", *names) for names in (_NETWORKS[:-1], _MEMORY, _SAME)), ("--without", "plan"))
+_SAME, _HOSTS = ("classes", "slices", "sizes"), ("memory", "trl", "live", "refusals", "rollouts")
 SETS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "check_devices": (
-        ("--without", *_MEMORY), ("--fast", "--without", *_NETWORKS), *_UNTIMED[:2], ("--only", *_NETWORKS[-1:])
-    ),
-    "check_hybrids": (("--without", *_SAME), _UNTIMED[2]),
-    "check_swap": (("--only", "plan"), _UNTIMED[3]),
-}  # fmt: skip
+    "check_devices": (("--without", *_MEMORY), ("--fast", "--without", *_NETWORKS), ("--only", *_NETWORKS[-1:])),
+    "check_hybrids": (("--only", "costs"), ("--without", "costs", *_SAME)),
+    "check_swap": (("--only", "plan"),),
+}
+UNTIMED: dict[str, tuple[tuple[str, ...], ...]] = {
+    "check_devices": tuple(("--only", *names) for names in (_NETWORKS[:1], _NETWORKS[1:-1], _MEMORY)),
+    "check_hybrids": (("--only", *_SAME),),
+    "check_post_training": (("--only", *_HOSTS), ("--without", *_HOSTS)),
+    "check_swap": (("--without", "plan"),),
+}
 QUICK_LIMIT_S, LIMIT_S = 600.0, 6 * 3600.0  # for a tool that stands still
 _MEASURING = Lock()  # how fast the machine is, which two threads would slow down for each other
 
@@ -79,7 +82,7 @@ def tool_names(folder: Path = FOLDER) -> list[str]:
 def commands(names: Sequence[str], quick: bool) -> Iterator[list[str]]:
     """What to run for each tool: its name, then its options."""
     for name in names:
-        for options in SETS.get(name, ((),)):
+        for options in (*SETS.get(name, ()), *UNTIMED.get(name, ())) or ((),):
             yield [name, *options, *(["--quick"] if quick else [])]
 
 
@@ -88,7 +91,7 @@ def alone(command: Sequence[str]) -> bool:
     name, *options = command
     simulated = ("bench_spaces", "bench_systems", "bench_tail", *(() if shutil.which("nvidia-smi") else ("bench_gpu",)))
     of_clocks = name.startswith(TIMED) and name not in simulated
-    return of_clocks and not any(tuple(options[: len(one)]) == one for one in _UNTIMED)
+    return of_clocks and not any(tuple(options[: len(one)]) == one for one in UNTIMED.get(name, ()))
 
 
 def run_tool(command: Sequence[str], limit_s: float) -> Ran:
