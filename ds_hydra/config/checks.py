@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, field, fields
 from types import MappingProxyType
@@ -87,9 +86,10 @@ def number(minimum: float = 0.0, maximum: float = 1e15, *, exclusive: bool = Fal
             return None
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise _wrong(place, "a number", value)
-        below = value <= minimum if exclusive else value < minimum
-        if not math.isfinite(value) or below or value > maximum:
-            raise _wrong(place, f"{'above' if exclusive else 'at least'} {minimum:g} and finite", value)
+        above = value > minimum if exclusive else value >= minimum
+        if not (above and value <= maximum):  # so that NaN is neither
+            least = "above" if exclusive else "at least"
+            raise _wrong(place, f"{least} {minimum:g} and at most {maximum:g}", value)
         return float(value)
 
     return check

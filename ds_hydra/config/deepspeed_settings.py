@@ -303,12 +303,15 @@ _RATES = ("lr", "eps", "weight_decay", "momentum", "warmup_min_lr", "warmup_max_
 
 
 def _check_rates(params: Mapping[str, Any], key: str) -> None:
-    for name in _RATES:
-        value = params.get(name)
-        if value is not None and not isinstance(value, (list, tuple)):  # schedulers take a rate per group
-            number()(value, f"{key}.params.{name}")
-    betas = params.get("betas", ())
-    if not isinstance(betas, (list, tuple)):
+    for name in (name for name in _RATES if name in params):
+        value, place = params[name], f"{key}.params.{name}"
+        if key == "scheduler" and isinstance(value, (list, tuple)):  # a rate per group
+            for index, one in enumerate(value):
+                number()(one, f"{place}[{index}]")
+        elif key == "optimizer" or value is not None:
+            number()(value, place)
+    betas = params.get("betas", (0.9, 0.999))
+    if not isinstance(betas, (list, tuple)) or len(betas) < 2:
         raise ConfigError(
             f"config: {key}.params.betas must be a list of two numbers such as [0.9, 0.95], but is {betas!r}"
         )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
 import pytest
 
+from ds_hydra.config.describe import LIST
+from ds_hydra.config.describe import settings as every_setting
 from ds_hydra.config.hydra_block import HydraConfig, check_num_ranks, parse_config
 from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -229,6 +232,10 @@ def test_batch_keys_are_filled_in_and_explained() -> None:
         ({"gradient_clipping": math.nan}, ["gradient_clipping", "nan"]),
         ({"optimizer": {"type": "AdamW", "params": {"lr": "abc"}}}, ["optimizer.params.lr", "abc"]),
         ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 2]}}}, ["optimizer.params.betas[1]", "2"]),
+        ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9]}}}, ["optimizer.params.betas", "[0.9, 0.95]"]),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": [1e-3]}}}, ["optimizer.params.lr", "[0.001]"]),
+        ({"optimizer": {"type": "AdamW", "params": {"eps": None}}}, ["optimizer.params.eps", "None"]),
+        ({"scheduler": {"type": "OneCycle", "params": {"warmup_max_lr": [math.nan]}}}, ["warmup_max_lr[0]", "nan"]),
         ({"optimizer": {"type": "AdamW", "parms": {}}}, ["parms", "mean 'params'"]),
         ({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1}}}, ["max_grad_norm", "gradient_clipping"]),
         ({"scheduler": {}}, ["scheduler", "type"]),
@@ -241,6 +248,21 @@ def test_batch_keys_are_filled_in_and_explained() -> None:
 def test_deepspeed_settings_that_cannot_hold(settings: dict[str, Any], words: list[str]) -> None:
     message = refusal({"hydra": HYDRA, **settings})
     assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    "value",
+    [math.inf, math.nan, -math.inf, 10**400, 1e308, -1, True, "", "x", [], [None], {}, {"": 1}, None],
+    ids=lambda value: repr(value)[:9],
+)
+def test_every_setting_takes_an_odd_value_or_refuses_it_in_words(value: object) -> None:
+    for one in every_setting():
+        *outer, name = one.place.split(".")
+        block: Any = {name: value}
+        for key in reversed(outer):
+            block = {key.removesuffix(LIST): [block] if key.endswith(LIST) else block}
+        with contextlib.suppress(ConfigError):
+            parse_config({"hydra": HYDRA | block["hydra"]})
 
 
 @pytest.mark.parametrize(
