@@ -60,6 +60,8 @@ class LinkFigure:
             number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
             if not number or value < 0 or (value == 0 and not least):
                 raise ConfigError(f"{place}: {key} must be a number above 0 but is {value!r}")
+        if not isinstance(self.inter_node, bool):
+            raise ConfigError(f"{place}: inter_node must be true or false but is {self.inter_node!r}")
 
     def ms(self, num_bytes: int) -> float:
         """Milliseconds of one call."""
@@ -175,4 +177,7 @@ def links_from_record(record: object, place: str) -> Links:
             figures.append(LinkFigure(**row))
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
-    return Links(tuple(figures), str(record.get("source", "")), record.get("node_size"))
+    node_size = record.get("node_size")
+    if node_size is not None and (isinstance(node_size, bool) or not isinstance(node_size, int) or node_size < 1):
+        raise ConfigError(f"{place}: node_size must be a whole number of at least 1 but is {node_size!r}")
+    return Links(tuple(figures), str(record.get("source", "")), node_size)

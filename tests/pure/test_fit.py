@@ -173,14 +173,25 @@ def test_links_scale_to_other_group_sizes() -> None:
     assert links_from_record(links.to_record(), "here") == links
 
 
+FIGURE = {"operation": "p2p", "group_size": 2, "latency_us": 1.0, "bytes_per_second": 1.0}
+
+
+@pytest.mark.parametrize("node_size", [0, 1.5, True, "8"])
+def test_links_of_an_impossible_node_are_refused(node_size: object) -> None:
+    with pytest.raises(ConfigError, match="here: node_size must be a whole number"):
+        links_from_record({"links": [FIGURE], "node_size": node_size}, "here")
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
         ({"operation": "all_reduce", "group_size": 2, "latency_us": 1.0}, "missing bytes_per_second"),
         ({"operation": "allreduce", "group_size": 2, "latency_us": 1.0, "bytes_per_second": 1.0}, "all_reduce"),
-        ({"operation": "p2p", "group_size": 1, "latency_us": 1.0, "bytes_per_second": 1.0}, "group_size"),
-        ({"operation": "p2p", "group_size": 2, "latency_us": -1.0, "bytes_per_second": 1.0}, "latency_us"),
-        ({"operation": "p2p", "group_size": 2, "latency_us": 1.0, "bytes_per_second": 0}, "bytes_per_second"),
+        (FIGURE | {"group_size": 1}, "group_size"),
+        (FIGURE | {"latency_us": -1.0}, "latency_us"),
+        (FIGURE | {"bytes_per_second": 0}, "bytes_per_second"),
+        (FIGURE | {"inter_node": "false"}, "inter_node must be true or false"),
+        (FIGURE | {"inter_node": []}, "inter_node"),
         ({"operation": "p2p", "group_size": 2, "latency_us": 1.0, "bandwidth": 1.0}, "unknown key 'bandwidth'"),
         ("p2p", "must be an object"),
     ],
