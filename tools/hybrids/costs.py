@@ -62,7 +62,7 @@ def costs(quick: bool, missed: list[str]) -> list[dict[str, Any]]:
     rows = []
     for sequences, length, width in ((16, _SHORT, 192),) if quick else ((32, _SHORT, 192), (32, 256, 512)):
         for kind in _MODELS:
-            row = _row(kind, sequences, length, width, _TURNS)
+            row = _row(kind, sequences, length, width)
             rows.append(row)
             aim = aims.PACKS_OVER_PLAIN[kind] if length == _SHORT else aims.LONGER_PACKS_OVER_PLAIN
             if row["over plain"] > aim:
@@ -79,7 +79,7 @@ def _hold_memory() -> None:
             raise OSError(f"glibc's allocator refuses {value} as option {option}")
 
 
-def _row(kind: str, sequences: int, length: int, width: int, turns: int) -> dict[str, Any]:
+def _row(kind: str, sequences: int, length: int, width: int) -> dict[str, Any]:
     model_type, own = _MODELS[kind]
     config = AutoConfig.for_model(
         model_type, vocab_size=96, hidden_size=width, intermediate_size=512, num_hidden_layers=_LAYERS,
@@ -90,7 +90,7 @@ def _row(kind: str, sequences: int, length: int, width: int, turns: int) -> dict
     extra = {"experts_implementation": "eager"} if model_type == "qwen3_next" else {}
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", **extra).double()
     data = uneven_data(96, [(length,) * sequences])
-    pairs, floor, operators = _pairs(CausalLM(model, by_one_rank=True), Plain(model), data, turns)
+    pairs, floor, operators = _pairs(CausalLM(model, by_one_rank=True), Plain(model), data)
     packs, alone = (min(column) for column in zip(*pairs, strict=True))
     each = operators / (sequences * _LAYERS)
     return {"layers": kind, "sequences": sequences, "tokens": length, "width": width, "packs, s": packs,
@@ -98,7 +98,7 @@ def _row(kind: str, sequences: int, length: int, width: int, turns: int) -> dict
             "operators a sequence and layer": each}  # fmt: skip
 
 
-def _pairs(source: CausalLM, plain: Plain, data: Data, times: int) -> tuple[list[tuple[float, float]], float, int]:
+def _pairs(source: CausalLM, plain: Plain, data: Data) -> tuple[list[tuple[float, float]], float, int]:
     """CPU seconds of training steps as one stage and plainly, those of a stage's products and attention, operators.
 
     The two take turns, since what else the machine does moves either by a fifth from second to second. The ratio of the
@@ -112,7 +112,7 @@ def _pairs(source: CausalLM, plain: Plain, data: Data, times: int) -> tuple[list
         worker.install(_flat_values(source), {})
         order = range(len(data.sequences))
         turns = [(_seconds(lambda: worker.train(data)), _seconds(lambda: plain._train(data, order)))
-                 for _ in range(1 + times)]  # fmt: skip
+                 for _ in range(1 + _TURNS)]  # fmt: skip
         with _Count() as count:
             worker.train(data)
         found.append((turns[1:], count.floor, count.number))  # the first is warm-up
