@@ -42,7 +42,7 @@ TIMED = (
 )
 # Tools with more than one set of tables, and the options of each; and those of their runs that no clock's times are in.
 _NETWORKS, _MEMORY = ("order", "overlap", "emulated", "sockets", "two_hosts"), ("count", "states", "peak", "layouts")
-_SAME, _HOSTS = ("classes", "slices", "sizes"), ("memory", "trl", "live", "refusals", "rollouts")
+_SAME, _SECOND_HALF = ("classes", "slices", "sizes"), ("memory", "trl", "live", "refusals", "rollouts")
 SETS: dict[str, tuple[tuple[str, ...], ...]] = {
     "check_devices": (("--without", *_MEMORY), ("--fast", "--without", *_NETWORKS), ("--only", *_NETWORKS[-1:])),
     "check_hybrids": (("--only", "costs"), ("--without", "costs", *_SAME)),
@@ -51,9 +51,10 @@ SETS: dict[str, tuple[tuple[str, ...], ...]] = {
 UNTIMED: dict[str, tuple[tuple[str, ...], ...]] = {
     "check_devices": tuple(("--only", *names) for names in (_NETWORKS[:1], _NETWORKS[1:-1], _MEMORY)),
     "check_hybrids": (("--only", *_SAME),),
-    "check_post_training": (("--only", *_HOSTS), ("--without", *_HOSTS)),
+    "check_post_training": (("--only", *_SECOND_HALF), ("--without", *_SECOND_HALF)),
     "check_swap": (("--without", "plan"),),
 }
+_PRINTS_FIGURES = re.compile(r"(figures_parser|chosen_parts|run_parts)\(")
 QUICK_LIMIT_S, LIMIT_S = 600.0, 6 * 3600.0  # for a tool that stands still
 _MEASURING = Lock()  # how fast the machine is, which two threads would slow down for each other
 
@@ -71,11 +72,11 @@ class Ran:
 
 
 def tool_names(folder: Path = FOLDER) -> list[str]:
-    """Tools that print figures: modules of the folder that take the options of `figures_parser`."""
+    """Tools that print figures: modules of the folder that take the options of `figures_parser`, by itself or not."""
     return sorted(
         path.stem
         for path in folder.glob("*.py")
-        if path.stem != Path(__file__).stem and re.search(r"(figures_parser|run_parts)\(", path.read_text("utf-8"))
+        if path.stem != Path(__file__).stem and _PRINTS_FIGURES.search(path.read_text("utf-8"))
     )
 
 

@@ -27,7 +27,7 @@ from itertools import product
 
 import torch
 
-from ds_hydra.commands.figures import figures_parser, finish, print_table
+from ds_hydra.commands.figures import chosen_parts, finish, print_table
 from ds_hydra.pipe.model_plan import LOGITS_AT_ONCE
 from tests.support.strict import Rules
 from tools import aims, machine
@@ -223,11 +223,7 @@ PARTS: dict[str, Callable[..., Found]] = {
 
 def main(arguments: list[str] | None = None) -> int:
     """The exit code: 0, or 1 if an aim is missed."""
-    parser = figures_parser(__doc__, "python -m tools.check_post_training")
-    parser.add_argument("--only", nargs="+", choices=list(PARTS), metavar="PART", help="these parts")
-    parser.add_argument("--without", nargs="+", choices=list(PARTS), default=(), metavar="PART", help="not these")
-    options = parser.parse_args(arguments)
-    chosen = [part for part in options.only or PARTS if part not in options.without]
+    options, chosen = chosen_parts("check_post_training", __doc__, PARTS, arguments)
     if options.quick:
         torch.set_num_threads(1)  # which ranks inherit when they are forked
     figures: dict[str, object] = {}

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_hydra.commands.figures import figures_parser, finish, guarded, print_table
+from ds_hydra.commands.figures import chosen_parts, finish, guarded, print_table
 from ds_hydra.commands.shipped import shipped
 from ds_hydra.config.hydra_block import HydraConfig, PlannerConfig
 from ds_hydra.costs.cost_table import CostTable
@@ -239,16 +239,13 @@ PARTS: dict[str, Callable[[bool, list[str]], Rows]] = {
 
 def main(arguments: list[str] | None = None) -> int:
     """The exit code: 0, or 1 if an aim was missed."""
-    parser = figures_parser(__doc__, "python -m tools.check_swap")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="run these parts only")
-    parser.add_argument("--without", nargs="+", choices=PARTS, default=[], help="leave these parts out")
-    options = parser.parse_args(arguments)
+    options, chosen = chosen_parts("check_swap", __doc__, PARTS, arguments)
     if options.quick:
         torch.set_num_threads(1)  # which ranks inherit when they are forked
     began = time.perf_counter()
     missed: list[str] = []
     figures: dict[str, Rows] = {}
-    for name in (part for part in options.only if part not in options.without):
+    for name in chosen:
         rows = figures[name] = PARTS[name](options.quick, missed)
         print(f"\n{name}")
         print_table(list(rows[0]), [list(row.values()) for row in rows])

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -98,13 +98,20 @@ Part = Callable[[bool, list[str]], list[dict[str, Any]]]
 """Whether in the quick form, and what is missed so far, to be added to; the rows of a table."""
 
 
-def run_parts(name: str, description: str | None, parts: Mapping[str, Part]) -> int:
-    """Run the parts that the command line names, all without one; the exit code: 0, or 1 if an aim was missed."""
+def chosen_parts(
+    name: str, description: str | None, parts: Collection[str], arguments: Sequence[str] | None = None
+) -> tuple[argparse.Namespace, list[str]]:
+    """The options of a tool that has parts, and those that the command line names, all without one."""
     parser = figures_parser(description, f"python -m tools.{name}")
     parser.add_argument("--only", nargs="+", choices=parts, default=list(parts), help="run these parts only")
     parser.add_argument("--without", nargs="+", choices=parts, default=[], help="leave these parts out")
-    options = parser.parse_args()
-    chosen = [part for part in options.only if part not in options.without]
+    options = parser.parse_args(arguments)
+    return options, [part for part in options.only if part not in options.without]
+
+
+def run_parts(name: str, description: str | None, parts: Mapping[str, Part]) -> int:
+    """Run the parts that the command line names; the exit code: 0, or 1 if an aim was missed."""
+    options, chosen = chosen_parts(name, description, parts)
     began = time.perf_counter()
     missed: list[str] = []
     record: dict[str, Any] = {}

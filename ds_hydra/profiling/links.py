@@ -7,7 +7,6 @@ call got as a whole, so rings, trees and copies are in it.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 
 from ds_hydra.config.checks import nearest
 from ds_hydra.zero_hetero.errors import ConfigError
+from ds_hydra.zero_hetero.safe_json import parse_json
 
 OPERATIONS = ("all_reduce", "all_gather", "all_to_all", "p2p")
 _KEYS = ("operation", "group_size", "inter_node", "latency_us", "bytes_per_second", "largest_bytes")
@@ -147,7 +147,7 @@ def read_links(path: str | Path) -> Links:
     Raises ConfigError that names the file, the entry and the key that is wrong.
     """
     try:
-        record = json.loads(Path(path).read_text(encoding="utf-8"))
+        record = parse_json(Path(path).read_bytes())
     except OSError as error:
         raise ConfigError(f"cannot read the links file {path}: {error.strerror}") from error
     except ValueError as error:

@@ -176,6 +176,14 @@ def test_links_scale_to_other_group_sizes() -> None:
 FIGURE = {"operation": "p2p", "group_size": 2, "latency_us": 1.0, "bytes_per_second": 1.0}
 
 
+@pytest.mark.parametrize("latency", ["9" * 400, "NaN", "1e999"])
+def test_a_links_file_with_numbers_beyond_any_is_named(tmp_path: Path, latency: str) -> None:
+    path = tmp_path / "links.json"
+    path.write_text(json.dumps({"links": [FIGURE]}).replace('"latency_us": 1.0', f'"latency_us": {latency}'))
+    with pytest.raises(ConfigError, match=r"links\.json"):
+        read_links(path)
+
+
 @pytest.mark.parametrize("node_size", [0, 1.5, True, "8"])
 def test_links_of_an_impossible_node_are_refused(node_size: object) -> None:
     with pytest.raises(ConfigError, match="here: node_size must be a whole number"):

@@ -102,7 +102,7 @@ def _pairs(source: CausalLM, plain: Plain, data: Data) -> tuple[list[tuple[float
     """CPU seconds of training steps as one stage and plainly, those of a stage's products and attention, operators.
 
     The two take turns, since what else the machine does moves either by a fifth from second to second. The ratio of the
-    least of each varies half as much as the median of their ratios.
+    least of each varies less than the median of their ratios.
     """
     ranks = InProcessRanks(1)
     found: list[tuple[list[tuple[float, float]], float, int]] = []
