@@ -29,17 +29,11 @@ def main(arguments: list[str] | None = None) -> int:
     examined = [(layers, *examine(layers)) for layers in (QUICK_LAYERS if options.quick else LAYERS)]
     print_table(("layers", "looks (CPU s)", "is told (CPU s)"), examined)
     files, edges = entered()
-    print_table(
-        ("set-up", "number", "most"), [("files", files, aims.SET_UP_FILES), ("calls", edges, aims.SET_UP_CALLS)]
-    )
+    print_table(("set-up", "number"), [("files", files), ("calls", edges)])
     looks, most = examined[-1][1], machine.limit(aims.EXAMINED_S)
     missed = []
     if looks > most.here:
         missed.append(f"{LAYERS[-1]} layers take {looks:.1f} s of CPU to examine, more than {most}")
-    if files > aims.SET_UP_FILES:
-        missed.append(f"set-up enters {files} files, more than {aims.SET_UP_FILES}")
-    if edges > aims.SET_UP_CALLS:
-        missed.append(f"set-up has {edges} calls from file to file, more than {aims.SET_UP_CALLS}")
     figures = {"examined": examined, "files": files, "calls": edges}
     summary = f"{LAYERS[-1]} layers in {looks:.1f} s of CPU (aim {most}), {files} files, {edges} calls between files"
     return finish("check_set_up", summary, figures, missed, options.json)

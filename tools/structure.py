@@ -176,7 +176,6 @@ class Structure:
     circles: list[list[str]]
     mutual: list[str]  # pairs of folders that import each other
     longest_file: Block
-    longest_engine_file: Block
     longest_function: Block
     longest_class: Block
     comments: float  # share of the lines that are not empty
@@ -198,7 +197,6 @@ def measure(sources: Sequence[Source], beside: Sequence[Source] = ()) -> Structu
         circles=circles(edges),
         mutual=sorted(f"{a} <-> {b}" for a, b in edges if a < b and (b, a) in edges),
         longest_file=_longest(files),
-        longest_engine_file=_longest([file for file in files[: len(sources)] if "engine" in file.place]),
         longest_function=_longest([block for source in everywhere for block in source.functions]),
         longest_class=_longest([block for source in sources for block in source.classes()]),
         comments=sum(source.comments() for source in sources) / filled,
@@ -214,7 +212,6 @@ def missed_aims(found: Structure) -> list[str]:
     """One line for each aim that these figures miss."""
     bounds = [
         ("file", found.longest_file, aims.MAX_FILE),
-        ("engine file", found.longest_engine_file, aims.MAX_ENGINE_FILE),
         ("function", found.longest_function, aims.MAX_FUNCTION),
     ]
     missed = [f"folders import each other in a circle: {', '.join(circle)}" for circle in found.circles]
@@ -237,7 +234,6 @@ def show(found: Structure, *, folders: bool) -> None:
     """Print the figures, and the files of each folder if asked."""
     blocks = {
         "longest file": found.longest_file,
-        "longest engine file": found.longest_engine_file,
         "longest function": found.longest_function,
         "longest class": found.longest_class,
     }

@@ -136,7 +136,6 @@ def test_the_shape_is_what_the_tool_aims_at() -> None:
     ("changed", "told"),
     [
         (Source("pipe/long.py", "x = 1  # y\n" * (aims.MAX_FILE + 1)), "the longest file, pipe/long.py"),
-        (Source("ds_hydra/engine/long.py", "x = 1  # y\n" * (aims.MAX_ENGINE_FILE + 1)), "the longest engine file"),
         (
             Source("pipe/long.py", "def f():\n" + "    x = 1  # y\n" * aims.MAX_FUNCTION),
             "the longest function, pipe/long.py:f",
