@@ -11,6 +11,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from ds_hydra import __version__
+
 COMMANDS = {
     "demo": "what ds-hydra is for, in minutes: a comparison, an emulated cluster, equal losses; without a GPU",
     "train-tiny": "train a tiny model on CPU ranks of this machine; without a GPU",
@@ -38,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog="commands:\n" + "\n".join(f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"ds-hydra {__version__}")
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of the names below")
     parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="its options; COMMAND --help lists them")
     args = parser.parse_args(arguments)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -23,7 +23,7 @@ from ds_hydra.costs.activations import EXPERT_IMBALANCE
 from ds_hydra.costs.memory import JobMemory, Shape
 from ds_hydra.engine.fits import job_memory, rank_memory
 from ds_hydra.pipe.placement import place_strategy
-from ds_hydra.pipe.shape import StrategyShape
+from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.plan.schemes import feasible_schemes
 from ds_hydra.profiling.hollow import hollow_source
 from ds_hydra.profiling.stage_memory import measure_activations
@@ -81,11 +81,25 @@ def run(args: argparse.Namespace, name: str) -> int:
     if together:
         print("the same in a job that has all of these strategies as candidates")
         _print(together)
-    fitting = [row for row in rows if row["MaxLen"]]
-    missed = [] if fitting else [f"no scheme holds one token in {memory_bytes / 2**30:.1f} GiB"]
-    longest = max((memory.max_length(scheme) for scheme in schemes), default=0)
-    summary = f"{len(fitting)}/{len(rows)} schemes fit; the longest micro-batch has {longest} tokens"
+    limits = {scheme: memory.max_length(scheme) for scheme in schemes}
+    missed = [] if any(limits.values()) else [f"no scheme holds one token in {memory_bytes / 2**30:.1f} GiB"]
+    summary = "; ".join(_which(limits, args.tokens, args.gpus, bool(job.hydra and job.hydra.activation_checkpointing)))
     return finish(name, summary, {"rows": rows, "together": together}, missed, args.json)
+
+
+def _which(limits: Mapping[ParallelScheme, int], tokens: int, gpus: int, recomputed: bool) -> Iterator[str]:
+    """Which rows hold so many tokens, and which one to take: of those the narrowest."""
+    holding = [scheme for scheme, limit in limits.items() if limit >= tokens]
+    yield f"{len(holding)} of {len(limits)} schemes hold micro-batches of {tokens:,} tokens"
+    if holding:
+        narrow = min(holding, key=lambda scheme: (scheme.num_ranks, -limits[scheme]))
+        yield f"take {narrow}, the narrowest of them, {gpus // narrow.num_ranks} at once"
+        if narrow.num_ranks > 1:
+            yield "shorter sequences can run on narrower ones beside it"
+    if limits and max(limits.values()) < tokens:
+        widest = max(limits, key=limits.__getitem__)
+        hint = "use more GPUs" if recomputed else "set hydra.activation_checkpointing, or use more GPUs"
+        yield f"the most is {limits[widest]:,}, by {widest}: {hint}"
 
 
 def _print(rows: Sequence[dict[str, object]]) -> None:

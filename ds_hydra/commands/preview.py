@@ -51,7 +51,7 @@ def parse_arguments(arguments: Sequence[str] | None, name: str) -> argparse.Name
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
         "--lengths",
-        help="lognormal:MU,SIGMA, a file with a length a line, a histogram as .csv, or pretraining (shipped)",
+        help="lognormal:MU,SIGMA, a file of lengths (text, .csv, .json, .npy) or a histogram (.csv), pretraining",
     )
     source.add_argument(
         "--rollouts", nargs="?", const="rollouts", metavar="LENGTHS",
@@ -89,7 +89,8 @@ def print_lengths(sample: LengthSample, table: CostTable, context: int) -> None:
     """Histogram by sequences (#) and by tokens (=), with the MaxLen of every scheme where it falls."""
     rows = length_histogram(sample.lengths, context)
     tokens = max(1, sum(row[2] for row in rows))
-    print(f"{len(sample.lengths)} lengths ({sample.too_long} longer than the context left out); # sequences, = tokens")
+    left_out = f"; {sample.too_long} longer ones are left out, up to {sample.longest:,}" if sample.too_long else ""
+    print(f"{len(sample.lengths)} lengths of up to {context} tokens{left_out}; # sequences, = tokens")
     low = 0
     for high, count, held in rows:
         share, weight = count / len(sample.lengths), held / tokens

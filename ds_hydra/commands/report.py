@@ -4,9 +4,9 @@
       [--html FILE.html [--plans plans.jsonl --cost-table table.json]]
 
 Loss, learning rate and tokens a second over the steps, the pipelines of one step, predicted against measured time,
-errors by strategy and scheme, balance, strategies, lengths, planning time. `--lengths` takes a text file with one
-sequence length a line. `--quick` draws the last 200 steps only. A run of twenty steps and more is judged by aims, which
-are printed: exit code 1 when one is missed.
+errors by strategy and scheme, balance, strategies, lengths, planning time. `--lengths` takes a file of lengths as
+`ds-hydra preview` does. `--quick` draws the last 200 steps only. A run of twenty steps and more is judged by aims,
+which are printed: exit code 1 when one is missed.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from ds_hydra.commands.figures import figures_parser, finish, guarded, new_file,
 from ds_hydra.commands.report_page import write_report
 from ds_hydra.commands.shipped import shipped
 from ds_hydra.costs.table_file import read_table_file, told
+from ds_hydra.data.length_files import read_length_file
 from ds_hydra.plan.plan_file import load_plans
 from ds_hydra.report.plots import draw_report, foretold, pipeline_schemes, read_steps, relative_errors, summarise
 from ds_hydra.report.record import SETTLED
-from ds_hydra.zero_hetero.errors import ConfigError
 
 LEAST = 2 * SETTLED  # steps: what predictions are learnt from, and as many that they are judged by
 _PREDICTIONS = ("predicted_ms", "predicted_step_ms", "expected_ms")
@@ -44,16 +44,6 @@ def strategy_rows(records: Sequence[dict[str, Any]]) -> list[tuple[object, ...]]
 
 def _pair(error: tuple[float, float]) -> str:
     return "-" if error[0] != error[0] else f"{error[0]:.1%} / {error[1]:.1%}"
-
-
-def read_lengths(path: Path | None) -> list[int]:
-    """Tokens of each sequence, one a line. ConfigError for a line that is no whole number."""
-    if path is None:
-        return []
-    try:
-        return [int(line) for line in path.read_text(encoding="utf-8").split()]
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--lengths {path}: one whole number a line is due: {error}") from error
 
 
 def judged(records: Sequence[dict[str, Any]]) -> list[tuple[str, str, str, bool]]:
@@ -87,7 +77,7 @@ def main(arguments: Sequence[str] | None = None, *, name: str = "ds-hydra report
     parser.add_argument("steps", type=Path, help="the steps_file of a run")
     parser.add_argument("--out", type=Path, help="folder of the figures (default: beside the file, report/)")
     parser.add_argument("--step", type=int, help="whose pipelines to draw (default: the last)")
-    parser.add_argument("--lengths", type=Path, help="sequence lengths of the data, one a line")
+    parser.add_argument("--lengths", type=Path, help="of the data, as in ds-hydra preview")
     parser.add_argument("--html", type=new_file, metavar="FILE", help="write one page that shows all of it")
     parser.add_argument("--plans", type=Path, metavar="FILE", help="what hydra.plans_file wrote, for --html")
     parser.add_argument("--cost-table", help="costs by which --html tells what a fixed layout would have taken")
@@ -99,8 +89,9 @@ def run(args: argparse.Namespace, name: str) -> int:
     """Run the command with its parsed options. ConfigError for a file that cannot be read."""
     records, broken = read_steps(args.steps)
     records = records[-200:] if args.quick else records
+    lengths = [] if args.lengths is None else read_length_file(args.lengths).tolist()
     out = args.out or args.steps.parent / "report"
-    figures = draw_report(records, out, read_lengths(args.lengths), args.step)
+    figures = draw_report(records, out, lengths, args.step)
     headers = ("strategy", "steps", "ms", "pipelines' error med / p90", "step's error", "expected step's")
     print_table(headers, strategy_rows(records))
     for figure in figures:
@@ -108,7 +99,7 @@ def run(args: argparse.Namespace, name: str) -> int:
     if args.html:
         table = told(read_table_file(shipped(args.cost_table))).table if args.cost_table else None
         plans = load_plans(args.plans) if args.plans else None
-        write_report(args.html, records, read_lengths(args.lengths), args.step, table, plans)
+        write_report(args.html, records, lengths, args.step, table, plans)
         print(f"{args.html}: the page")
     overall = {key: summarise(relative_errors(foretold(records), key)) for key in _PREDICTIONS}
     schemes = sorted({scheme for r in records for scheme in pipeline_schemes(r["strategy"])})

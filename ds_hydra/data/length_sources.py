@@ -1,7 +1,7 @@
 """Where sequence lengths for planning come from: a file, a histogram, or a lognormal. Pure: no torch.
 
-A spec is a path (one whole number of tokens a line), a path ending in .csv (a histogram: columns "[low, high]" and
-number of sequences), or "lognormal:MU,SIGMA" (of the natural log of the tokens).
+A spec is the path of a list of lengths in any form of `length_files`, that of a histogram as .csv (columns "[low,
+high]" and number of sequences), or "lognormal:MU,SIGMA" (of the natural log of the tokens).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from ds_hydra.data.length_files import Ints, read_length_file
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 
-Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 _LOGNORMAL = re.compile(r"lognormal:([^,]+),([^,]+)")
 WEB_PAGES = "lognormal:6.220,1.233"  # fits the published bucket counts of CommonCrawl
@@ -28,10 +28,12 @@ _RANGE = re.compile(r"\[\s*(\d+)\s*,\s*(\d+)\s*\]")
 
 @dataclass(frozen=True)
 class LengthSample:
-    """Lengths in tokens, and how many sequences of the source were longer than the context and left out."""
+    """Lengths in tokens, how many sequences of the source were longer than the context and left out, and the longest of
+    all."""
 
     lengths: Ints
     too_long: int
+    longest: int
 
 
 def read_lengths(spec: str, context_length: int, count: int = 100_000, seed: int = 0) -> LengthSample:
@@ -44,7 +46,7 @@ def read_lengths(spec: str, context_length: int, count: int = 100_000, seed: int
         mu, sigma = _lognormal(spec)
         drawn = np.maximum(1.0, rng.lognormal(mu, sigma, size=count))
         lengths = np.minimum(drawn, 2.0**62).astype(np.int64)  # larger numbers would wrap around to negative ones
-    elif spec.endswith(".csv"):
+    elif spec.endswith(".csv") and _is_histogram(spec):
         lengths = _draw_histogram(spec, count, rng)
     else:
         lengths = read_length_file(spec)
@@ -54,7 +56,7 @@ def read_lengths(spec: str, context_length: int, count: int = 100_000, seed: int
             f"{spec}: none of its {len(lengths)} sequences fits context_length={context_length} tokens; the shortest "
             f"has {lengths.min()}"
         )
-    return LengthSample(fitting, len(lengths) - len(fitting))
+    return LengthSample(fitting, len(lengths) - len(fitting), int(lengths.max()))
 
 
 def assumed_lengths(longest: int) -> list[int]:
@@ -106,34 +108,14 @@ def _lognormal(spec: str) -> tuple[float, float]:
     return mu, sigma
 
 
-def read_length_file(path: str | Path) -> Ints:
-    """One length a line, at least 1; ConfigError names the line that is none. 10 million lines take seconds."""
+def _is_histogram(path: str) -> bool:
+    """Whether one of the first two lines is a range of lengths; a list of them otherwise."""
     try:
-        words = Path(path).read_bytes().split()
+        with Path(path).open(newline="", errors="replace") as file:
+            begin = [row for row, _ in zip(csv.reader(file), range(2), strict=False)]
     except OSError as error:
         raise ConfigError(f"cannot read the lengths file {path}: {error.strerror}") from error
-    if not words:
-        raise ConfigError(f"{path}: holds no lengths; write one whole number of tokens a line")
-    # numpy converts a list of byte strings at once, ten million lines in seconds; only where it refuses is the file
-    # read again line by line, to name the line that is wrong.
-    try:
-        lengths = np.array(words, dtype=np.bytes_).astype(np.int64)
-    except (ValueError, OverflowError):
-        lengths = None
-    if lengths is None or int(lengths.min()) < 1:
-        raise ConfigError(_first_bad_line(path))
-    return lengths
-
-
-def _first_bad_line(path: str | Path) -> str:
-    """Says which line of a file of lengths is wrong, and how."""
-    with Path(path).open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            for word in line.split():
-                if not word.isdigit() or not 1 <= int(word) < 2**62:
-                    shown = word[:40].decode(errors="replace")
-                    return f"{path}, line {number}: {shown!r} is not a whole number of tokens of at least 1"
-    return f"{path}: not a list of lengths"
+    return any(row and _RANGE.fullmatch(row[0].strip()) for row in begin)
 
 
 def _draw_histogram(path: str, count: int, rng: np.random.Generator) -> Ints:

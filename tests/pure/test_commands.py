@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from ds_hydra import __version__
 from ds_hydra.commands.__main__ import COMMANDS, main
 from ds_hydra.commands.figures import CommandParser
 from ds_hydra.commands.shipped import FILES, shipped
@@ -193,6 +194,25 @@ def test_memory_of_gradients_on_their_way_is_counted(tmp_path: Path) -> None:
         return max(float(row["scratch"]) for row in json.loads(figures.read_text())["rows"])
 
     assert scratch({"communication_data_type": "fp32"}) > scratch({})
+
+
+def test_memory_ends_with_the_schemes_that_hold_what_was_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    def last(*tokens: str) -> str:
+        assert main(["memory", "--model", TINY, "--gpus", "4", "--device-memory", "1", "--tokens", *tokens]) == 0
+        rows = capsys.readouterr().out.splitlines()
+        holding = sum(" yes " in row for row in rows)
+        assert rows[-1].startswith(f"ds-hydra memory: {holding} of {len(rows) - 4} schemes hold")
+        return rows[-1]
+
+    assert last("100").endswith("; take tp1, the narrowest of them, 4 at once")
+    assert "take tp4, the narrowest of them, 1 at once; shorter sequences can run on narrower" in last("60000")
+    assert last("9000000").split(": ")[-1] == "set hydra.activation_checkpointing, or use more GPUs"
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"ds-hydra {__version__}\n"
 
 
 def test_each_layout_holds_a_parameter_once_in_each_pipeline(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from benchmarks.rivals.proposal import propose_by_program
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.data.length_sources import read_length_file, read_lengths, sample_batches
+from ds_hydra.data.length_files import read_length_file
+from ds_hydra.data.length_sources import read_lengths, sample_batches
 from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.registry import placed
 from ds_hydra.pipe.schedules.simulate import simulate_loads
@@ -127,7 +128,55 @@ def test_lengths_are_read_from_every_source(tmp_path: Path) -> None:
     wikipedia = read_lengths(str(TABLES / "wikipedia_lengths.txt"), 32768)
     assert len(wikipedia.lengths) + wikipedia.too_long == 200_000
     (tmp_path / "some.txt").write_text("5\n7\n\n9\n")
-    assert read_lengths(str(tmp_path / "some.txt"), 8).too_long == 1
+    some = read_lengths(str(tmp_path / "some.txt"), 8)
+    assert (some.too_long, some.longest) == (1, 9)
+
+
+def test_lengths_are_read_as_pandas_json_and_numpy_write_them(tmp_path: Path) -> None:
+    def read(name: str, text: str) -> list[int]:
+        (tmp_path / name).write_text(text)
+        return [int(one) for one in read_lengths(str(tmp_path / name), 10**6).lengths]
+
+    for name, text in {
+        "header.txt": "length\n512\n1024\n",
+        "point.txt": "512.0\n1024.0\n",
+        "savetxt.txt": "5.120000000000000000e+02\n1.024000000000000000e+03\n",
+        "commas.txt": "512, 1024",
+        "ends.txt": "512,\n1024,\n",
+        "thousands.txt": '512\n"1,024"\n',
+        "list.txt": "[512, 1024]",
+        "list.json": "[512.0, 1024]",
+        "named.json": '{"lengths": [512, 1024]}',
+        "series.json": '{"0": 512, "1": 1024}',
+        "frame.json": '{"id": {"0": 7, "1": 8}, "length": {"0": 512, "1": 1024}}',
+        "records.json": '[{"id": 7, "length": 512}, {"id": 8, "length": 1024}]',
+        "lines.jsonl": '{"id": 7, "length": 512}\n{"id": 8, "length": 1024}\n',
+        "documents.json": '{"a.txt": 512, "b.txt": 1024}',
+        "series.csv": "0\n512\n1024\n",
+        "indexed.csv": ",0\n0,512\n1,1024\n",
+        "bare.csv": "0,512\n1,1024\n",
+        "frame.csv": "id,num_tokens\n7,512\n8,1024\n",
+        "both.csv": "text_len,length\n7,512\n8,1024\n",
+        "quoted.csv": 'id,length\n"a, b",512\nc,"1,024"\n',
+    }.items():
+        assert read(name, text) == [512, 1024], name
+    for dtype in (np.int32, np.float64):
+        np.save(tmp_path / "array.npy", np.array([[512], [1024]], dtype=dtype))
+        assert read_lengths(str(tmp_path / "array.npy"), 10**6).lengths.tolist() == [512, 1024]
+    for name, text, reason in (
+        ("two.csv", "a,b\n1,2\n", "which of 'a', 'b' are lengths"),
+        ("thousands.txt", "512\n1,024\n", "line 2: '1,024' may be one number or several"),
+        ("gap.csv", "id,length\n7,512\n8,\n", "line 3: ''"),
+        ("half.json", "[512, 3.5]", "entry 1: 3.5"),
+        ("none.json", "[]", "holds no lengths"),
+        ("broken.json", "[512,", "neither JSON nor"),
+        ("names.txt", "length\n", "holds no lengths"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            read(name, text)
+    np.save(tmp_path / "bad.npy", np.array([512.0, np.nan]))
+    with pytest.raises(ConfigError, match="entry 1: nan"):
+        read_lengths(str(tmp_path / "bad.npy"), 10**6)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +206,7 @@ def test_bad_lengths_name_file_and_line(tmp_path: Path, text: str, reason: str) 
         ("lognormal:6,-1", "give lognormal:MU,SIGMA"),
         ("lognormal:nan,1", "give lognormal:MU,SIGMA"),
         ("none.txt", "cannot read the lengths file"),
-        ("none.csv", "cannot read the histogram"),
+        ("none.csv", "cannot read the lengths file"),
         ("lognormal:30,0.1", "none of its"),
     ],
 )
@@ -171,7 +220,7 @@ def test_bad_specs_are_refused(spec: str, reason: str) -> None:
     [
         ('range,number\n"[1, 5]",x\n', "line 2"),
         ('"[5, 1]",3\n', "line 1: the length bin"),
-        ("range,number\n", "counts no sequence"),
+        ('range,number\n"[1, 5]",0\n', "counts no sequence"),
     ],
 )
 def test_bad_histograms_name_the_line(tmp_path: Path, text: str, reason: str) -> None:
