@@ -5,6 +5,9 @@ Needs the extra `hf` (accelerate). Each is the class that it is named after unti
 """
 
 from ds_hydra.hugging_face.accelerator import HydraAccelerator
+from ds_hydra.hugging_face.host_configs import teach_hosts
 from ds_hydra.hugging_face.trainer import HydraTrainer
+
+teach_hosts()  # before a script makes TrainingArguments or a plugin
 
 __all__ = ["HydraAccelerator", "HydraTrainer"]

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator, DeepSpeedPlugin, PartialState
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from ds_hydra.config.hydra_block import BLOCK
 from ds_hydra.engine.engine import HydraEngine
 from ds_hydra.entry import initialize
+from ds_hydra.hugging_face.host_configs import for_engine
 from ds_hydra.pipe.loss import TokenLoss
 from ds_hydra.zero_hetero.errors import ConfigError
 
@@ -30,7 +32,7 @@ def in_place_of_deepspeed(loss_fn: TokenLoss | None = None) -> Iterator[None]:
 
     def lent(**arguments: Any) -> Any:
         deepspeed.initialize = plain
-        return initialize(**arguments, loss_fn=loss_fn)
+        return initialize(**arguments | {"config_params": for_engine(arguments["config_params"])}, loss_fn=loss_fn)
 
     with _lent(lent):
         yield
@@ -73,9 +75,8 @@ class HydraAccelerator(Accelerator):
 
     def __init__(self, *args: Any, loss_fn: TokenLoss | None = None, **kwargs: Any):
         self._loss_fn = loss_fn
-        plugin = kwargs.get("deepspeed_plugin")
         launched = "LOCAL_RANK" in os.environ and not torch.accelerator.is_available()
-        if launched and plugin is not None and "hydra" in plugin.deepspeed_config:
+        if launched and _names_the_block(kwargs):
             PartialState(cpu=True)  # else Accelerate takes launched ranks without a GPU for processes alone
         super().__init__(*args, **kwargs)
 
@@ -110,3 +111,12 @@ class HydraAccelerator(Accelerator):
         if not isinstance(model, HydraEngine):
             return super().get_state_dict(model, unwrap)  # type: ignore[no-any-return]
         return {name: value.to(model.types.compute) for name, value in model.fp32_state_dict().items()}
+
+
+def _names_the_block(arguments: Mapping[str, Any]) -> bool:
+    """Whether a config that an `Accelerator` is given, or that its launcher names, has the block "hydra"."""
+    given = arguments.get("deepspeed_plugin") or arguments.get("deepspeed_plugins")
+    if given is None and os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
+        given = DeepSpeedPlugin()
+    plugins = given.values() if isinstance(given, Mapping) else [given]
+    return any(plugin is not None and BLOCK in plugin.deepspeed_config for plugin in plugins)
