@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from ds_hydra.config.hydra_block import ParsedConfig, parse_config
+from ds_hydra.config.hydra_block import ParsedConfig, check_num_ranks, parse_config
 from ds_hydra.config.read import read_config
 from ds_hydra.host.environment import check_environment, launched_number
 from ds_hydra.host.uncaught import show_refusals_plainly
@@ -19,19 +19,54 @@ logger = logging.getLogger(__name__)
 DEFAULT_PORT = 29500  # torch.distributed's
 
 
-def check_config(source: Any) -> bool:
+class Accepted(NamedTuple):
+    """A config that the job takes, as far as that can be known without its model and its data."""
+
+    parsed: ParsedConfig
+    notes: tuple[str, ...]  # one line each, for the log: what becomes of settings
+
+
+def accept(config: Mapping[str, Any], ranks: int | None = None, host: str | None = None) -> Accepted | None:
+    """Say yes or no to a config: `initialize`, `check_config` and `ds-hydra init` ask here.
+
+    `ranks` is how many the job has; None: as many as the launcher says. `host` is who reads the config before the
+    engine, one of `hosts.HOSTS`: what that one fills in for "auto" is filled in, for the checks. None for a config
+    without a block "hydra", which is a plain DeepSpeed job's. Raises ConfigError, naming the key and the remedy, for
+    all that the job would refuse.
+    """
+    parsed = parse_config(config, host)
+    if parsed is None:
+        return None
+
+    from ds_hydra.costs.table_file import read_table_file
+    from ds_hydra.host.launch import check_launched_ranks
+    from ds_hydra.host.settings import check_updates, deepspeed_config, deepspeed_defaults
+
+    if ranks is None:
+        check_environment()
+        check_launched_ranks(parsed.hydra)
+    else:
+        check_num_ranks(parsed.hydra, ranks)
+    table = parsed.hydra.cost_table
+    for path in table.values() if isinstance(table, Mapping) else (table,) if table else ():
+        read_table_file(path)
+    settings = deepspeed_config(parsed)
+    check_updates(settings)
+    return Accepted(parsed, (*parsed.notes, *deepspeed_defaults(parsed, settings)))
+
+
+def check_config(source: Any, host: str | None = None) -> bool:
     """Whether a config has a block "hydra", after all checks that need neither a model nor data.
 
-    `source` is the script's parsed arguments, or a config as `initialize` takes it: a dict, a path or base64 text.
-    Called before model and data are built, it saves waiting for them when a setting is wrong. Raises ConfigError; one
-    that the script does not catch is printed once, without a traceback, and ends it with exit code 78.
+    `source` is the script's parsed arguments, or a config as `initialize` takes it: a dict, a path or base64 text. A
+    config with "auto" is checked as the `host` that fills in the values hands it on: "Trainer", "SFTTrainer",
+    "DPOTrainer", "GRPOTrainer", "RewardTrainer" or "Accelerate". Called before model and data are built, it saves
+    waiting for them when a setting is wrong. Raises ConfigError; one that the script does not catch is printed once,
+    without a traceback, and ends it with exit code 78.
     """
     show_refusals_plainly()
     alone = isinstance(source, (str, os.PathLike, Mapping))
-    parsed = parse_config(read_config(None if alone else source, source if alone else None))
-    if parsed is not None:
-        _check(parsed)
-    return parsed is not None
+    return accept(read_config(None if alone else source, source if alone else None), host=host) is not None
 
 
 def initialize(
@@ -65,34 +100,33 @@ def initialize(
     as `check_config` says.
     """
     show_refusals_plainly()
-    parsed = parse_config(read_config(args, config, config_params))
+    accepted = accept(read_config(args, config, config_params))
     show_log(rank := launched_number("RANK") or 0)
     own = {"loss_fn": loss_fn, "pre_step_callback": pre_step_callback}
     shared = {
         "args": args, "optimizer": optimizer, "model_parameters": model_parameters, "training_data": training_data,
         "lr_scheduler": lr_scheduler,
     }  # fmt: skip
-    if parsed is None:
+    if accepted is None:
         theirs = {
             "distributed_port": distributed_port, "mpu": mpu, "dist_init_required": dist_init_required,
             "collate_fn": collate_fn, "config": config, "mesh_param": mesh_param, "config_params": config_params,
         }  # fmt: skip
         return _plain_deepspeed(own, rank, model=model, **theirs, **shared)
     _refuse_arguments(model, pre_step_callback, mpu=mpu, mesh_param=mesh_param)
-    notes = (*parsed.notes, *_check(parsed))
     if rank == 0:
-        for note in notes:
+        for note in accepted.notes:
             logger.warning("%s", note)
         if collate_fn is not None:
             logger.info("collate_fn is not called: sequences are packed, not collated")
 
     from ds_hydra.host.launch import init_distributed
 
-    init_distributed(parsed.hydra, port=distributed_port, required=dist_init_required)
+    init_distributed(accepted.parsed.hydra, port=distributed_port, required=dist_init_required)
 
     from ds_hydra.engine.engine import HydraEngine
 
-    engine = HydraEngine(parsed, model, **own, **shared)
+    engine = HydraEngine(accepted.parsed, model, **own, **shared)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -107,20 +141,6 @@ def _plain_deepspeed(own: Mapping[str, Any], rank: int, **arguments: Any) -> tup
     import deepspeed
 
     return deepspeed.initialize(**arguments)
-
-
-def _check(parsed: ParsedConfig) -> tuple[str, ...]:
-    """Refuse what DeepSpeed, the launcher's number of ranks or missing files rule out; lines for the log."""
-    from ds_hydra.costs.table_file import read_table_file
-    from ds_hydra.host.launch import check_launched_ranks
-    from ds_hydra.host.settings import deepspeed_config, deepspeed_defaults
-
-    check_environment()
-    check_launched_ranks(parsed.hydra)
-    table = parsed.hydra.cost_table
-    for path in table.values() if isinstance(table, Mapping) else (table,) if table else ():
-        read_table_file(path)
-    return deepspeed_defaults(parsed, deepspeed_config(parsed))
 
 
 def _refuse_arguments(model: Any, pre_step_callback: Any, **without_meaning: Any) -> None:

@@ -16,10 +16,10 @@ from deepspeed.runtime.lr_schedules import WarmupLR
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from ds_hydra.entry import accept
 from ds_hydra.host import launch, refusals
 from ds_hydra.host.element_wise import is_element_wise
 from ds_hydra.host.optimizers import ELEMENT_WISE, Lion, optimizer_recipe, parameter_groups
-from ds_hydra.host.settings import deepspeed_config
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.still_engine import ADAMW, HYDRA, make_engine, on_one_rank, parsed_config, shards_of, small_model
 
@@ -219,6 +219,13 @@ def test_schedulers_that_want_a_metric_are_refused() -> None:
         ({"scheduler": {"type": "WarmpLR"}}, "scheduler.type.*mean 'WarmupLR'"),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup": 3}}}, "'warmup'.*warmup_num_steps"),
         ({"scheduler": {"type": "StepLR"}}, "step_size"),
+        ({"scheduler": {"type": "ReduceLROnPlateau"}}, "wants metrics"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": -1}}}, "warmup_num_steps.*-1"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": [1, 2], "warmup_min_lr": [1]}}}, "warmup_min"),
+        ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}}, "OneBitAdam compresses.*AdamW"),
+        ({"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}, "(?i)muon orthogonalizes"),
+        ({"optimizer": {"type": "Adafactor"}}, "(?i)adafactor factors"),
+        ({"optimizer": {"type": "AdamW", "params": {"learning_rate": 1e-3}}}, "'learning_rate'.*it takes"),
         ({"elasticity": {"enabled": True}}, "Elastic training has been removed"),
         ({"csv_monitor": {"enabld": True}}, "enabld"),
         ({"comet": {"enabled": True}}, "comet_ml"),
@@ -226,7 +233,7 @@ def test_schedulers_that_want_a_metric_are_refused() -> None:
 )
 def test_what_deepspeed_would_refuse_late_or_badly(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        deepspeed_config(parsed_config(**settings))
+        accept({"hydra": HYDRA, "optimizer": ADAMW, **settings}, ranks=1)
 
 
 def test_engine_face() -> None:

@@ -23,10 +23,11 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from ds_hydra.config.checks import AUTO, AUTO_REMEDY, choice, close_to, flag, integer, nearest, number
+from ds_hydra.config.checks import AUTO, choice, close_to, flag, integer, nearest, number
+from ds_hydra.config.hosts import refuse_auto
 from ds_hydra.zero_hetero.errors import ConfigError
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -88,14 +89,15 @@ _REMARKS = frozenset({"comment", "comments"})
 
 
 def screen_deepspeed_settings(
-    settings: Mapping[str, Any], total_steps: int | None = None
+    settings: Mapping[str, Any], total_steps: int | None = None, host: str | None = None
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The user's settings in; the settings for DeepSpeed's parser, and lines for the log, out.
 
     The settings returned are a copy without those that have no effect. The batch-size keys, which DeepSpeed demands,
-    are filled in, and so is the length of a schedule, from hydra.total_steps. Unknown settings stay: DeepSpeed itself
-    refuses those that it has removed. Raises ConfigError for settings that this engine cannot honour, for names that
-    are nearly a known one and for values that DeepSpeed would not check.
+    are filled in, and so is the length of a schedule, from hydra.total_steps; `host` is whose values have been filled
+    in for "auto" (`hosts.filled_in`). Unknown settings stay: DeepSpeed itself refuses those that it has removed. Raises
+    ConfigError for settings that this engine cannot honour, for names that are nearly a known one and for values that
+    DeepSpeed would not check.
     """
     kept = copy.deepcopy(dict(settings))
     notes: list[str] = []
@@ -117,7 +119,7 @@ def screen_deepspeed_settings(
             notes.append(_unknown(key))
     notes += _map_batch_keys(kept)
     notes += _fill_schedule(kept, total_steps)
-    _refuse_auto(kept)
+    _refuse_auto(kept, host)
     notes += _screen_zero(kept)
     _screen_precision(kept)
     notes += _screen_data_types(kept)
@@ -164,25 +166,12 @@ def _fill_schedule(settings: dict[str, Any], total_steps: int | None) -> list[st
     return [f"scheduler.params.total_num_steps is {length}, but training ends with hydra.total_steps {total_steps}"]
 
 
-def _refuse_auto(settings: Mapping[str, Any]) -> None:
-    """Refuse "auto" where a setting has an effect: only transformers' Trainer would fill in a value."""
+def _refuse_auto(settings: Mapping[str, Any], host: str | None) -> None:
+    """Refuse "auto" where a setting has an effect and the host fills in nothing."""
     zero = settings.get("zero_optimization")
     if isinstance(zero, Mapping):
         settings = {**settings, "zero_optimization": {key: zero[key] for key in _ZERO_WITH_EFFECT & zero.keys()}}
-    places = sorted(_autos(settings, ""))
-    if places:
-        raise ConfigError(
-            f'config: {", ".join(places)} {"are" if len(places) > 1 else "is"} "{AUTO}": {AUTO_REMEDY}, or leave the '
-            "key out for DeepSpeed's default"
-        )
-
-
-def _autos(settings: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    for key, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from _autos(value, f"{prefix}{key}.")
-        elif isinstance(value, str) and value == AUTO:
-            yield f"{prefix}{key}"
+    refuse_auto(settings, host)
 
 
 def _refuse(key: str, value: Any) -> None:

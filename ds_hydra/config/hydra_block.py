@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ds_hydra.config.checks import AUTO, choice, flag, integer, number, parse_block, setting, text, whole_numbers
 from ds_hydra.config.cluster_block import NodesConfig, read_cluster, read_tables
 from ds_hydra.config.deepspeed_settings import KNOWN_SETTINGS, screen_deepspeed_settings
+from ds_hydra.config.hosts import filled_in
 from ds_hydra.config.planner_block import PLANNER_GONE, PlannerConfig
 from ds_hydra.config.strategies import strategies_by_ranks, strategies_of
 from ds_hydra.costs.activations import EXPERT_IMBALANCE
@@ -299,9 +300,10 @@ class ParsedConfig:
     source: dict[str, Any]  # as the user gave it
 
 
-def parse_config(raw: Mapping[str, Any]) -> ParsedConfig | None:
+def parse_config(raw: Mapping[str, Any], host: str | None = None) -> ParsedConfig | None:
     """Validate a config that was read; None when it has no block "hydra" (a plain DeepSpeed job).
 
+    With `host`, one of `hosts.LOOPS`, what that host fills in for "auto" is filled in, for the checks.
     Raises ConfigError, naming the key and the remedy, for anything in the block that is not understood, for a
     near miss of the block's own name, and for DeepSpeed settings that cannot hold for such a job.
     """
@@ -312,8 +314,8 @@ def parse_config(raw: Mapping[str, Any]) -> ParsedConfig | None:
     if isinstance(block, Mapping) and block.get("elastic") is not None:
         block = {"timeout_seconds": _ELASTIC_TIMEOUT_S, **block}
     hydra = parse_block(HydraConfig, block, BLOCK, gone=_GONE)
-    settings = {key: value for key, value in raw.items() if key != BLOCK}
-    deepspeed, notes = screen_deepspeed_settings(settings, hydra.total_steps)
+    settings = filled_in({key: value for key, value in raw.items() if key != BLOCK}, host)
+    deepspeed, notes = screen_deepspeed_settings(settings, hydra.total_steps, host)
     return ParsedConfig(hydra, deepspeed, notes, dict(raw))
 
 

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.utils import logger as deepspeed_logger
 from deepspeed.utils import set_log_level_from_string
 from deepspeed.utils.timer import SynchronizedWallClockTimer, ThroughputTimer
 from torch import Tensor, nn
@@ -38,7 +37,7 @@ from ds_hydra.host.environment import JOINS
 from ds_hydra.host.model_limits import limits_of
 from ds_hydra.host.optimizers import OptimizerRecipe, optimizer_recipe
 from ds_hydra.host.precision import DataTypes, choose_dtype
-from ds_hydra.host.settings import NO_MONITORS, deepspeed_config, with_model_settings
+from ds_hydra.host.settings import NO_MONITORS, deepspeed_config, quietly, with_model_settings
 from ds_hydra.host.training_data import drawn_from, refuse_reordering, sized, streamed
 from ds_hydra.report.log import StepLog
 from ds_hydra.report.record import StepRecord
@@ -183,17 +182,14 @@ class HostEngine(DeepSpeedEngine):
         """Make optimizer and LR scheduler over this rank's master shards: `shards[i]` belong to `recipe.groups[i]`."""
         self.optimizer = self.basic_optimizer = self.recipe.build(shards)
         vars(self.optimizer)["overflow"] = False  # where Accelerate looks whether a step was skipped
-        level = deepspeed_logger.level
-        deepspeed_logger.setLevel(logging.ERROR)  # its schedules warn of their own first call, on every rank
         try:
-            self._configure_lr_scheduler()
+            with quietly():
+                self._configure_lr_scheduler()
         except (TypeError, ValueError, AssertionError) as error:
             raise ConfigError(
                 f"the LR scheduler cannot be made: {error}; correct scheduler.params, or the lr_scheduler given to "
                 "initialize()"
             ) from error
-        finally:
-            deepspeed_logger.setLevel(level)
         refusals.scheduler_of_metrics(self.lr_scheduler)
         return self.optimizer
 

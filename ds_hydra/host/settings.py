@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +15,13 @@ import torch
 from deepspeed.monitor.config import DeepSpeedMonitorConfig
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+from deepspeed.utils import logger as deepspeed_logger
+from torch import nn
 
 from ds_hydra.config.checks import nearest
 from ds_hydra.config.hydra_block import HydraConfig, ParsedConfig
+from ds_hydra.host import refusals
+from ds_hydra.host.optimizers import optimizer_of_block
 from ds_hydra.zero_hetero.errors import ConfigError
 
 NO_MONITORS = DeepSpeedMonitorConfig()
@@ -28,7 +34,8 @@ def deepspeed_config(parsed: ParsedConfig) -> DeepSpeedConfig:
         config = DeepSpeedConfig(dict(parsed.deepspeed))
     except (AssertionError, DeepSpeedConfigError, TypeError, ValueError, KeyError) as error:
         raise ConfigError(f"config: DeepSpeed refuses its settings: {error}. Correct or remove that one") from error
-    _check_scheduler(config)
+    if config.scheduler_name is not None:
+        config.scheduler_params = dict(config.scheduler_params or {})
     for block, package in _MONITOR_PACKAGES.items():
         if getattr(config.monitor_config, block).enabled and importlib.util.find_spec(package) is None:
             raise ConfigError(
@@ -62,8 +69,12 @@ def _scheduler_class(name: str) -> Callable[..., Any] | None:
     return found if inspect.isclass(found) else None
 
 
-def _check_scheduler(config: DeepSpeedConfig) -> None:
-    """Check name and arguments of the scheduler block, before there is an optimizer to build it on."""
+def check_updates(config: DeepSpeedConfig) -> None:
+    """Make the blocks "optimizer" and "scheduler" once, over parameters of one element, and throw them away.
+
+    So a wrong one is refused now, and not once the masters are made, minutes into the start of a large job.
+    """
+    make = optimizer_of_block(config.optimizer_name or "SGD", dict(config.optimizer_params or {"lr": 1e-3}))
     name = config.scheduler_name
     if name is None:
         return
@@ -72,9 +83,23 @@ def _check_scheduler(config: DeepSpeedConfig) -> None:
         torch_names = [n for n, kind in vars(torch.optim.lr_scheduler).items() if inspect.isclass(kind)]
         hint = nearest(name, [*lr_schedules.VALID_LR_SCHEDULES, *torch_names])
         raise ConfigError(f'config: scheduler.type "{name}" is not known; {hint}')
-    config.scheduler_params = dict(config.scheduler_params or {})
+    params = config.scheduler_params
+    groups = max((len(rates) for rates in params.values() if isinstance(rates, list)), default=1)  # a rate for each
+    optimizer = make([{"params": [nn.Parameter(torch.zeros(1))]} for _ in range(max(1, groups))])
+    with quietly():
+        try:
+            refusals.scheduler_of_metrics(scheduler(optimizer, **params))
+        except (TypeError, ValueError, AssertionError, KeyError) as error:
+            accepted = ", ".join(list(inspect.signature(scheduler).parameters)[1:])
+            raise ConfigError(f"config: scheduler.params of {name}: {error}; it takes {accepted}") from None
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Within it DeepSpeed's schedules do not warn, on every rank, of their own first call."""
+    level = deepspeed_logger.level
+    deepspeed_logger.setLevel(logging.ERROR)
     try:
-        inspect.signature(scheduler).bind(None, **config.scheduler_params)
-    except TypeError as error:
-        accepted = ", ".join(list(inspect.signature(scheduler).parameters)[1:])
-        raise ConfigError(f"config: scheduler.params of {name}: {error}; it takes {accepted}") from None
+        yield
+    finally:
+        deepspeed_logger.setLevel(level)

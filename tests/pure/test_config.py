@@ -10,6 +10,7 @@ import pytest
 
 from ds_hydra.config.describe import LIST
 from ds_hydra.config.describe import settings as every_setting
+from ds_hydra.config.hosts import ACCELERATE, CALLS, STEPS, TRAINER, TRAINERS
 from ds_hydra.config.hydra_block import HydraConfig, check_num_ranks, parse_config
 from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -23,9 +24,9 @@ def parse(**settings: Any) -> HydraConfig:
     return parsed.hydra
 
 
-def refusal(raw: dict[str, Any]) -> str:
+def refusal(raw: dict[str, Any], host: str | None = None) -> str:
     with pytest.raises(ConfigError) as error:
-        parse_config(raw)
+        parse_config(raw, host)
     return str(error.value)
 
 
@@ -248,6 +249,41 @@ def test_batch_keys_are_filled_in_and_explained() -> None:
 def test_deepspeed_settings_that_cannot_hold(settings: dict[str, Any], words: list[str]) -> None:
     message = refusal({"hydra": HYDRA, **settings})
     assert all(word in message for word in words), message
+
+
+AUTO = {
+    "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto", "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto", "loss_scale": 0},
+    "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_max_lr": "auto", "total_num_steps": "auto"}},
+}  # fmt: skip
+ADAMW_AUTO = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
+
+
+def test_auto_is_for_those_hosts_that_fill_it_in() -> None:
+    whole = {"hydra": HYDRA, **AUTO, "optimizer": ADAMW_AUTO}
+    for host in TRAINERS:
+        parsed = parse_config(whole, host)
+        assert parsed is not None
+        assert parsed.source == whole, "values for the checks alone"
+    assert parse_config({"hydra": HYDRA, **AUTO}, ACCELERATE) is not None
+    nobody: tuple[str | None, ...] = (None, CALLS, STEPS)
+    for unfilled in nobody:
+        assert "scheduler.params.total_num_steps" in refusal(whole, unfilled)
+    assert "optimizer.params.betas, optimizer.params.eps" in (message := refusal(whole, ACCELERATE))
+    assert "Accelerate does not fill that in" in message
+    assert "mean 'Trainer'" in refusal(whole, "trainer")
+
+
+@pytest.mark.parametrize(
+    ("bf16", "fp16", "expected"),
+    [("auto", "auto", (True, False)), ("auto", True, (False, True)), (False, "auto", (False, True)),
+     (True, "auto", (True, False)), (None, "auto", (None, True)), ("auto", None, (True, None))],
+)  # fmt: skip
+def test_one_type_at_most_is_filled_in(bf16: object, fp16: object, expected: tuple[Any, Any]) -> None:
+    given = {key: {"enabled": value} for key, value in (("bf16", bf16), ("fp16", fp16)) if value is not None}
+    parsed = parse_config({"hydra": HYDRA, **given}, TRAINER)
+    assert parsed is not None
+    assert tuple(parsed.deepspeed.get(key, {}).get("enabled") for key in ("bf16", "fp16")) == expected
 
 
 @pytest.mark.parametrize(
