@@ -1,9 +1,13 @@
-"""ds-hydra: heterogeneous, per-step pipelines for DeepSpeed jobs on sequences of very different lengths."""
+"""ds-hydra: heterogeneous, per-step pipelines for DeepSpeed jobs on sequences of very different lengths.
+
+Imported as `import ds_hydra as deepspeed`, it has all of DeepSpeed's names [Note: names of DeepSpeed].
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+from ds_hydra.zero_hetero.deepspeed_names import handed_on, install
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError, PlanError
 
 __version__ = "0.1.0"
@@ -11,6 +15,9 @@ __all__ = [
     "CheckpointError", "ConfigError", "PlanError", "__version__", "add_config_arguments", "check_config",
     "init_distributed", "initialize",
 ]  # fmt: skip
+
+install()
+_of_deepspeed = handed_on(__name__)
 
 
 def __getattr__(name: str) -> Any:
@@ -23,8 +30,6 @@ def __getattr__(name: str) -> Any:
         from ds_hydra.host.launch import init_as_deepspeed
 
         return init_as_deepspeed
-    if name == "add_config_arguments":
-        from deepspeed import add_config_arguments
-
-        return add_config_arguments
-    raise AttributeError(f"module 'ds_hydra' has no attribute {name!r}")
+    if name == "dist":  # DeepSpeed sets its own in its own initialize()
+        name = "comm"
+    return _of_deepspeed(name)

@@ -32,6 +32,7 @@ from ds_hydra.engine.scanning import read_twice, scan_together
 from ds_hydra.engine.sequence_loss import SequenceLoss
 from ds_hydra.engine.signals import Signals
 from ds_hydra.engine.steps import Handed, Steps
+from ds_hydra.host.cut_model import make_whole
 from ds_hydra.host.environment import launched_node_size, longest_wait_s
 from ds_hydra.host.model_limits import limits_of
 from ds_hydra.pipe.loss import TokenLoss
@@ -70,6 +71,7 @@ class HydraEngine(EngineInParts):
         with first_channel() as channel:
             guard = self._guard(channel, parsed.hydra)
             with guard.assembling():
+                make_whole(model, channel)
                 self._read(channel, parsed, self.given_back(model), loss_fn, arguments)
                 job = replace(self.job, pre_step=pre_step_callback)
                 self.job = job if parsed.hydra.shapes else spread_where_cheaper(job)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -43,6 +44,7 @@ class Values:
         self._buckets, self._gather, self._revision = buckets, gather, revision
         self.device, self._dtype, self.gradients_wait = device, dtype, gradients_wait
         self._found: tuple[object, Mapping[str, Tensor]] = (None, {})
+        self._held: tuple[object, Mapping[str, Tensor]] = (None, {})
         self._lent: list[tuple[str, weakref.ref[Tensor], int]] = []
         self._last: Tensor | None = None  # kept until the next, for a script that does not keep what it writes to
         self._problem = ""
@@ -52,17 +54,34 @@ class Values:
         if problem := _written(self._lent[-1:]):
             self._lent.pop()
             raise ConfigError(problem)
-        revision, found = self._found
-        if revision != self._revision() or name not in found:
+        value = self._gathered(name)
+        if value is None:
             meet(f"the parameter {name} of engine.module")
             self._found = self._revision(), self._gather(self._buckets[name])
-        value = self._found[1][name]
+            value = self._found[1][name]
         return value.to(self.device, dtype or (self._dtype if value.is_floating_point() else value.dtype), copy=True)
+
+    def _gathered(self, name: str) -> Tensor | None:
+        """A parameter's present value where it is on this rank."""
+        now = self._revision()
+        return next((of[name] for revision, of in (self._held, self._found) if name in of and revision == now), None)
+
+    @contextmanager
+    def held(self, names: Collection[str]) -> Iterator[None]:
+        """Within, each rank has these values and reads them by itself. All ranks enter it together; RuntimeError on
+        those that waited too long for others."""
+        before, others = self._held, len(names) - 1
+        meet(f"the parameter {min(names)}{f' with {others} others' if others else ''} of engine.module")
+        self._held = self._revision(), {**before[1], **self._gather(sorted(names))}
+        try:
+            yield
+        finally:
+            self._held = before
 
     def is_changed(self, name: str, value: Tensor) -> bool:
         """Whether a copy that `of` has just given is another than the parameter's value; so it is taken to be where
         others have been gathered since."""
-        right = self._found[1].get(name)
+        right = self._gathered(name)
         return right is None or not torch.equal(value.detach(), right.to(value.device, value.dtype))
 
     def lend(self, name: str, part: Tensor) -> None:

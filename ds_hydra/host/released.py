@@ -19,8 +19,8 @@ when the next value is read, or before the next update.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -302,6 +302,19 @@ def whole(model: nn.Module, values: Values) -> Iterator[None]:
         for module, parameters, kept in zip(model.modules(), own, buffers, strict=True):
             module._parameters.update(parameters)
             module._buffers.update(kept)
+
+
+@contextmanager
+def held_values(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Within, a rank reads the released ones of these parameters without the others; all ranks enter it together."""
+    names: dict[Values, set[str]] = {}
+    for one in parameters:
+        if isinstance(one, ReleasedParameter):
+            names.setdefault(one._hydra_values, set()).add(one._hydra_name)
+    with ExitStack() as stack:
+        for values, of_one_model in names.items():
+            stack.enter_context(values.held(of_one_model))
+        yield
 
 
 def _refuse_writing(parameter: ReleasedParameter, how: str) -> NoReturn:

@@ -8,3 +8,7 @@ run: a message's time comes from link figures.
 
 `fit`, `ladder` and `links` are pure; `local_group`, `stage_timer`, `stage_memory` and `link_timer` need torch.
 """
+
+from ds_hydra.zero_hetero.deepspeed_names import handed_on
+
+__getattr__ = handed_on(__name__)
