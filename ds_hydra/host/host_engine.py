@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.monitor.monitor import MonitorMaster
-from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import set_log_level_from_string
 from deepspeed.utils.timer import SynchronizedWallClockTimer, ThroughputTimer
 from torch import Tensor, nn
@@ -32,6 +31,7 @@ from ds_hydra.data.sequences import SequenceData
 from ds_hydra.data.stream import StreamSampler, StreamSteps, is_stream
 from ds_hydra.data.tokens import Limits
 from ds_hydra.host import refusals
+from ds_hydra.host.any_deepspeed import AnyDeepSpeedEngine
 from ds_hydra.host.devices import Flags
 from ds_hydra.host.environment import JOINS
 from ds_hydra.host.model_limits import limits_of
@@ -46,7 +46,7 @@ from ds_hydra.zero_hetero.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 
-class HostEngine(DeepSpeedEngine):
+class HostEngine(AnyDeepSpeedEngine):
     """The surface of a DeepSpeedEngine over an engine that plans whole steps.
 
     A subclass implements `train_batch`, `eval_batch` and `fp32_state_dict`, makes the master shards of `recipe.groups`

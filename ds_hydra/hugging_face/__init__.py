@@ -4,9 +4,13 @@ Needs the extra `hf` (accelerate). Each is the class that it is named after unti
 "hydra"; so one script serves both engines.
 """
 
-from ds_hydra.hugging_face.accelerator import HydraAccelerator
-from ds_hydra.hugging_face.host_configs import teach_hosts
-from ds_hydra.hugging_face.trainer import HydraTrainer
+from ds_hydra.config.versions import refuse_older
+
+refuse_older("torch", "transformers", "deepspeed", "accelerate")
+
+from ds_hydra.hugging_face.accelerator import HydraAccelerator  # noqa: E402
+from ds_hydra.hugging_face.host_configs import teach_hosts  # noqa: E402
+from ds_hydra.hugging_face.trainer import HydraTrainer  # noqa: E402
 
 teach_hosts()  # before a script makes TrainingArguments or a plugin
 

@@ -23,12 +23,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from trl import DPOTrainer, GRPOTrainer, RLOOTrainer
 
+from ds_hydra.config.versions import refuse_older
 from ds_hydra.hugging_face.accelerator import without_engine
 from ds_hydra.hugging_face.trainer import HydraTrainer
 from ds_hydra.pipe.models.adapted import is_peft_model
 from ds_hydra.zero_hetero.errors import ConfigError
+
+refuse_older("trl")
+
+from trl import DPOTrainer, GRPOTrainer, RLOOTrainer  # noqa: E402
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base

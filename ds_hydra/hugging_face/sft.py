@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from trl import SFTTrainer
-
+from ds_hydra.config.versions import refuse_older
 from ds_hydra.hugging_face.trainer import HydraTrainer
 from ds_hydra.zero_hetero.errors import ConfigError
+
+refuse_older("trl")
+
+from trl import SFTTrainer  # noqa: E402
 
 
 class HydraSFTTrainer(HydraTrainer, SFTTrainer):

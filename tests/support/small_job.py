@@ -70,7 +70,8 @@ def find_before_forks() -> None:
     """What each rank of each job would load or find again, and shares if it is there before they are forked: modules,
     the planner's kernels, the source of the stages, versions of packages, and what our own sources hold."""
     for module in _IMPORTED_LATE:
-        importlib.import_module(module)
+        with contextlib.suppress(ModuleNotFoundError):  # of DeepSpeed, older releases have not all
+            importlib.import_module(module)
     warm_up()
     describe_job(small_source(), torch.device("cpu"), torch.float32, 1)
     fingerprint(small_model())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import numpy as np
@@ -94,11 +95,25 @@ def solve_milp(
     return _solved(solver, has_integers=integers > 0)
 
 
+@cache
+def _silent_solver_class() -> type[Any]:
+    import highspy
+
+    class Silent(highspy.Highs):
+        """Since 1.16 HiGHS prints its name and licence as its constructor enables callbacks, before any option."""
+
+        def enableCallbacks(self) -> None:
+            self.setOptionValue("output_flag", False)
+            super().enableCallbacks()
+
+    return Silent
+
+
 def _run(lp: Any, options: dict[str, Any], point: Any) -> Any:
     """A solver that has run."""
     import highspy
 
-    solver = highspy.Highs()
+    solver = _silent_solver_class()()
     for name, option in options.items():
         solver.setOptionValue(name, option)
     solver.passModel(lp)
