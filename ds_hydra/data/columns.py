@@ -10,6 +10,9 @@ A column that says something about training is used or refused, and never ignore
     completion_mask, assistant_masks   0: not learnt
     position_ids                       count from 0 and begin anew at each packed sequence
     seq_lengths                        tokens of each packed sequence
+    seq_idx                            another number at each packed sequence
+    cu_seq_lens_q, cu_seq_lens_k       where each packed sequence begins, and the number of tokens
+    max_length_q, max_length_k         one number: tokens of the longest packed sequence, or more
     sequence_weight                    one number: the losses of the item's tokens count this many times
 
 An item with input_ids (5 6 7 8 9) and position_ids (0 1 2 0 1) is two sequences, (5 6 7) and (8 9): they are trained
@@ -31,10 +34,14 @@ IGNORE_INDEX = -100
 Int64Array = npt.NDArray[np.int64]
 
 _LOSS_MASKS = ("completion_mask", "assistant_masks")
-_PACKING = ("position_ids", "seq_lengths")
+# By what transformers' flash attention and the kernels themselves call them; collators write them beside position_ids.
+STARTS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens")
+LONGEST = ("max_length_q", "max_length_k", "max_seqlen_q", "max_seqlen_k", "max_seqlen")
+_OF_SEQUENCES = ("seq_lengths", *STARTS)  # columns with numbers of sequences, and not of tokens
+_PACKING = ("position_ids", "seq_idx", *_OF_SEQUENCES)
 _ARRAYS = ("input_ids", "labels", "attention_mask", *_LOSS_MASKS, *_PACKING)
 _WEIGHT = "sequence_weight"
-READ = frozenset((*_ARRAYS, _WEIGHT))
+READ = frozenset((*_ARRAYS, *LONGEST, _WEIGHT))
 MASKS = (*_LOSS_MASKS, "attention_mask", *_PACKING)
 
 
@@ -83,11 +90,13 @@ def read_item(item: Any, index: int) -> Item:
             "as a tokenizer returns them"
         )
     columns = {
-        str(name): _whole_numbers(item[name], index, str(name)) for name in _ARRAYS if item.get(name) is not None
+        str(name): _whole_numbers(item[name], index, str(name))
+        for name in _ARRAYS
+        if item.get(name) is not None and not (name == "seq_idx" and np.ndim(item[name]) == 0)  # an item's own number
     }
     input_ids = columns["input_ids"]
     for name, values in columns.items():
-        if name != "seq_lengths" and len(values) != len(input_ids):
+        if name not in _OF_SEQUENCES and len(values) != len(input_ids):
             raise ConfigError(
                 f"item {index} of the data has {len(input_ids)} input_ids but {len(values)} entries in {name!r}: "
                 "there must be as many of each, so correct how the column was made"
@@ -99,9 +108,13 @@ def read_item(item: Any, index: int) -> Item:
     mask = columns.get("attention_mask", np.ones_like(input_ids))
     _check_mask(mask, labels, index)
     kept = mask != 0
-    packed = _packed_lengths(
-        {name: values if name == "seq_lengths" else values[kept] for name, values in columns.items()}, index
-    )
+    packed = _packed_lengths(columns, kept, index)
+    for name in LONGEST:
+        if item.get(name) is not None and max(packed, default=0) > int(item[name]):
+            raise ConfigError(
+                f"item {index} of the data has {name} {int(item[name])}, but a sequence of {max(packed)} tokens in it: "
+                "correct or remove what is wrong"
+            )
     places = np.flatnonzero(kept)
     _check_holes(places, packed, index)
     if "labels" in columns and len(places) and places[0] and labels[places[0]] != IGNORE_INDEX:
@@ -159,18 +172,25 @@ def _check_holes(kept: Int64Array, lengths: tuple[int, ...], index: int) -> None
         )
 
 
-def _packed_lengths(columns: Mapping[str, Int64Array], index: int) -> tuple[int, ...]:
-    """Tokens of each sequence of an item without padding; ConfigError if its columns disagree about them."""
-    # Three columns can say it, and collators often write two of them. For the lengths (3, 2): position_ids 0 1 2 0 1,
-    # attention_mask 1 1 1 2 2, seq_lengths 3 2. If two disagree, one is wrong; after a wrong guess, tokens would attend
-    # to another sequence.
-    num_tokens = len(columns["input_ids"])
+def _packed_lengths(columns: Mapping[str, Int64Array], kept: npt.NDArray[np.bool_], index: int) -> tuple[int, ...]:
+    """Tokens of each sequence of an item without its padding, which `kept` leaves out; ConfigError if its columns
+    disagree about them."""
+    # Several columns can say it, and collators write two and more of them. For the lengths (3, 2): position_ids
+    # 0 1 2 0 1, attention_mask 1 1 1 2 2, seq_lengths 3 2, seq_idx 0 0 0 1 1, cu_seq_lens_q 0 3 5. If two disagree, one
+    # is wrong; after a wrong guess, tokens would attend to another sequence.
+    num_tokens = int(kept.sum())
     said: dict[str, tuple[int, ...]] = {}
     if "position_ids" in columns:
-        said["position_ids"] = _lengths_from(_restarts(columns["position_ids"], index))
-    mask = columns.get("attention_mask")
-    if mask is not None and mask.max(initial=0) > 1:
+        said["position_ids"] = _lengths_from(_restarts(columns["position_ids"][kept], index))
+    mask = columns.get("attention_mask", kept)[kept]
+    if mask.max(initial=0) > 1:
         said["attention_mask"] = _lengths_from(np.diff(mask, prepend=0) != 0)
+    if "seq_idx" in columns:
+        numbers = columns["seq_idx"][kept]
+        said["seq_idx"] = _lengths_from(np.diff(numbers, prepend=numbers[:1] - 1) != 0)
+    for name in STARTS:
+        if name in columns:
+            said[name] = _lengths_between(columns[name], kept, name, index)
     if "seq_lengths" in columns:
         said["seq_lengths"] = tuple(columns["seq_lengths"].tolist())
         if sum(said["seq_lengths"]) != num_tokens or min(said["seq_lengths"], default=1) < 1:
@@ -200,6 +220,20 @@ def _restarts(positions: Int64Array, index: int) -> npt.NDArray[np.bool_]:
             "give seq_lengths in its place"
         )
     return np.asarray(positions == 0)
+
+
+def _lengths_between(starts: Int64Array, kept: npt.NDArray[np.bool_], name: str, index: int) -> tuple[int, ...]:
+    """Tokens between each two of `starts`, which count either all tokens or, like kernels, those that are kept."""
+    whole, num_tokens = len(kept), int(kept.sum())
+    if not len(starts) or starts[0] or (np.diff(starts) < 0).any() or starts[-1] not in (whole, num_tokens):
+        raise ConfigError(
+            f"item {index} of the data: {name} {_shown(tuple(starts.tolist()))} must count up from 0 to its {whole} "
+            "tokens: correct or remove the column"
+        )
+    if starts[-1] == whole:
+        starts = np.concatenate(([0], np.cumsum(kept)))[starts]
+    lengths = np.diff(starts)
+    return tuple(lengths[lengths > 0].tolist())
 
 
 def _lengths_from(begins: npt.NDArray[np.bool_]) -> tuple[int, ...]:

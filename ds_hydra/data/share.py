@@ -10,17 +10,19 @@ them. All of these are the sequences (5 6 7) and (8 9):
     [{"input_ids": tensor([5, 6, 7])}, {"input_ids": tensor([8, 9])}]
     {"input_ids": [[5, 6, 7], [8, 9, 0]], "attention_mask": [[1, 1, 1], [1, 1, 0]]}
     [{"input_ids": [[5, 6, 7]]}, [8, 9]]
+    {"input_ids": [[5, 6, 7, 8, 9]], "cu_seq_lens_q": [0, 3, 5], "max_length_q": 3}
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from numbers import Number
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ds_hydra.data.columns import IGNORE_INDEX, Item, read_item
+from ds_hydra.data.columns import IGNORE_INDEX, LONGEST, STARTS, Int64Array, Item, as_array, read_item
 from ds_hydra.data.fields import FieldItem, Reads, layout_of, read_fields, with_fields
 from ds_hydra.data.item_check import ItemCheck
 from ds_hydra.data.tokens import LeftOut, Limits, TokenSequence
@@ -143,6 +145,11 @@ def _rows(batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The rows of a collated batch as mappings."""
     columns = {str(name): values for name, values in batch.items() if values is not None}
     count = len(columns["input_ids"])
+    # What collators write for kernels of variable length counts the tokens of all rows, one row behind the other.
+    for name in [name for name in STARTS if name in columns and not _has_rows(columns[name])]:
+        columns[name] = _starts_of_rows(columns, name)
+    for name in [name for name in LONGEST if name in columns and np.ndim(columns[name]) == 0]:
+        columns[name] = [columns[name]] * count
     for name, values in columns.items():
         scalar = not hasattr(values, "__len__") or getattr(values, "ndim", None) == 0
         rows = None if scalar else len(values)
@@ -153,3 +160,19 @@ def _rows(batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             )
     for row in range(count):
         yield {name: values[row] for name, values in columns.items()}
+
+
+def _starts_of_rows(columns: Mapping[str, Any], name: str) -> list[Int64Array]:
+    """For each row where the sequences in it begin, and its end, of a column that counts through all rows."""
+    starts, rows, mask = as_array(columns[name]), columns["input_ids"], columns.get("attention_mask")
+    sizes = [len(row) for row in rows]
+    if mask is not None and len(starts) and starts[-1] != sum(sizes):  # padding is not counted
+        sizes = [int((as_array(row) != 0).sum()) for row in mask]
+    ends = np.concatenate(([0], np.cumsum(sizes)))
+    if not np.isin(ends, starts).all():
+        raise ConfigError(
+            f"a batch of the data has rows of {', '.join(map(str, sizes[:8]))} tokens, but {name} "
+            f"{', '.join(map(str, starts[:9].tolist()))}: a sequence must end where a row ends; correct or remove the "
+            "column"
+        )
+    return [starts[(starts >= begin) & (starts <= end)] - begin for begin, end in itertools.pairwise(ends)]

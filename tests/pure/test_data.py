@@ -146,7 +146,7 @@ def test_truncate_and_skip_are_counted() -> None:
         ([{"input_ids": [1, 2], "loss_mask": [0, 1]}], {}, ["'loss_mask'", "looks like a mask", "completion_mask"]),
         ([{"input_ids": [1, 2], "is_answer": [0, 1]}], {}, ["'is_answer'", "looks like a mask", "-100"]),
         ([{"input_ids": [1, 2], "loss_weights": [0.5, 2.0]}], {}, ["'loss_weights'", "remove it"]),
-        ([{"input_ids": [1, 2], "cu_seqlens": [0, 2]}], {}, ["'cu_seqlens'", "seq_lengths"]),
+        ([{"input_ids": [1, 2], "document_ids": [0, 2]}], {}, ["'document_ids'", "seq_lengths"]),
         ([{"input_ids": [1, 2, 3], "seq_lengths": [2, 2]}], {}, ["seq_lengths 2, 2", "add up to its 3 tokens"]),
         ([{"input_ids": [1, 2, 3], "seq_lengths": [3, 0]}], {}, ["seq_lengths 3, 0", "at least 1"]),
         ([{"input_ids": [1, 2, 3], "position_ids": [0, 1, 5]}], {}, ["has 5 at token 2", "only 2", "seq_lengths"]),

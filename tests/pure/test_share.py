@@ -34,6 +34,13 @@ LEFT_PADDED = {"input_ids": np.array([[5, 6, 7], [0, 8, 9]]), "attention_mask": 
         [torch.tensor([[5, 6, 7]]), [[8, 9]]],
         {"input_ids": [[5, 6, 7, 8, 9]], "position_ids": [[0, 1, 2, 0, 1]]},
         [{"input_ids": [5, 6, 7, 8, 9], "seq_lengths": [3, 2]}],
+        {"input_ids": [[5, 6, 7, 8, 9]], "seq_idx": [[4, 4, 4, 5, 5]]},
+        {"input_ids": [[5, 6, 7, 8, 9]], "cu_seq_lens_q": torch.tensor([0, 3, 5]), "max_length_q": 3},
+        {"input_ids": [[5, 6, 7, 8, 9]], "cu_seqlens": np.array([0, 3, 3, 5]), "max_seqlen": torch.tensor(8)},
+        {**PADDED, "cu_seq_lens_k": [0, 3, 5]},
+        {**PADDED, "cu_seq_lens_k": [0, 3, 6]},
+        {**PADDED, "cu_seq_lens_k": [0, 3, 5, 6]},
+        [{"input_ids": [5, 6, 7, 8, 9], "cu_seq_lens_q": [0, 3, 5], "seq_idx": 7}],
     ],
 )
 def test_every_form_is_the_same_two_sequences(handed: Any) -> None:
@@ -83,6 +90,15 @@ def test_what_is_left_out_is_counted() -> None:
         ([{"input_ids": [1, 2], "sequence_weight": float("nan")}], LIMITS, ["sequence_weight", "one finite number"]),
         ([[1] * 9], Limits(8), ["item 0", "9 tokens", "hydra.context_length 8", "truncate"]),
         ([[1] * 9], Limits(max_positions=8), ["item 0", "9 tokens", "8 positions"]),
+        (
+            {"input_ids": [[1, 2, 3]], "position_ids": [[0, 1, 0]], "cu_seq_lens_q": [0, 1, 3]},
+            LIMITS,
+            ["2, 1 tokens by position_ids", "1, 2 by cu_seq_lens_q"],
+        ),
+        ({"input_ids": [[1, 2], [3, 4]], "cu_seq_lens_q": [0, 3, 4]}, LIMITS, ["rows of 2, 2 tokens", "0, 3, 4"]),
+        ({"input_ids": [[1, 2, 3]], "cu_seq_lens_q": [0, 2]}, LIMITS, ["rows of 3 tokens", "0, 2"]),
+        ([{"input_ids": [1, 2, 3], "cu_seq_lens_q": [1, 3]}], LIMITS, ["1, 3 must count up from 0 to its 3 tokens"]),
+        ({"input_ids": [[1, 2, 3]], "max_length_k": 2}, LIMITS, ["max_length_k 2", "a sequence of 3 tokens"]),
         (["text"], LIMITS, ["item 0", "whole numbers"]),
     ],
 )
