@@ -16,8 +16,9 @@ from trl import SFTTrainer  # noqa: E402
 class HydraSFTTrainer(HydraTrainer, SFTTrainer):
     """An `SFTTrainer` on the engine of the block "hydra" [Note: Trainer].
 
-    TRL prepares the data; `packing` and `padding_free` train as the same sequences apart. What it takes from the logits of a batch (entropy, token accuracy) is
-    not logged. Raises ConfigError for a loss of TRL's other than "nll", and for offloaded activations.
+    TRL prepares the data; `packing` and `padding_free` train as the same sequences apart. What it takes from the logits
+    of a batch (entropy, token accuracy) is not logged. Raises ConfigError for a loss of TRL's other than "nll", and for
+    offloaded activations.
     """
 
     evaluates_each_rank = True  # TRL does not hand the number of all targets to its loss there, as Trainer does

@@ -3,6 +3,7 @@ the same sequences apart."""
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -38,21 +39,24 @@ def labelled() -> Labelled:
     return [(row, [IGNORE_INDEX] * (n % 3) + row[n % 3 :]) for n, row in enumerate(rows)]
 
 
-def options(**each: Sequence[Any]) -> list[dict[str, Any]]:
-    return [dict(zip(each, values, strict=True)) for values in itertools.product(*each.values())]
+def options(kind: Any, **each: Sequence[Any]) -> list[tuple[Any, dict[str, Any]]]:
+    """Every combination of what this collator can be given in the installed release."""
+    known = {name: values for name, values in each.items() if name in inspect.signature(kind).parameters}
+    return [(kind, dict(zip(known, values, strict=True))) for values in itertools.product(*known.values())]
 
 
 FLATTENING = [
-    (DataCollatorWithFlattening, given)
-    for given in options(
-        return_position_ids=[True, False], return_flash_attn_kwargs=[True, False], return_seq_idx=[True, False]
+    (kind, given)
+    for kind, given in options(
+        DataCollatorWithFlattening,
+        return_position_ids=[True, False], return_flash_attn_kwargs=[True, False], return_seq_idx=[True, False],
     )
-    if any(given.values())  # else nothing says where a sequence ends
-]
-PADDING = [
-    (DataCollatorForLanguageModeling, {"pad_token_id": 0, **given})
-    for given in options(padding_free=[True, False], return_position_ids=[True, False], pad_to_multiple_of=[None, 16])
-]
+    if not given or any(given.values())  # else nothing says where a sequence ends
+]  # fmt: skip
+PADDING = options(
+    DataCollatorForLanguageModeling,
+    pad_token_id=[0], padding_free=[True, False], return_position_ids=[True, False], pad_to_multiple_of=[None, 16],
+)  # fmt: skip
 
 
 COLLATORS = [(*one, False) for one in FLATTENING + PADDING] + [
@@ -119,6 +123,9 @@ TEMPLATE = (
 )
 
 
+BOTH: dict[str, dict[str, Any]] = {"padded": {}, "packed": {"packing": True}}
+
+
 def words(row: Sequence[int]) -> str:
     return "".join(f"w{one} " for one in row)
 
@@ -152,13 +159,13 @@ def modes() -> dict[str, tuple[dict[str, Any], list[dict[str, Any]], Labelled]]:
     halves = [{"prompt": words(row[:PROMPT]), "completion": words(row[PROMPT:])} for row in texts]
     ended = [[*row, 1] for row in texts]
     behind = [(row[:MAX_LENGTH], ([IGNORE_INDEX] * PROMPT + row[PROMPT:])[:MAX_LENGTH]) for row in ended]
-    for name, own in {"padded": {}, "packed": {"packing": True}}.items():
+    for name, own in BOTH.items():
         found[f"completions, {name}"] = own, halves, behind
     whole = [(row[:MAX_LENGTH], row[:MAX_LENGTH]) for row in ended]
     found["whole texts, packed"] = {"packing": True, "completion_only_loss": False}, halves, whole
     chats = [([7, 8, 9, n + 20, n + 40, 1], [IGNORE_INDEX] * 2 + [9, n + 20, n + 40, 1]) for n in range(6)]
-    for name, own in {"padded": {}, "packed": {"packing": True}}.items():
-        found[f"answers, {name}"] = own | {"assistant_only_loss": True}, conversational(), chats
+    for name, own in BOTH.items():
+        found[f"answers, {name}"] = {**own, "assistant_only_loss": True}, conversational(), chats
     return found
 
 
@@ -173,21 +180,13 @@ def losses(rank: int, folder: Path, names: Sequence[str]) -> dict[str, float]:
         own, rows, _ = MODES[name]
         tokenizer = word_tokenizer()
         tokenizer.chat_template = TEMPLATE
-        still: dict[str, Any] = {
-            "report_to": "none",
-            "disable_tqdm": True,
-            "use_cpu": True,
-            "bf16": False,
-            "save_strategy": "no",
-        }
         settings: dict[str, Any] = {
-            "max_length": MAX_LENGTH,
-            "per_device_train_batch_size": 32,
-            "per_device_eval_batch_size": 32,
-        }
+            "report_to": "none", "disable_tqdm": True, "use_cpu": True, "bf16": False, "save_strategy": "no",
+            "max_length": MAX_LENGTH, "per_device_train_batch_size": 32, **own,
+        }  # fmt: skip
         arguments = trl.SFTConfig(
             str(folder), max_steps=1, logging_steps=1, gradient_checkpointing=False,
-            deepspeed=config(strategies=["tp1"]), **still | settings | own,
+            deepspeed=config(strategies=["tp1"]), **settings,
         )  # fmt: skip
         data = Dataset.from_list(rows)
         trainer = HydraSFTTrainer(small_model(), arguments, train_dataset=data, processing_class=tokenizer)
