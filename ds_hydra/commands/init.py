@@ -1,42 +1,41 @@
-"""Write the block "hydra" for a job that runs on DeepSpeed now: values from its model, GPUs and lengths, and why.
+"""Translate the config of a job that runs on DeepSpeed now: one for this engine, each key with a reason, and the gain.
 
   ds-hydra init train.py ds_config.json --model my_model/ --gpus 64 --lengths lengths.txt
-      [--cost-table FILE | --device NAME] [--device-memory GIB] [--tokens N] [--out ds_config_hydra.json]
+      [--script-args FILE] [--cost-table FILE | --device NAME] [--device-memory GIB] [--tokens N] [--out FILE]
 
-It reads the script without running it, says which lines to change, and what gain to expect: by a measured cost table,
-or as an estimate from the model's FLOPs, which says on what device.
+It reads the script, and what it imports of its project, without running them; writes the config, and a diff of the
+lines to change; and tells what a step takes now and here: by a measured cost table, or as an estimate from the model's
+FLOPs, which says on what device. What it cannot translate it refuses, all keys at once, and writes nothing.
 A config for Trainer, TRL or Accelerate must be plain JSON; the reasons stand in a text beside it there.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING
 
-import numpy as np
-
+from ds_hydra.commands import init_text
 from ds_hydra.commands.figures import CommandParser, guarded, new_file
+from ds_hydra.commands.init_text import Result, recomputes, with_recomputation
+from ds_hydra.commands.moving import moving
+from ds_hydra.commands.planned_block import Asked, planned, written
+from ds_hydra.commands.script_args import training_args
 from ds_hydra.commands.shipped import shipped
-from ds_hydra.commands.swapped import CALLS, STEPS, Swap, swap_of
-from ds_hydra.config.hydra_block import parse_config
+from ds_hydra.commands.swapped import Span, diff_of, renamed, swap_of
+from ds_hydra.commands.translated import translated
+from ds_hydra.config.hosts import HOSTS, TRAINER
+from ds_hydra.config.hydra_block import BLOCK
 from ds_hydra.config.read import read_config
-from ds_hydra.data.length_sources import assumed_tokens, read_lengths
+from ds_hydra.data.length_sources import read_lengths
 from ds_hydra.zero_hetero.errors import ConfigError
 
-_STEPS = 6  # that the preview plans
+if TYPE_CHECKING:
+    from ds_hydra.commands.init_job import Job
+
 _GPU_GIB = 80.0
-
-
-class Setting(NamedTuple):
-    """One setting of the block, and why it is that."""
-
-    name: str
-    value: Any
-    why: str
 
 
 def main(arguments: Sequence[str] | None = None, *, name: str = "ds-hydra init") -> int:
@@ -52,6 +51,8 @@ def main(arguments: Sequence[str] | None = None, *, name: str = "ds-hydra init")
     costs.add_argument("--cost-table", help="that ds-hydra profile has written (default: costs are estimated)")
     costs.add_argument("--device", metavar="NAME", help="to assume, such as H100 (default: what is here, or A100)")
     parser.add_argument("--lengths", required=True, help="of the data, as in ds-hydra preview")
+    parser.add_argument("--script-args", metavar="FILE", help="YAML or JSON that the script is started with, or its "
+                        "options as one text: --script-args='--bf16 true'")  # fmt: skip
     parser.add_argument("--tokens", type=int, help="of a step (default: as many as the config's batches have)")
     parser.add_argument("--out", type=new_file, help="default: beside the config, NAME_hydra.json")
     args = parser.parse_args(arguments)
@@ -60,95 +61,61 @@ def main(arguments: Sequence[str] | None = None, *, name: str = "ds-hydra init")
 
 def run(args: argparse.Namespace) -> int:
     """Run the command with its parsed options. ConfigError or PlanError if the input is refused."""
-    try:
-        swap = swap_of(args.script.read_text(encoding="utf-8"), str(args.script))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the script {args.script}: {error}") from error
-    config = read_config(config=str(args.config))
-    if "hydra" in config:
-        raise ConfigError(f'{args.config} has a block "hydra" already: remove it to have a new one')
-    model = args.model or next((text for text in swap.models if Path(text).exists()), None)
+    swap = swap_of(args.script)
+    said = training_args(swap, args.script_args)
+    host = swap.kind if swap.kind in HOSTS else TRAINER
+    found = translated(read_config(config=str(args.config)), host, said.constant)
+    model = args.model or next((text for text in (*said.models, *swap.models) if Path(text).exists()), None)
     if model is None:
         raise ConfigError("give --model: the script loads none from a folder of this machine")
     from ds_hydra.commands.init_job import Job, device_here, gpus_here, memory_here
+    from ds_hydra.commands.refusals import refuse_all
 
     gpus = args.gpus or gpus_here()
     if not gpus:
         raise ConfigError("give --gpus: there are none on this machine")
-    job = Job.of(model, config, gpus, args.gpus_per_node, args.device_memory or memory_here() or _GPU_GIB)
-    lengths = read_lengths(shipped(args.lengths), job.positions).lengths
-    device = device_here(args.device)
-    found = settings(swap, config, lengths.tolist(), gpus, args.tokens)
-    if args.cost_table:
-        found.append(Setting("cost_table", args.cost_table, "measured costs, by which steps are planned"))
-    block = {one.name: one.value for one in found}
-    parse_config({**config, "hydra": block})  # what the job would refuse is refused here
+    refuse_all({**found.config, BLOCK: found.block}, host, gpus)
+    job = Job.of(model, {**said.precise(found.config), BLOCK: found.block}, gpus, args.gpus_per_node,
+                 args.device_memory or memory_here() or _GPU_GIB)  # fmt: skip
+    sample = read_lengths(shipped(args.lengths), min(job.positions, found.block.get("context_length") or job.positions))
+    costs = args.cost_table or device_here(args.device)
+    settings = planned(swap, said, found, sample, Asked(gpus, args.tokens, args.lengths, args.cost_table))
+    with moving("counting memory and planning steps"):
+        times = job.both(sample.lengths.tolist(), settings, found.layout, costs)
+    settings = with_recomputation(settings, times, recomputes(swap, said, found))
+    refuse_all({**found.config, BLOCK: {one.name: one.value for one in settings}}, host, gpus)
+    result = Result(swap, said, found, sample, settings, times)
+    return _write(args, result, job, job.assumed(result.best, sample.lengths.tolist(), settings, found.layout, costs))
+
+
+def _write(args: argparse.Namespace, result: Result, job: Job, costs: str) -> int:
+    """Write the files and say all of it."""
     out = args.out or args.config.with_name(f"{args.config.stem}_hydra.json")
-    commented = swap.kind in (CALLS, STEPS)
-    out.write_text(written(config, found, commented), encoding="utf-8")
+    reasons, patch = out.with_suffix(".txt"), out.with_suffix(".diff")
+    commented = result.swap.host == "script"
+    keys = "\n".join(init_text.of_keys(result))
+    spans: dict[Path, frozenset[Span]] = dict(result.swap.spans)
+    for path, of_file in renamed(args.script, str(args.config), str(out)).items():
+        spans[path] = spans.get(path, frozenset()) | of_file
+    diff = diff_of(spans)
+    out.write_text(written(result.found.config, result.settings, commented), encoding="utf-8")
     if not commented:
-        reasons = "".join(f"{one.name}: {one.why}\n" for one in found)
-        out.with_suffix(".txt").write_text(reasons, encoding="utf-8")
-    print(f"{out}: the config with the block" + ("" if commented else f"; {out.with_suffix('.txt')}: why"))
-    for one in found:
-        print(f"  {one.name} = {json.dumps(one.value)}: {one.why}")
-    print(f"{args.script}, a loop of {swap.kind}; change")
-    for line in swap.lines:
-        print(f"  line {line.number}:  {line.old}\n        to:  {line.new}")
-    if swap.note:
-        print(f"and its loop: {swap.note}")
-    tokens, context = block["tokens_per_step"], block["context_length"]
-    print(job.expected(lengths.tolist(), tokens, context, _STEPS, device, args.cost_table))
+        reasons.write_text(keys + "\n", encoding="utf-8")
+    if diff:
+        patch.write_text(diff, encoding="utf-8")
+    print(f"{out} is written. {init_text.headline(result)}.\n")
+    print(keys + "\n")
+    print("\n".join(init_text.of_times(result, job.gpus, costs)) + "\n")
+    for line in init_text.choices(result):
+        print(line)
+    if result.swap.note:
+        print(f"The loop of {args.script}: {result.swap.note}.")
+    if diff:
+        print(f"\nChange the script, a loop of {result.swap.kind}: patch -p0 < {patch}\n{diff.rstrip()}")
+    else:
+        print(f"\n{args.script}, a loop of {result.swap.kind}, needs no change")
+    print(f"\nStart it: {init_text.command_of(result, args.script, out, job.gpus, job.node_size)}")
     return 0
-
-
-def settings(
-    swap: Swap, config: Mapping[str, Any], lengths: Sequence[int], gpus: int, tokens: int | None
-) -> list[Setting]:
-    """The block's settings for a first run, at most five."""
-    longest, mean, whose = max(lengths), float(np.mean(lengths)), "your lengths"
-    sequences = _batch(config, gpus)
-    if tokens is not None:
-        why = "as --tokens says"
-    elif sequences:
-        tokens = max(longest, round(sequences * mean))
-        why = f"{sequences} sequences, the config's batch, of {mean:.0f} tokens in the mean"
-    else:
-        tokens = assumed_tokens(longest, gpus)
-        why = "the config does not say how large a batch is: a long sequence, or 8,192 tokens, for each GPU"
-    if swap.handed_in:
-        why = f"an estimate, which planning begins with; your script hands its batches in, which are the steps ({why})"
-        whose = "lengths of web pages (a job does not know what will be handed in)"
-    else:
-        why = f"a step draws sequences until it holds as many tokens: {why}"
-    found = [
-        Setting("tokens_per_step", tokens, why),
-        Setting("context_length", longest, "the longest sequence of your data, in tokens"),
-        Setting("strategies", "auto", f"candidates follow from {whose}, model and GPUs; the planner mixes them"),
-    ]
-    if swap.kind == CALLS and swap.handed_in:
-        why = "the mean of the batches' means, as DeepSpeed's own loop has it; remove it for the mean over all tokens"
-        found.append(Setting("loss_norm", "batch", why))
-    return found
-
-
-def _batch(config: Mapping[str, Any], gpus: int) -> int | None:
-    """Sequences of a step by the config's batch sizes; None where it does not say."""
-    whole = config.get("train_batch_size")
-    if isinstance(whole, int):
-        return whole
-    each, times = config.get("train_micro_batch_size_per_gpu"), config.get("gradient_accumulation_steps", 1)
-    return each * gpus * (times if isinstance(times, int) else 1) if isinstance(each, int) else None
-
-
-def written(config: Mapping[str, Any], found: Sequence[Setting], commented: bool) -> str:
-    """The config's text with the block; each setting under its reason where comments are read."""
-    if not commented:
-        return json.dumps({**config, "hydra": {one.name: one.value for one in found}}, indent=2) + "\n"
-    body = json.dumps(config, indent=2).rstrip("}").rstrip()
-    rows = [f"    // {one.why}\n    {json.dumps(one.name)}: {json.dumps(one.value)}" for one in found]
-    comma = "," if config else ""
-    return f'{body}{comma}\n  "hydra": {{\n' + ",\n".join(rows) + "\n  }\n}\n"
 
 
 if __name__ == "__main__":

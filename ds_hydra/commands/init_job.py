@@ -1,29 +1,43 @@
-"""What `ds-hydra init` finds out about a job: the model's limits, and the gain that estimated costs promise."""
+"""What `ds-hydra init` finds out about a job: what its layouts hold, and what a step takes now and here.
+
+Costs are estimated from the model's FLOPs, or those of a file; memory is counted as `ds-hydra memory` counts it, with
+the job's own options. Where layers are recomputed, a second forward is counted.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from ds_hydra.commands.init_text import Times
+from ds_hydra.commands.job_config import JobConfig, job_of
+from ds_hydra.commands.now import now_ms
+from ds_hydra.commands.planned_block import Setting
+from ds_hydra.commands.translated import OwnLayout
+from ds_hydra.config.hydra_block import HydraConfig
 from ds_hydra.costs.analytic import ASSUMED, AssumedDevice, analytic_cost_table, assumed_device, model_shape
-from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.costs.cost_table import MOST_TOKENS, CostTable
+from ds_hydra.costs.memory import JobMemory
 from ds_hydra.costs.peak import peak_tflops
 from ds_hydra.costs.table_file import read_table_file, told
 from ds_hydra.engine.fits import job_memory, within_memory
-from ds_hydra.pipe.stage import ModelSource
+from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.plan.schemes import feasible_schemes
 from ds_hydra.planner import PlannerOptions
-from ds_hydra.planner.kernels.arrays import Floats
 from ds_hydra.planner.proposal.propose import QUICK, propose_strategies
 from ds_hydra.profiling.hollow import hollow_source
-from ds_hydra.simulate.preview import Preview, preview_steps
+from ds_hydra.simulate.preview import preview_steps
+from ds_hydra.zero_hetero.errors import ConfigError
 
-_SPEEDS = (1.0, 0.5, 2.0)  # of the assumed device: how much an estimate hangs on it
-_LITTLE = 1.05  # times as fast
+_AGAIN = 4 / 3  # of forward and backward, where the forward runs twice
+_SPEEDS = (0.5, 2.0)  # of the assumed device: how much an estimate hangs on it
+_STEPS = 6  # that are planned
 _MOST_STAGES = 8
+_ADAM_BYTES = 12  # of a parameter: FP32 value and two moments
 UNLIMITED = 2**20  # positions of a model that states none
 
 
@@ -47,80 +61,169 @@ def device_here(named: str | None) -> AssumedDevice:
 
 @dataclass(frozen=True)
 class Job:
-    """A model on so many GPUs."""
+    """A model on so many GPUs, as a config has it."""
 
-    source: ModelSource
-    positions: int
-    dtype: torch.dtype
+    model: str
+    source: Any
+    config: JobConfig
     gpus: int
     node_size: int
     memory_gib: float
 
     @classmethod
     def of(cls, model: str, config: Mapping[str, Any], gpus: int, node_size: int, memory_gib: float) -> Job:
-        """Read the model's config. ConfigError for what is no causal language model."""
-        source: Any = hollow_source(model)
-        enabled = [kind for kind in ("bf16", "fp16") if (config.get(kind) or {}).get("enabled") in (True, "auto")]
-        positions = getattr(source.text_config, "max_position_embeddings", None) or UNLIMITED
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[enabled[0]] if enabled else torch.float32
-        return cls(source, int(positions), dtype, gpus, min(node_size, gpus), memory_gib)
+        """Of a config with its block. ConfigError for what is no causal language model."""
+        job = job_of(config)
+        shapes = job.hydra.shapes if job.hydra else ()
+        return cls(model, hollow_source(model, job.stage_options, shapes), job, gpus, min(node_size, gpus), memory_gib)
 
-    def expected(
-        self, lengths: Sequence[int], tokens: int, context: int, steps: int, device: AssumedDevice, measured: str | None
-    ) -> str:
-        """What a preview of these lengths says, in a sentence or two: by the costs of a file, or by what the model's
-        FLOPs take a device that is assumed. PlanError where nothing holds the longest."""
-        if measured is not None:
-            tables = [told(read_table_file(measured)).table]
-            whose = f"By the costs of {measured}, without transfers of parameters"
-        else:
-            tables = [self._estimated(max(context, tokens), replace(device, flops=device.flops * by)) for by in _SPEEDS]
-            whose = "AN ESTIMATE from FLOPs, nothing was measured"
-        previews = [self._preview(table, lengths, tokens, context, steps) for table in tables]
-        preview = previews[0]
-        said = f"{whose}: {steps} steps on {self.gpus} GPUs take mostly {next(iter(preview.wins))}"
-        if preview.fixed is None:
-            return f"{said}; no layout of one scheme holds {context} tokens, so there is nothing to compare with."
-        gains = [_gain(one, one.assigned_ms) for one in previews]
-        said += f", {gains[0]:.2f} times as fast as {preview.fixed} with balanced sequences"
-        if measured is None:
-            said += f" ({min(gains):.2f} to {max(gains):.2f} on a device half to twice as fast)"
-        said += f", and {_gain(preview, preview.packed_full_ms):.2f} times as fast as packed full and dealt out."
-        if gains[0] < _LITTLE:
-            said += " Little is to be gained on these lengths."
-        if measured is None:
-            said += (
-                f" It assumes {self.memory_gib:.0f} GiB and {device} for each GPU, and counts no transfers of "
-                "parameters; ds-hydra profile measures the costs, and --cost-table takes its file."
-            )
-        return said
+    @property
+    def positions(self) -> int:
+        """Of the model, for one sequence."""
+        return int(getattr(self.source.text_config, "max_position_embeddings", None) or UNLIMITED)
 
-    def _estimated(self, longest: int, device: AssumedDevice) -> CostTable:
-        """Of all schemes those that jobs are usually run with, as far as they fit the memory."""
-        schemes = [
-            scheme
-            for scheme in feasible_schemes(self.source.plan, self.gpus, self.node_size)
-            if scheme.pp <= _MOST_STAGES and scheme.num_ranks & (scheme.num_ranks - 1) == 0
-        ]
-        source: Any = self.source
-        width = source.width(min(1, source.plan.num_layers - 1))
-        shape = model_shape(source.plan, width, source.text_config.vocab_size, source.text_config)
-        memory = job_memory(
-            source, schemes, self.gpus, self.memory_gib * 2**30, self.dtype, node_size=self.node_size,
+    def memory(
+        self, recomputed: bool, gpus: int = 0, *, as_written: bool = False
+    ) -> tuple[tuple[ParallelScheme, ...], JobMemory]:
+        """Schemes, and the memory of each, as `ds-hydra memory` counts it; on another number of GPUs than the job's,
+        if one is given."""
+        source, ranks = self._source(recomputed, as_written), gpus or self.gpus
+        node = self.node_size if ranks == self.gpus else min(ranks, max(self.node_size, 8))
+        schemes = feasible_schemes(source.plan, ranks, node)
+        return schemes, job_memory(
+            source, schemes, ranks, self.memory_gib * 2**30, self.config.dtype, grad_dtype=self.config.grad_dtype,
+            wire_dtype=self.config.wire_dtype, node_size=node,
+            expert_imbalance=(self.config.hydra or HydraConfig()).expert_imbalance,
         )  # fmt: skip
-        estimated = analytic_cost_table(
-            shape, schemes, longest, device_flops=device.flops, link_bytes_per_second=device.inside,
-            between_bytes_per_second=device.between, node_size=self.node_size,
-        )  # fmt: skip
-        return within_memory(estimated, memory)
 
-    def _preview(self, table: CostTable, lengths: Sequence[int], tokens: int, context: int, steps: int) -> Preview:
-        options = PlannerOptions(kernels="compiled", layers=self.source.plan.num_layers)
+    def limits(self, recomputed: bool, gpus: int = 0) -> dict[ParallelScheme, int]:
+        """MaxLen of each scheme, in tokens."""
+        schemes, memory = self.memory(recomputed, gpus)
+        return {scheme: memory.max_length(scheme) for scheme in schemes}
+
+    def _source(self, recomputed: bool, as_written: bool) -> Any:
+        """The model with layers recomputed or not; `as_written`: without operators of this engine."""
+        source = copy.copy(self.source)
+        source.options = replace(source.options, activation_checkpointing=recomputed)
+        source.functions = None if as_written else source.functions
+        return source
+
+    def both(
+        self, lengths: Sequence[int], settings: Sequence[Setting], layout: OwnLayout, costs: AssumedDevice | str
+    ) -> dict[bool, Times]:
+        """What a step takes with layers kept and recomputed. ConfigError where neither holds the longest sequence."""
+        times = {again: self.times(lengths, settings, layout, costs, again) for again in (False, True)}
+        if all(one.ours is None for one in times.values()):
+            self._refuse(_value(settings, "context_length"), times[True].holds)
+        return times
+
+    def times(
+        self, lengths: Sequence[int], settings: Sequence[Setting], layout: OwnLayout, costs: AssumedDevice | str,
+        recomputed: bool,
+    ) -> Times:  # fmt: skip
+        """What a step takes, now and here; `costs` is a device, or a file of measured costs."""
+        tokens, context = (_value(settings, name) for name in ("tokens_per_step", "context_length"))
+        schemes, memory = self.memory(recomputed)
+        table = self._table(costs, schemes, max(context, tokens), recomputed)
+        now_holds = self._now_holds(recomputed, layout)
+        now = now_ms(table, layout, self.gpus, lengths, tokens, context, _STEPS) if now_holds >= context else None
+        holds = max(min(one.max_length, memory.max_length(one.scheme)) for one in table.costs)
+        if holds < context:
+            return Times(now, now_holds=now_holds, holds=holds)
+        table = within_memory(table, memory)
         strategies = propose_strategies(
             table, self.gpus, lengths, tokens, context, node_size=self.node_size, count=8, effort=QUICK
         )
-        return preview_steps(table, strategies, lengths, tokens, context, steps, options)
+        options = PlannerOptions(kernels="compiled", layers=self.source.plan.num_layers)
+        preview = preview_steps(table, strategies, lengths, tokens, context, _STEPS, options)
+        fixed = None if preview.fixed is None else float(preview.assigned_ms.mean())
+        ours = float(preview.step_ms.mean())
+        return Times(now, fixed, ours, preview.fixed or "", tuple(preview.wins), now_holds, holds)
+
+    def assumed(
+        self, best: bool, lengths: Sequence[int], settings: Sequence[Setting], layout: OwnLayout,
+        costs: AssumedDevice | str,
+    ) -> str:  # fmt: skip
+        """Where the seconds come from, and how much the gain hangs on that."""
+        if isinstance(costs, str):
+            return f"By the costs of {costs}, without transfers of parameters."
+        gains = [
+            one.fixed / one.ours
+            for by in _SPEEDS
+            for one in [self.times(lengths, settings, layout, replace(costs, flops=by * costs.flops), best)]
+            if one.fixed is not None and one.ours is not None
+        ]
+        spread = ""
+        if gains:
+            spread = f"The gain over the best fixed layout is {min(gains):.2f} to {max(gains):.2f} on a device half to "
+            spread += "twice as fast.\n"
+        return (
+            f"AN ESTIMATE from FLOPs, nothing was measured.\n"
+            f"Assumed for each GPU: {self.memory_gib:.0f} GiB and {costs}.\n{spread}"
+            "Transfers of parameters are not counted. ds-hydra profile measures costs, and --cost-table takes its file."
+        )
+
+    def _refuse(self, context: int, holds: int) -> NoReturn:
+        """Nothing holds the longest sequence: with how many GPUs would something?"""
+        for factor in (2, 4, 8, 16):
+            if (more := max(self.limits(True, factor * self.gpus).values(), default=0)) >= context:
+                way = f"on {factor * self.gpus} of them {more:,}"
+                break
+        else:
+            way = f"on {16 * self.gpus} no more than {more:,}"
+        raise ConfigError(
+            f"no layout of {self.gpus} GPUs of {self.memory_gib:.0f} GiB holds {context:,} tokens, the longest of the "
+            f"lengths, though layers are recomputed: the most is {holds:,}, {way}. Use more GPUs, or leave longer "
+            f'sequences out of --lengths and set "context_length" and "too_long" in a block "hydra" of the config'
+        )
+
+    def _now_holds(self, recomputed: bool, layout: OwnLayout) -> int:
+        """Tokens of the longest micro-batch on DeepSpeed, about: its states, and what the model's own code keeps."""
+        _, memory = self.memory(recomputed, as_written=True)
+        scheme = ParallelScheme(layout.tp, layout.pp, layout.sp)
+        needs = memory.fullest(scheme, 1) if (layout.tp, layout.sp) in memory.activations else None
+        if needs is None:
+            return 0
+        params = sum(bucket.numel for bucket in self.source.plan.buckets) / (layout.tp * layout.pp)
+        width, ranks = self.config.dtype.itemsize, self.gpus / (layout.tp * layout.pp)
+        sharded = [layout.stage >= least for least in (3, 2, 1)]  # values, gradients, states
+        held = params * sum(
+            size / (ranks if cut else 1) for size, cut in zip((width, width, _ADAM_BYTES), sharded, strict=True)
+        )
+        return needs.max_length(memory.capacity + needs.states - held)
+
+    def _table(
+        self, costs: AssumedDevice | str, schemes: Sequence[ParallelScheme], longest: int, recomputed: bool
+    ) -> CostTable:
+        """Of a file, or estimated for those schemes that jobs are usually run with; forwards that run twice count."""
+        if isinstance(costs, str):
+            found = told(read_table_file(costs))
+            known = tuple(one for one in found.table.costs if one.scheme in schemes)
+            if not known:
+                raise ConfigError(f"{costs} has costs of no scheme that {self.model} can be cut by on {self.gpus} GPUs")
+            measured = found.job is not None and found.job.stages.activation_checkpointing
+            return _with_forwards(replace(found.table, costs=known), measured, recomputed)
+        usual = [one for one in schemes if one.pp <= _MOST_STAGES and one.num_ranks & (one.num_ranks - 1) == 0]
+        width = self.source.width(min(1, self.source.plan.num_layers - 1))
+        shape = model_shape(self.source.plan, width, self.source.text_config.vocab_size, self.source.text_config)
+        table = analytic_cost_table(
+            shape, usual, longest, device_flops=costs.flops, link_bytes_per_second=costs.inside,
+            between_bytes_per_second=costs.between, node_size=self.node_size,
+        )  # fmt: skip
+        return _with_forwards(table, False, recomputed)
 
 
-def _gain(preview: Preview, others_ms: Floats) -> float:
-    return float(others_ms.mean() / preview.step_ms.mean())
+def _with_forwards(table: CostTable, measured: bool, recomputed: bool) -> CostTable:
+    """Costs with layers recomputed or not, from those that were `measured` so or not; MaxLen is then the memory's."""
+    if measured == recomputed:
+        return table
+    by = _AGAIN if recomputed else 1 / _AGAIN
+    changed = (
+        replace(one, a=by * one.a, b=by * one.b, c=by * one.c, floor=by * one.floor, max_length=MOST_TOKENS)
+        for one in table.costs
+    )
+    return replace(table, costs=tuple(changed))
+
+
+def _value(settings: Sequence[Setting], name: str) -> int:
+    return int(next(one.value for one in settings if one.name == name))

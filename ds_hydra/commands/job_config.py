@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from ds_hydra.config.hosts import TRAINER, filled_in
 from ds_hydra.config.hydra_block import HydraConfig, parse_config
 from ds_hydra.config.read import read_config
 from ds_hydra.host.optimizers import optimizer_of_block
@@ -35,16 +36,21 @@ class JobConfig:
 
 def read_job(path: str | None, default: torch.dtype) -> JobConfig:
     """Read a config file; without one the dtype is `default`. ConfigError if it is refused."""
-    if path is None:
-        return JobConfig(None, default, optimizer_of_block("AdamW", {}))
-    raw = read_config(config=path)
-    parsed = parse_config(raw)
+    return (
+        JobConfig(None, default, optimizer_of_block("AdamW", {})) if path is None else job_of(read_config(config=path))
+    )
+
+
+def job_of(raw: Mapping[str, Any]) -> JobConfig:
+    """Of a config; where it has "auto" for what transformers' Trainer fills in, as for a job of bf16."""
+    parsed = parse_config(raw, TRAINER)
     hydra = parsed.hydra if parsed else None
-    blocks = [(key, raw.get(key)) for key in ("bf16", "fp16")]
+    filled = filled_in(raw, TRAINER)
+    blocks = [(key, filled.get(key)) for key in ("bf16", "fp16")]
     enabled = [key for key, block in blocks if isinstance(block, dict) and block.get("enabled")]
-    optimizer = raw.get("optimizer")
+    optimizer = filled.get("optimizer")
     block: dict[str, Any] = optimizer if isinstance(optimizer, dict) else {}
-    settings = parsed.deepspeed if parsed else raw
+    settings = parsed.deepspeed if parsed else filled
     types = settings.get("data_types")
     asked = str(types.get("grad_accum_dtype")) if isinstance(types, dict) else ""
     return JobConfig(
