@@ -11,17 +11,20 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
-from typing import Any, NoReturn
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.monitor.monitor import MonitorMaster
+from deepspeed.runtime.engine import EngineTimers
 from deepspeed.utils import set_log_level_from_string
 from deepspeed.utils.timer import SynchronizedWallClockTimer, ThroughputTimer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ds_hydra.config.deepspeed_settings import BATCH_KEYS
 from ds_hydra.config.hydra_block import ParsedConfig
 from ds_hydra.data.item_check import ModelInput
 from ds_hydra.data.item_lengths import ItemLengths
@@ -32,6 +35,7 @@ from ds_hydra.data.stream import StreamSampler, StreamSteps, is_stream
 from ds_hydra.data.tokens import Limits
 from ds_hydra.host import refusals
 from ds_hydra.host.any_deepspeed import AnyDeepSpeedEngine
+from ds_hydra.host.batch_sizes import BatchSizes, batch_sizes
 from ds_hydra.host.devices import Flags
 from ds_hydra.host.environment import JOINS
 from ds_hydra.host.model_limits import limits_of
@@ -55,6 +59,12 @@ class HostEngine(AnyDeepSpeedEngine):
     """
 
     global_rank: int
+    # Of DeepSpeed's own mixtures of experts, which no engine here has.
+    num_experts: list[int]
+    gate_modules: list[nn.Module]
+    moe_layers: list[nn.Module]
+    expert_parallel_group: dict[str, Any]
+    expert_data_parallel_group: dict[str, Any]
 
     def __init__(
         self,
@@ -120,7 +130,20 @@ class HostEngine(AnyDeepSpeedEngine):
         self.dist_backend = get_accelerator().communication_backend_name()
         self.mpu = self.collate_fn = None
         self.has_moe_layers = self.warn_unscaled_loss = self.enable_backward_allreduce = False
-        self.pipeline_parallelism = True
+        self.num_experts, self.gate_modules, self.moe_layers = [], [], []
+        self.expert_parallel_group, self.expert_data_parallel_group = {}, {}
+        self.pipeline_parallelism = False
+        self.sequence_parallel_size = self.mp_world_size = 1  # of what a rank hands in: each has batches of its own
+        self.checkpoint_mp_rank = 0
+        self.dont_change_device = self.inside_no_sync_ctxt = self.use_ds_comm = self.zenflow = False
+        self.optimized_linear_base_weight_sharding = self.optimized_linear_lora_enabled = False
+        self.gradient_average = self.save_zero_checkpoint = self.save_non_zero_checkpoint = True
+        self.all_to_all_group = self.local_all_to_all_group = self.mesh_device = self.losses = None
+        self.scale_wrt_gas = self.torch_autocast_z0_gradscaler = None
+        self.loaded_checkpoint_mp_world_size = self.loaded_checkpoint_dp_world_size = None
+        self.engine_timers = EngineTimers(enable_micro_timers=False, enable_global_timers=False)
+        self.engine_timers_cache: dict[str, Any] = {}
+        self._set_batch_sizes: dict[str, int] = {}
         self.timers = SynchronizedWallClockTimer()
         self.tput_timer = ThroughputTimer(self._config.timers_config, batch_size=1)  # idle: steps tell their speed
         self._global_grad_norm: float | None = None
@@ -219,18 +242,70 @@ class HostEngine(AnyDeepSpeedEngine):
     # What users call.
 
     def train_batch_size(self) -> int:
-        """Sequences of the last step, or of the first one before it has run, where that is known."""
+        """Sequences of an update. Where steps are drawn from training_data or the config has no batch size: those of
+        the last step, or of the first one before it has run, where that is known."""
+        whole = self._batch_sizes().whole if self.sampler is None else None
+        if whole is not None:
+            return whole
         if self.last_step is not None:
             return self.last_step.num_sequences
         return len(self.sampler.batch(0)) if self.sampler is not None and self.sampler.known_to_all else 0
 
-    def set_train_batch_size(self, train_batch_size: int) -> NoReturn:
-        """Not supported: steps are sized in tokens."""
-        refusals.train_batch_size(train_batch_size)
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Sequences of a batch that the script hands in: the config's, or what its other batch sizes make it, or 1."""
+        return self._batch_sizes().micro
 
-    def set_train_micro_batch_size(self, micro_batch_size: int) -> NoReturn:
-        """Not supported: the plan sizes micro-batches."""
-        refusals.micro_batch_size(micro_batch_size)
+    def gradient_accumulation_steps(self) -> int:
+        """Batches of each rank in a step of the three calls: the config's, or what its batch sizes make it, or 1."""
+        return self._batch_sizes().accumulation
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the batches of a step of the three calls; a batch stays as large. ConfigError beside training_data."""
+        if self.sampler is not None:
+            refusals.batch_size_of_data(f"set_train_batch_size({train_batch_size})")
+        micro = self._batch_sizes().micro
+        steps, left = divmod(train_batch_size, micro * self.world_size)
+        if left or steps < 1:
+            raise ConfigError(
+                f"set_train_batch_size({train_batch_size}): give a multiple of train_micro_batch_size_per_gpu {micro} "
+                f"times {self.world_size} ranks"
+            )
+        self._set_batch_sizes = dict(zip(BATCH_KEYS, (train_batch_size, micro, steps), strict=True))
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the sequences of a batch that the script hands in. ConfigError beside training_data."""
+        if self.sampler is not None:
+            refusals.batch_size_of_data(f"set_train_micro_batch_size({micro_batch_size})")
+        steps = self._batch_sizes().accumulation
+        whole = micro_batch_size * steps * self.world_size
+        self._set_batch_sizes = dict(zip(BATCH_KEYS, (whole, micro_batch_size, steps), strict=True))
+
+    def _batch_sizes(self) -> BatchSizes:
+        return batch_sizes({**self.config, **self._set_batch_sizes}, self.world_size)
+
+    def get_global_grad_norm(self) -> Tensor | None:  # type: ignore[override]  # a tensor, as DeepSpeed hands out
+        """Norm of the gradients of the last step before clipping, () in FP32; None before the first step."""
+        norm = self._global_grad_norm
+        return None if norm is None else torch.tensor(norm, dtype=torch.float32, device=self.device)
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """All ranks, for a script's own collectives; which ranks share a pipeline changes from step to step."""
+        return dist.group.WORLD
+
+    seq_data_parallel_group = data_parallel_group
+
+    @property
+    def dp_world_size(self) -> int:
+        """Number of ranks, each of which hands in batches of its own."""
+        return int(self.world_size)
+
+    seq_dp_world_size = dp_world_size
+
+    @property
+    def param_names(self) -> dict[nn.Parameter, str]:
+        """Of each parameter of the model its name there."""
+        return {parameter: name for name, parameter in self.module.named_parameters()}
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """`module.generate`, with the whole model on every rank meanwhile. All ranks must call it."""

@@ -16,14 +16,9 @@ from torch.optim import Optimizer
 from ds_hydra.zero_hetero.errors import ConfigError
 
 
-def train_batch_size(size: int) -> NoReturn:
-    """A step has a number of tokens, not of sequences."""
-    raise ConfigError(f"set_train_batch_size({size}): a step is sized by hydra.tokens_per_step: set that, and restart")
-
-
-def micro_batch_size(size: int) -> NoReturn:
-    """The plan decides how many sequences a micro-batch has, each time anew."""
-    raise ConfigError(f"set_train_micro_batch_size({size}): micro-batches are sized by the plan: leave it out")
+def batch_size_of_data(call: str) -> NoReturn:
+    """A step that is drawn from training_data has a number of tokens, not of sequences."""
+    raise ConfigError(f"{call}: a step of training_data is sized by hydra.tokens_per_step: set that, and restart")
 
 
 def num_items(given: float) -> NoReturn:

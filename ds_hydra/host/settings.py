@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,15 +15,17 @@ import torch
 from deepspeed.monitor.config import DeepSpeedMonitorConfig
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils import logger as deepspeed_logger
 from torch import nn
 
-from ds_hydra.config.checks import nearest
+from ds_hydra.config.checks import AUTO, nearest
 from ds_hydra.config.hydra_block import HydraConfig, ParsedConfig
 from ds_hydra.host import refusals
 from ds_hydra.host.optimizers import optimizer_of_block
 from ds_hydra.zero_hetero.errors import ConfigError
 
+_OFFLOADS = frozenset(("offload_optimizer", "offload_param"))
 NO_MONITORS = DeepSpeedMonitorConfig()
 _MONITOR_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
 
@@ -32,6 +34,7 @@ def deepspeed_config(parsed: ParsedConfig) -> DeepSpeedConfig:
     """DeepSpeed's half of the config as DeepSpeed itself reads it. ConfigError carries the text of its own errors."""
     try:
         config = DeepSpeedConfig(dict(parsed.deepspeed))
+        _answer_as_written(config, parsed.source.get("zero_optimization"))
     except (AssertionError, DeepSpeedConfigError, TypeError, ValueError, KeyError) as error:
         raise ConfigError(f"config: DeepSpeed refuses its settings: {error}. Correct or remove that one") from error
     if config.scheduler_name is not None:
@@ -43,6 +46,18 @@ def deepspeed_config(parsed: ParsedConfig) -> DeepSpeedConfig:
                 f"pip install {package}, or disable it"
             )
     return config
+
+
+def _answer_as_written(config: DeepSpeedConfig, zero: Any) -> None:
+    """Let the engine's getters answer from the user's block "zero_optimization", which has no other effect, as far as
+    that is true: masters are shared out as in stage 1, and nothing is offloaded."""
+    if not isinstance(zero, Mapping):
+        return
+    stage = min(zero.get("stage") or 0, 1)
+    known = {name for key, field in DeepSpeedZeroConfig.model_fields.items() for name in (key, field.alias)}
+    true = {key: value for key, value in zero.items() if key in known - _OFFLOADS and value != AUTO}
+    config.zero_config = DeepSpeedZeroConfig(**{**true, "stage": stage})
+    config.zero_optimization_stage, config.zero_enabled = stage, stage > 0
 
 
 def deepspeed_defaults(parsed: ParsedConfig, config: DeepSpeedConfig) -> tuple[str, ...]:

@@ -30,7 +30,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_hydra.config.checks import AUTO
 from ds_hydra.host import refusals
 from ds_hydra.host.host_engine import HostEngine
 from ds_hydra.host.own_updates import refuse_dropping
@@ -130,6 +129,8 @@ class ThreeCallEngine(HostEngine):
         go to the LR schedule's step."""
         boundary = self.is_gradient_accumulation_boundary()
         self._calls += 1
+        self.micro_steps += 1
+        micro_steps = self.micro_steps
         self._step_applied = False
         if not boundary:
             return
@@ -142,7 +143,7 @@ class ThreeCallEngine(HostEngine):
             )  # fmt: skip
         self._lr_kwargs = dict(lr_kwargs or {})
         losses = self.train_collected([(entry.batch, entry.factor or 0.0) for entry in trained])
-        self._lr_kwargs = {}
+        self._lr_kwargs, self.micro_steps = {}, micro_steps
         for entry, loss in zip(trained, losses, strict=True):
             entry.settle(loss)
 
@@ -168,10 +169,6 @@ class ThreeCallEngine(HostEngine):
         """From now on `step` makes an update if this is true, and none if it is false."""
         self._boundary = is_boundary
 
-    def gradient_accumulation_steps(self) -> int:
-        """Batches of each rank in a step of the three calls: the config's, or what its batch sizes make it."""
-        return accumulation_steps(self.config, self.world_size)
-
     def zero_grad(self, *_: Any, **__: Any) -> None:
         """Nothing to do: a step begins with gradients of its own. ConfigError between `backward` and the boundary's
         `step`, where plain DeepSpeed would drop gradients."""
@@ -193,6 +190,8 @@ class ThreeCallEngine(HostEngine):
 
     compile = refusals.call("compile", "stages are not compiled as a whole; leave it out")
     allreduce_gradients = refusals.call("allreduce_gradients", "engine.step() sums gradients over all ranks")
+    buffered_allreduce_fallback = refusals.call("buffered_allreduce_fallback", "engine.step() sums gradients")
+    register_compile_pass = refusals.call("register_compile_pass", "stages are not compiled as a whole; leave it out")
     clip_fp32_gradients = refusals.call("clip_fp32_gradients", "set gradient_clipping in the config")
     set_data_post_process_func = refusals.call("set_data_post_process_func", "change items in the dataset")
     set_custom_curriculum_learning_schedule = refusals.call(
@@ -203,27 +202,6 @@ class ThreeCallEngine(HostEngine):
         super()._set_deepspeed_defaults()
         self._collected, self._calls, self._boundary, self._evaluating = [], 0, None, False
         self.shows_gradients = self.items_are_counted = False
-
-
-def accumulation_steps(config: Mapping[str, Any], num_ranks: int) -> int:
-    """gradient_accumulation_steps of a DeepSpeed config, or train_batch_size over micro-batch size and ranks, or 1."""
-    keys = ("gradient_accumulation_steps", "train_batch_size", "train_micro_batch_size_per_gpu")
-    steps, whole, micro = (config.get(key) for key in keys)
-    if AUTO in (steps, whole, micro):
-        raise ConfigError(
-            f'config: {", ".join(keys)} say "{AUTO}", which transformers\' Trainer fills in: give '
-            "gradient_accumulation_steps as a number for a loop of engine(), backward() and step()"
-        )
-    if steps is None and whole is not None and micro is not None:
-        steps, left = divmod(whole, micro * num_ranks)
-        if left:
-            raise ConfigError(
-                f"config: train_batch_size {whole} is not a multiple of train_micro_batch_size_per_gpu {micro} times "
-                f"{num_ranks} ranks: give gradient_accumulation_steps"
-            )
-    if steps is not None and (not isinstance(steps, int) or steps < 1):
-        raise ConfigError(f"config: gradient_accumulation_steps must be a whole number of at least 1, but is {steps!r}")
-    return steps or 1
 
 
 def _as_it_is(value: Any) -> Any:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ds_hydra.config.deepspeed_settings import screen_deepspeed_settings
+from ds_hydra.host.batch_sizes import batch_sizes
 from ds_hydra.host.pending import Collected, PendingLoss, Term
-from ds_hydra.host.three_calls import accumulation_steps
 from ds_hydra.zero_hetero.errors import ConfigError
 
 
@@ -158,7 +158,7 @@ def test_the_number_alone_has_no_gradient() -> None:
     ],
 )
 def test_accumulation_steps(config: dict[str, int], steps: int) -> None:
-    assert accumulation_steps(config, 2) == steps
+    assert batch_sizes(config, 2).accumulation == steps
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_accumulation_steps(config: dict[str, int], steps: int) -> None:
 )
 def test_bad_accumulation_steps(config: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        accumulation_steps(config, 2)
+        batch_sizes(config, 2)
 
 
 def test_accelerates_steps_per_print_means_never() -> None:
