@@ -186,7 +186,7 @@ class HydraConfig:
     as the model initialises itself, by `seed`, equal for any number of ranks. None takes the model's own values."""
     loss_norm: str = setting(choice("token", "sequence", "micro_batch", "batch"), "token")
     """The loss is the mean over all target tokens of the step, over its sequences' means, its micro-batches', or those
-    of the batches that a script hands in, as DeepSpeed's own loop computes it."""
+    of the batches that a script hands in, as DeepSpeed's own loop computes it: over as many as are configured."""
     activation_checkpointing: bool = setting(flag, False)
     """Recompute each layer's activations in the backward pass, as after `model.gradient_checkpointing_enable()`."""
     fast_paths: tuple[str, ...] = setting(_fast_paths, _fast_paths(AUTO, ""))
@@ -219,8 +219,9 @@ class HydraConfig:
     """Rows of the busiest rank of those that share whole experts, over even ones, for which memory is planned."""
     cluster: tuple[NodesConfig, ...] = setting(read_cluster, ())
     timeout_seconds: float = setting(number(exclusive=True, maximum=86400.0), 300.0)
-    """How long a collective, or on GPUs a part of a step, may wait for a rank before the job is given up. In an elastic
-    job that has begun 30, and no more: what cannot be freed otherwise waits so long."""
+    """How long a collective, or on GPUs a part of a step, may wait for a rank before the job is given up, in torch's
+    default group too, whoever made it. In an elastic job that has begun 30, and no more: what cannot be freed otherwise
+    waits so long."""
     checkpoint: CheckpointConfig | None = setting(_checkpoint, None)
     faults: FaultsConfig = setting(_faults, FaultsConfig())
     elastic: ElasticConfig | None = setting(_elastic, None)

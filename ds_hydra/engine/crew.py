@@ -86,6 +86,7 @@ class Crew:
         """
         self.job, self.world, self.shift = job, world, shift
         self.activity, self.watchdog, self.together = guard.activity, guard.watchdog, guard.together
+        world.channel.calling = self.calling = guard.activity.calling
         try:
             with guard.assembling():
                 self._assemble(host, signals, initial=initial)

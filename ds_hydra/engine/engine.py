@@ -190,9 +190,13 @@ class HydraEngine(EngineInParts):
             raise ConfigError("a sequence_loss is of sequences that are handed in: pass them to train_batch() too")
         step = partial(self.steps.handed.next, self.global_steps, data_iter, sequence_loss)
         handed = None if data_iter is None else step
-        return torch.tensor(self._train(handed).loss, dtype=torch.float32)
+        return torch.tensor(self._train("train_batch()", handed).loss, dtype=torch.float32)
 
-    def _train(self, handed: Handed | None) -> Outcome:
+    def _train(self, name: str, handed: Handed | None) -> Outcome:
+        with self.crew.calling(name):
+            return self._trained(handed)
+
+    def _trained(self, handed: Handed | None) -> Outcome:
         self.lent.take_back()
         if self.going_on is not None:
             return self.going_on.train()
@@ -202,11 +206,14 @@ class HydraEngine(EngineInParts):
 
     def train_collected(self, batches: Sequence[tuple[Any, float]]) -> list[float]:
         """See `ThreeCallEngine`."""
-        return self._train(lambda: self.steps.handed.collected(self.global_steps, batches)).batch_losses
+        whole = self.batches_of_update() * self.world_size
+        step = partial(self.steps.handed.collected, self.global_steps, batches, whole)
+        return self._train("step()", step).batch_losses
 
     def evaluate_collected(self, batch: Any) -> tuple[float, float]:
         """See `ThreeCallEngine`."""
-        return self.steps.evaluate_handed(batch)
+        with self.crew.calling("engine(batch) after eval()"):
+            return self.steps.evaluate_handed(batch)
 
     def eval_batch(self, data_iter: Any = None) -> Tensor:
         """Mean loss of a batch of sequences, without an update: a scalar in FP32, equal on all ranks.
@@ -217,14 +224,16 @@ class HydraEngine(EngineInParts):
         batch = next(data_iter) if hasattr(data_iter, "__next__") else data_iter
         if batch is None:
             raise ConfigError("eval_batch() needs sequences: a dataset, a list of token lists, or an iterator of them")
-        return torch.tensor(self.on_all(Call(lambda: self.steps.evaluate_batch(batch))), dtype=torch.float32)
+        part = Call(lambda: self.steps.evaluate_batch(batch))
+        return torch.tensor(self.on_all("eval_batch()", part, meets=True), dtype=torch.float32)
 
     def evaluate(self, dataset: Any) -> Evaluation:
         """Loss, perplexity and the loss of each sequence of a map-style dataset, without an update.
 
         About hydra.tokens_per_step tokens run at a time. Every rank must call it with the same dataset.
         """
-        return self.on_all(Call(lambda: self.steps.evaluate(dataset), Evaluation.to_json, Evaluation.from_json))
+        part = Call(lambda: self.steps.evaluate(dataset), Evaluation.to_json, Evaluation.from_json)
+        return self.on_all("evaluate()", part, meets=True)
 
     def predict(self, batch: Any, function: TokenFunction) -> tuple[Tensor, Tensor]:
         """Mean loss of the batches of all ranks, (), and what `function` gives for each token of this rank's, (tokens,
@@ -236,7 +245,8 @@ class HydraEngine(EngineInParts):
         """
         if not isinstance(self.job.source, CausalLM):
             raise ConfigError("predict() needs a Hugging Face model: the layers of a PipelineModule end in its loss")
-        loss, found = self.on_all(Call(lambda: self.steps.predict_handed(batch, function), once="predict"))
+        part = Call(lambda: self.steps.predict_handed(batch, function), once="predict")
+        loss, found = self.on_all("predict()", part)
         return torch.tensor(loss, dtype=torch.float32), torch.from_numpy(found)
 
     def destroy(self) -> None:

@@ -29,7 +29,8 @@ class Guard:
         frozen_s = config.faults.frozen_seconds if config.elastic is None else 0.0  # else members watch each other
         self.watchdog = Watchdog(
             channel,
-            lambda: (coming_step(), activity.now),
+            lambda: (coming_step(), activity.told),
+            calling=lambda: activity.calling,
             heartbeat_s=frozen_s / _BEATS,
             frozen_s=frozen_s,
             still_s=config.timeout_seconds if dist.get_backend() != "gloo" else None,  # gloo itself ends a wait

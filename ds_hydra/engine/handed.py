@@ -13,6 +13,7 @@ Until the last of these nothing of the engine has changed: a script may catch th
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import accumulate, pairwise, starmap
@@ -32,6 +33,8 @@ from ds_hydra.ranks.together import agree
 from ds_hydra.step.delivery import Delivered
 from ds_hydra.step.outcome import Outcome, mean_of
 from ds_hydra.zero_hetero.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 class Intake:
@@ -85,7 +88,7 @@ class HandedSteps:
 
     def __init__(self, crew: Crew, limits: Limits):
         self._crew, self._intake, self.shares = crew, Intake(), Shares(crew, limits)
-        self._by_batch = crew.job.config.loss_norm == "batch"
+        self._by_batch, self._told_other = crew.job.config.loss_norm == "batch", False
 
     def next(self, step: int, handed: Any, sequence_loss: SequenceLoss | None = None) -> ReadyStep:
         """Plan and deliver `step`, counted from 0, from what this rank's script passed to `train_batch`.
@@ -100,8 +103,9 @@ class HandedSteps:
         planned = self._crew.plans.given(step, gathered.lengths)
         return self._weighed_by(sequence_loss, step, planned, mine, gathered)
 
-    def collected(self, step: int, batches: Iterable[tuple[Any, float]]) -> ReadyStep:
-        """Plan and deliver `step` from this rank's batches and the factors of their losses."""
+    def collected(self, step: int, batches: Iterable[tuple[Any, float]], whole: int) -> ReadyStep:
+        """Plan and deliver `step` from this rank's batches and the factors of their losses; `whole` batches of all
+        ranks make an update."""
         mine = self.shares.read(batches)
         draws = isinstance(self._crew.job.source, CausalLM) and bool(self._crew.job.source.flow.draws)
         if draws and not self._crew.job.model.training:
@@ -110,7 +114,7 @@ class HandedSteps:
                 "DeepSpeed's loop it would train without its dropout and noise, and stages train with them. Call "
                 "engine.train() before the first batch, or set the rates to 0 in the model's config"
             ))  # fmt: skip
-        return self._planned(step, mine, keeps_losses=True)
+        return self._planned(step, mine, whole)
 
     def evaluated(self, batch: Any) -> tuple[StepPlan, Delivered, slice]:
         """Plan and deliver a batch of this rank for an evaluation; the slice says which of the plan's sequences it
@@ -128,7 +132,8 @@ class HandedSteps:
         except Exception as raised:  # of the script's own iterator: the other ranks wait for this one
             return Mine(error=raised)
 
-    def _planned(self, step: int, mine: Mine, *, keeps_losses: bool = False) -> ReadyStep:
+    def _planned(self, step: int, mine: Mine, whole: int = 0) -> ReadyStep:
+        """`whole`: of the three calls, whose batches are told their losses; else as many as there are."""
         empty = [number for number, (share, _) in enumerate(mine.batches) if share.num_items and not share.num_targets]
         if self._by_batch and empty:
             mine = Mine(error=ConfigError(
@@ -139,10 +144,9 @@ class HandedSteps:
         planned = self._crew.plans.given(step, gathered.lengths)
         sizes = (len(share.sequences) for share, _ in mine.batches)
         begins = accumulate(sizes, initial=gathered.begins[self._crew.world.rank])
-        own = tuple(starmap(slice, pairwise(begins))) if keeps_losses else None
-        return ReadyStep(
-            planned, self.shares.deliver(planned.plan, self._weighed(mine, gathered), gathered), batches=own
-        )
+        own = tuple(starmap(slice, pairwise(begins))) if whole else None
+        weighed = self._weighed(mine, gathered, whole or gathered.num_batches)
+        return ReadyStep(planned, self.shares.deliver(planned.plan, weighed, gathered), batches=own)
 
     def _all_of(self, mine: Mine) -> Mine:
         """An error in place of a share that a loss of whole sequences cannot be computed on."""
@@ -189,13 +193,22 @@ class HandedSteps:
         weights = {number: count * scale for number, count in zip(plan.sequence_ids, counts, strict=True)}
         return ReadyStep(planned, delivered.weighed(weights), total / num_groups)
 
-    def _weighed(self, mine: Mine, gathered: Gathered) -> list[TokenSequence]:
-        """This rank's sequences, with what their losses count [Note: three calls]."""
+    def _weighed(self, mine: Mine, gathered: Gathered, whole: int) -> list[TokenSequence]:
+        """This rank's sequences, with what their losses count; `whole` batches make an update [Note: three calls]."""
         weighed: list[TokenSequence] = []
+        if self._by_batch and gathered.num_batches != whole and not self._told_other:
+            self._told_other = True
+            if self._crew.world.rank == 0:
+                logger.warning(
+                    "an update of %d batches, where gradient_accumulation_steps and ranks make %d: by hydra.loss_norm "
+                    '"batch" each counts 1/%d as in DeepSpeed\'s loop, so it is %.3g of their mean; "token" takes the '
+                    "mean over the targets that there are (told once)",
+                    gathered.num_batches, whole, whole, gathered.num_batches / whole,
+                )  # fmt: skip
         for share, factor in mine.batches:
             # The step divides by all targets, 50. To count 1/4 in all, the 10 targets of one of 4 batches weigh
             # 50 / (4 * 10) each: 10 * 1.25 / 50 is 1/4.
             if self._by_batch:
-                factor *= gathered.num_targets / max(1, gathered.num_batches * share.num_targets)
+                factor *= gathered.num_targets / max(1, whole * share.num_targets)
             weighed += [sequence._replace(weight=sequence.weight * factor) for sequence in share.sequences]
         return weighed

@@ -29,9 +29,20 @@ class EngineInParts(EngineWithWeights):
     steps: Steps
     going_on: GoingOn | None = None  # without lost ranks, where hydra.elastic asks for it
 
-    def on_all(self, call: Call[Result]) -> Result:
-        """What a call of all ranks returns; where some are lost in it, for those that are left [Note: calls]."""
-        return call.part() if self.going_on is None else self.going_on.call(call)
+    def on_all(self, name: str, call: Call[Result], *, meets: bool = False) -> Result:
+        """What a call of all ranks returns; where some are lost in it, for those that are left [Note: calls].
+
+        `meets`: first with a message of its own that compares the calls of all ranks [Note: one call on all ranks].
+        """
+        part = call.part
+
+        def met() -> Result:
+            self.meet()
+            return part()
+
+        with self.crew.calling(name):
+            call.part = met if meets else part
+            return call.part() if self.going_on is None else self.going_on.call(call)
 
     def forward_backward(
         self,
@@ -73,7 +84,8 @@ class EngineInParts(EngineWithWeights):
         trained on; for a field of another length than the tokens, that some items or ranks lack, or that is not finite;
         and for a loss that looks at other tokens and does not say so, reads the model, or draws random numbers.
         """
-        found = self.steps.parts.forward_backward(sequences, loss, normaliser, temperature, mixes_tokens)
+        with self.crew.calling("forward_backward()"):
+            found = self.steps.parts.forward_backward(sequences, loss, normaliser, temperature, mixes_tokens)
         return torch.tensor(found, dtype=torch.float32)
 
     def optimizer_step(self) -> float:
@@ -84,7 +96,8 @@ class EngineInParts(EngineWithWeights):
         there are no gradients.
         """
         self.lent.take_back()
-        outcome = self.steps.parts.optimizer_step()
+        with self.crew.calling("optimizer_step()"):
+            outcome = self.steps.parts.optimizer_step()
         self.saving.when_due(outcome.request)
         return outcome.grad_norm
 
@@ -125,7 +138,7 @@ class EngineInParts(EngineWithWeights):
         routers that choose by other means than `torch.topk` [Note: replayed routers].
         """
         score = partial(self.steps.parts.scoring.log_probs, entropy=entropy, routed_experts=routed_experts)
-        return self.on_all(Call(lambda: score(sequences, temperature), once="log_probs"))
+        return self.on_all("log_probs()", Call(lambda: score(sequences, temperature), once="log_probs"))
 
     def values(self, sequences: Any) -> list[Tensor]:
         """Of a model whose head has one output: the value of each of this rank's sequences before each of its tokens,
@@ -135,7 +148,7 @@ class EngineInParts(EngineWithWeights):
         that nothing is to be learnt. `sequences` as of `log_probs`.
         """
         scoring = self.steps.parts.scoring
-        return self.on_all(Call(lambda: scoring.values(sequences), once="values"))
+        return self.on_all("values()", Call(lambda: scoring.values(sequences), once="values"))
 
     def full_parameters(
         self, *, dtype: torch.dtype | None = None, ranks: Sequence[int] | None = None, adapters: str = "merged"
@@ -149,15 +162,19 @@ class EngineInParts(EngineWithWeights):
         the names of the model without them, or come "alone", as a folder of adapters holds them. ConfigError for
         adapters that cannot be merged.
         """
-        if self.going_on is None:
+
+        def every() -> Iterator[tuple[str, Tensor]]:
+            with self.crew.calling("full_parameters()"):
+                self.meet()
             return self.saving.full_parameters(dtype, ranks, adapters)
-        every = partial(self.saving.full_parameters, dtype, ranks, adapters)
-        return taken_once(every, "full_parameters", self.going_on.by_fault)
+
+        return every() if self.going_on is None else taken_once(every, "full_parameters", self.going_on.by_fault)
 
     def fp32_state_dict(self) -> dict[str, Tensor]:
         """See `EngineWithWeights`."""
         whole = super().fp32_state_dict
-        return whole() if self.going_on is None else self.on_all(gathered(whole, self.meet))
+        part = Call(whole) if self.going_on is None else gathered(whole, self.meet)
+        return self.on_all("fp32_state_dict()", part, meets=True)
 
     def meet(self) -> None:
         """Return when all ranks have come to it."""
@@ -166,20 +183,24 @@ class EngineInParts(EngineWithWeights):
     def save_checkpoint(self, save_dir: str | Path, *arguments: Any, **named: Any) -> bool:
         """See `EngineWithWeights`. CheckpointError while gradients wait for an update, which no checkpoint holds."""
         self.steps.parts.refuse_if_any("save_checkpoint()", CheckpointError)
-        return self.on_all(Call(partial(super().save_checkpoint, save_dir, *arguments, **named)))
+        return self.on_all(
+            "save_checkpoint()", Call(partial(super().save_checkpoint, save_dir, *arguments, **named)), meets=True
+        )
 
     def load_checkpoint(self, load_dir: str | Path, *arguments: Any, **named: Any) -> tuple[str | None, dict[str, Any]]:
         """See `EngineWithWeights`. CheckpointError while gradients wait for an update."""
         self.steps.parts.refuse_if_any("load_checkpoint()", CheckpointError)
-        return self.on_all(
-            Call(partial(super().load_checkpoint, load_dir, *arguments, **named), once="load_checkpoint")
-        )
+        part = partial(super().load_checkpoint, load_dir, *arguments, **named)
+        return self.on_all("load_checkpoint()", Call(part, once="load_checkpoint"), meets=True)
 
     def load_16bit_model(self, load_dir: str | Path) -> None:
         """See `EngineWithWeights`. CheckpointError while gradients wait for an update."""
         self.steps.parts.refuse_if_any("load_16bit_model()", CheckpointError)
-        self.on_all(Call(partial(super().load_16bit_model, load_dir), once="load_16bit_model"))
+        self.on_all(
+            "load_16bit_model()", Call(partial(super().load_16bit_model, load_dir), once="load_16bit_model"), meets=True
+        )
 
     def save_16bit_model(self, save_dir: str | Path, *arguments: Any, **named: Any) -> bool:
         """See `EngineWithWeights`."""
-        return self.on_all(Call(partial(super().save_16bit_model, save_dir, *arguments, **named)))
+        part = partial(super().save_16bit_model, save_dir, *arguments, **named)
+        return self.on_all("save_16bit_model()", Call(part), meets=True)

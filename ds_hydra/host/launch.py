@@ -23,6 +23,7 @@ from deepspeed.accelerator import get_accelerator
 from ds_hydra.config.hydra_block import HydraConfig, check_num_ranks
 from ds_hydra.host.devices import before_devices_start
 from ds_hydra.host.environment import joins, launched_number, longest_wait_s
+from ds_hydra.ranks.groups import wait_at_most
 from ds_hydra.zero_hetero.errors import ConfigError
 
 _LISTENING_S, _ANSWER_S = 2.0, 8.0  # until a connection to MASTER_PORT, and an answer there, count as not coming
@@ -51,6 +52,8 @@ def init_distributed(config: HydraConfig, *, port: int, required: bool | None = 
         timeout=timeout,
         verbose=False,
     )
+    if (everyone := torch.distributed.group.WORLD) is not None:
+        wait_at_most(timeout, [everyone])  # a script may have made it, with torch's 30 minutes
     if not joins():
         check_num_ranks(config, dist.get_world_size())
     if "LOCAL_RANK" not in os.environ:  # the script itself started torch.distributed, without a launcher

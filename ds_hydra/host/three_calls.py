@@ -10,12 +10,13 @@ What their losses count follows hydra.loss_norm. Let the four batches have 10, 3
   "token"   each target counts 1/50, as with train_batch: the mean over all targets
   "batch"   each batch counts 1/4, each target of the first 1/40 and each of the third 1/20: the mean of the batches'
             means, as DeepSpeed's own loop computes it (backward() divides by gradient_accumulation_steps, and the
-            gradients are averaged over the ranks)
+            gradients are averaged over the ranks). It does so as well in an update of fewer or more batches: of two
+            batches each still counts 1/4, so that the gradient is half of their mean
 
-The two agree where all batches have equally many targets. A batch without any has no mean: under "batch" it is refused,
-on all ranks. A factor that the script puts on a loss multiplies what its batch counts: with `loss / 2` the first
-batch's targets count half of this. `backward(loss, scale_wrt_gas=False)` says that the script has divided by
-gradient_accumulation_steps itself, as Accelerate does.
+The two agree where all updates have as many batches as configured, of equally many targets. A batch without any has no
+mean: under "batch" it is refused, on all ranks. A factor that the script puts on a loss multiplies what its batch
+counts: with `loss / 2` the first batch's targets count half of this. `backward(loss, scale_wrt_gas=False)` says that
+the script has divided by gradient_accumulation_steps itself, as Accelerate does.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class ThreeCallEngine(HostEngine):
     _calls: int  # of step()
     _boundary: bool | None  # as set by hand
     shows_gradients: bool  # whether a plain loop would have gradients though the update is made, as within Trainer's
+    accumulates: int | None  # batches of each rank in an update, where its caller counts them itself, as Trainer does
     items_are_counted: bool  # whether its caller compares num_items_in_batch with the step's targets, as Trainer's does
     _evaluating: bool  # since eval(); a model that from_pretrained made is in eval mode from the start, and trains
 
@@ -113,7 +115,7 @@ class ThreeCallEngine(HostEngine):
                 "engine.backward() was given a loss of the same batch for the second time: add the losses up and give "
                 "their sum, or say engine.backward(loss, retain_graph=True) the first time"
             )
-        accumulation = self.gradient_accumulation_steps()
+        accumulation = self.batches_of_update()
         for term in trained:
             whole = term.factor if scale_wrt_gas else term.factor * accumulation
             term.entry.factor = whole + (term.entry.factor or 0.0)
@@ -169,6 +171,10 @@ class ThreeCallEngine(HostEngine):
         """From now on `step` makes an update if this is true, and none if it is false."""
         self._boundary = is_boundary
 
+    def batches_of_update(self) -> int:
+        """Of each rank, by which DeepSpeed's loop divides losses."""
+        return self.accumulates or self.gradient_accumulation_steps()
+
     def zero_grad(self, *_: Any, **__: Any) -> None:
         """Nothing to do: a step begins with gradients of its own. ConfigError between `backward` and the boundary's
         `step`, where plain DeepSpeed would drop gradients."""
@@ -201,6 +207,7 @@ class ThreeCallEngine(HostEngine):
     def _set_deepspeed_defaults(self) -> None:
         super()._set_deepspeed_defaults()
         self._collected, self._calls, self._boundary, self._evaluating = [], 0, None, False
+        self.accumulates = None
         self.shows_gradients = self.items_are_counted = False
 
 

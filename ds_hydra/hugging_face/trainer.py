@@ -169,6 +169,7 @@ class HydraTrainer(Trainer):
             loss, num_items_in_batch, owner=type(self).__name__, norm=model.hydra_config.loss_norm,
             batches=self.args.world_size * self.current_gradient_accumulation_steps, last=updates,
         )  # fmt: skip
+        model.accumulates = self.current_gradient_accumulation_steps  # fewer at an epoch's end
         model.set_gradient_accumulation_boundary(updates)
         model.backward(loss)
         model.step()

@@ -11,14 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_hydra.ranks.calling import NAME_BYTES, Calling, check_calls
 from ds_hydra.ranks.telling import LENGTH_BYTES, Telling, decoded, encoded, framed
 from ds_hydra.zero_hetero.errors import CheckpointError
 from ds_hydra.zero_hetero.told import Told, mark_told, message_of
 
 _MAX_BYTES = 256 * 2**20
-# A text travels with its length in one message of this size, which the short reports of all ranks fit; only a longer
-# one takes a second message.
-_INLINE_GATHERED = 4088
+# A text travels with its length and the name of the call in one message of 4,096 bytes, which the short reports of all
+# ranks fit; only a longer one takes a second message.
+_INLINE_GATHERED = 4096 - NAME_BYTES - LENGTH_BYTES
 _RING = 32  # ranks up to which a ring is as fast as fewer steps with messages of their own
 _TAG = 1 << 24  # of those messages, which may share a group with pulls and pushes
 _PARCEL_TAG, _TOLD_TAG = _TAG + 1, _TAG + 2
@@ -37,6 +38,7 @@ class Channel(Telling):
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, num_ranks: int):
         super().__init__(group, rank, num_ranks, tag=_TOLD_TAG)
+        self.calling = Calling()  # the script's, where these are messages of its calls
 
     def close(self) -> None:
         """Destroy the group, which then lets go of its sockets; the channel cannot be used afterwards."""
@@ -46,6 +48,22 @@ class Channel(Telling):
 
     def rows(self, row: Tensor) -> Tensor:
         """Everybody's `row`, a CPU tensor of one shape and type on all ranks: (num_ranks, *row.shape)."""
+        table = self._gathered(row)
+        self.calling.passed()
+        return table
+
+    def first_rows(self, row: Tensor) -> Tensor:
+        """As `rows`, of short rows that may be the first message of all ranks in a call [Note: one call on all ranks].
+
+        ConfigError on all ranks where they are in different calls.
+        """
+        # gloo ends a process that gets more bytes than it expects, so the first messages of all calls have one size.
+        data = row.contiguous().view(-1).view(torch.uint8)
+        heads, _ = self._heads(bytes(data.numpy()))
+        texts = [head[: data.numel()] for head in heads]
+        return torch.frombuffer(bytearray(b"".join(texts)), dtype=row.dtype).view(self.num_ranks, *row.shape)
+
+    def _gathered(self, row: Tensor) -> Tensor:
         if self.num_ranks == 1:
             return row.unsqueeze(0)
         if self.num_ranks > _RING:
@@ -95,12 +113,12 @@ class Channel(Telling):
         return came
 
     def texts(self, text: str) -> list[str]:
-        """Everybody's text, by rank. Raises CheckpointError when all together pass 256 MiB."""
-        # All rows of a gather have one size, so texts of 10 and of 5,000 bytes first travel as 4,088 bytes and a length
+        """Everybody's text, by rank. Raises CheckpointError when all together pass 256 MiB; ConfigError on all ranks
+        where they are in different calls [Note: one call on all ranks]."""
+        # All rows of a gather have one size, so texts of 10 and of 5,000 bytes first travel as 4,024 bytes and a length
         # each. Then every rank knows the longest, and all agree without a word whether the rest needs a second message.
         data = encoded(text)
-        heads = self._bytes(framed(data, _INLINE_GATHERED))
-        sizes = [int.from_bytes(head[:LENGTH_BYTES], "little") for head in heads]
+        heads, sizes = self._heads(data)
         longest = max(sizes)
         if longest * self.num_ranks > _MAX_BYTES:
             raise CheckpointError(
@@ -111,7 +129,15 @@ class Channel(Telling):
         if rest > 0:
             tails = self._bytes(data[_INLINE_GATHERED:].ljust(rest, b"\0"))
         whole = zip(heads, tails, sizes, strict=True)
-        return [decoded((head[LENGTH_BYTES:] + tail)[:size]) for head, tail, size in whole]
+        return [decoded((head + tail)[:size]) for head, tail, size in whole]
+
+    def _heads(self, data: bytes) -> tuple[list[bytes], list[int]]:
+        """The first `_INLINE_GATHERED` bytes of everybody's data, filled up, and how many there are; of one call."""
+        name = encoded(self.calling.waiting)[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
+        came = self._bytes(name + framed(data, _INLINE_GATHERED))
+        check_calls([decoded(one[:NAME_BYTES].rstrip(b"\0")) for one in came])
+        begins = NAME_BYTES + LENGTH_BYTES
+        return [one[begins:] for one in came], [int.from_bytes(one[NAME_BYTES:begins], "little") for one in came]
 
     def _bytes(self, data: bytes) -> list[bytes]:
         table = self.rows(torch.frombuffer(bytearray(data), dtype=torch.uint8))

@@ -33,6 +33,12 @@ def pairs_connect_when_used() -> Iterator[None]:
             os.environ[_LAZY] = before
 
 
+def wait_at_most(timeout: timedelta, groups: Iterable[dist.ProcessGroup]) -> None:
+    """How long a rank waits for others in one collective of these groups from now on, whoever made them."""
+    for group in dict.fromkeys(groups):
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
 def needed_groups(strategy: Strategy) -> Iterable[Ranks]:
     """Rank tuples of the tensor and sequence parallel groups of a strategy; groups of one need none."""
     for pipeline in strategy.pipelines:

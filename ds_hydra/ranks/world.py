@@ -23,7 +23,7 @@ import torch.distributed.nn.functional  # before there are groups: defaults of i
 from ds_hydra.pipe.placement import Strategy
 from ds_hydra.ranks.aborting import Aborting
 from ds_hydra.ranks.channel import AHEAD_TAG, Channel
-from ds_hydra.ranks.groups import GroupCache, Ranks, make_groups, needed_groups, pairs_connect_when_used
+from ds_hydra.ranks.groups import GroupCache, Ranks, make_groups, needed_groups, pairs_connect_when_used, wait_at_most
 from ds_hydra.ranks.nccl import nccl_options
 from ds_hydra.ranks.telling import Telling
 from ds_hydra.zero_hetero.clock import Clock, clock_of
@@ -103,8 +103,8 @@ class World:
         # On devices only small messages go over gloo, between few pairs of many ranks (`channel.peers_of`). What is to
         # be shut when a rank is gone is there from the start [Note: freeing a thread].
         with contextlib.nullcontext() if gloo or aborts is not None else pairs_connect_when_used():
-            control = everyone if gloo else make(range(num_ranks), "gloo")
-            background = make(range(num_ranks), "gloo")  # a save in the background must not meet training
+            # Neither what a script exchanges in the default group nor a save in the background may meet training.
+            control, background = (make(range(num_ranks), "gloo") for _ in range(2))
         # NCCL runs one group's messages in the order they were started: pipelines get a communicator of their own, and
         # so do pulls and pushes, as the default group was made by others, with what it takes of the device.
         quiet, urgent = (None, None) if gloo else (nccl_options(background=True), nccl_options(urgent=True))
@@ -136,6 +136,9 @@ class World:
             _made=made,
             _longest_wait=wait,
         )
+
+    def __post_init__(self) -> None:
+        self.wait_at_most(self._longest_wait.seconds)  # in groups too that were there before
 
     def connect(
         self,
@@ -186,11 +189,8 @@ class World:
 
     def wait_at_most(self, seconds: float) -> None:
         """How long a rank waits for others in one collective from now on, in any group of this world."""
-        if seconds == self._longest_wait.seconds:
-            return
         self._longest_wait.seconds = seconds
-        for group in dict.fromkeys([*self._shared, *self._made]):
-            dist.distributed_c10d._set_pg_timeout(self._longest_wait.as_torch_has_it, group)
+        wait_at_most(self._longest_wait.as_torch_has_it, [*self._shared, *self._made])
 
     def close(self) -> None:
         """Destroy the groups that were made for this world, and let go of torch's; it cannot be used afterwards."""

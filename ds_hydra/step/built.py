@@ -40,7 +40,7 @@ def build_together(plan: StepPlan, costs: CostTable, build: Callable[[], Built],
         built = build()
     except Exception as raised:  # first this rank takes part in the message that the others wait for
         error = raised
-    rows = channel.rows(row_of(plan, costs, FAILED if built is None else built.weight))
+    rows = channel.first_rows(row_of(plan, costs, FAILED if built is None else built.weight))
     weight = settled(plan.step, rows, error, channel)
     assert built is not None, "else a rank has failed"
     assert weight is not None, "all ranks have built their batches"

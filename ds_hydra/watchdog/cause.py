@@ -30,6 +30,11 @@ def lost_connection(error: BaseException) -> bool:
     return isinstance(error, kinds) or (isinstance(error, RuntimeError) and _LOST.search(message_of(error)) is not None)
 
 
+def timed_out(error: BaseException) -> bool:
+    """Whether a collective or message has ended because others did not come to it in time."""
+    return lost_connection(error) and "timed out" in message_of(error).lower()
+
+
 def refusal_code(error: BaseException) -> int | None:
     """The exit code of a refusal; None for other errors."""
     return error.exit_code if isinstance(error, (ConfigError, PlanError, CheckpointError)) else None

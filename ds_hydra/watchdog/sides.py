@@ -10,9 +10,11 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from ds_hydra.ranks.calling import different
 from ds_hydra.watchdog.connection import Connection, encoded
 from ds_hydra.watchdog.door import Door
-from ds_hydra.watchdog.tree import Peer, Verdict
+from ds_hydra.watchdog.tree import Call, Peer, Verdict, different_calls
+from ds_hydra.zero_hetero.errors import ConfigError
 
 if TYPE_CHECKING:
     from ds_hydra.watchdog.watchdog import Watchdog
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
 TURN_S = 0.25
 BUSY_TURNS = 4  # that a rank inside a step still gets after another one died or failed
 _LEFT_TURNS = 8  # the same after a rank left in good order: its last messages may still be on their way
+_STAYS_S = 3.0  # in different calls, after which ranks do not go on by themselves: one may leave its call by an error
+_IDLE_S = 1.0  # that a rank outside a step still gets then
+_NO_RANK = -1  # whose fault it is where ranks call otherwise
 _MANY = 32  # peers whose messages are read once in a turn
 
 
@@ -33,6 +38,7 @@ class Side:
     def __init__(self, dog: Watchdog):
         self.dog = dog
         self.selector = selectors.DefaultSelector()
+        self._told_calls = False
         self.door: Door[Peer] | None = None
         if dog.below:
             assert dog.listener is not None, "there are ranks below"
@@ -58,6 +64,7 @@ class Side:
             elif now >= last_turn + 0.8 * TURN_S:
                 self.check(now)
                 dog.look_at_itself(now)
+                self._compare_calls(now)
                 dog.obey()
             else:
                 continue  # a message woke the selector early: no turn, or many messages would use a verdict's turns up
@@ -67,7 +74,7 @@ class Side:
                 next_beat = now + dog.beat_s
                 self.send(dog.beat(), dog.peers.values())
         self._tell_failures()
-        self.send({"bye": dog._where()[0]}, dog.peers.values())
+        self.send({"bye": dog._where()[0] - 1}, dog.peers.values())
         self.close()
 
     def _tell_failures(self) -> None:
@@ -124,6 +131,14 @@ class Side:
                 peer.judged = True
                 self.found(self._frozen(peer, silent), peer)
 
+    def _compare_calls(self, now: float) -> None:
+        """Judge ranks that wait for each other in different calls."""
+        dog = self.dog
+        calls = {} if self._told_calls else different_calls((dog.itself, *dog.peers.values()), now, _STAYS_S)
+        if calls:
+            self._told_calls = True
+            self.found(Verdict(_NO_RANK, different(calls), BUSY_TURNS, _IDLE_S, code=ConfigError.exit_code))
+
     def found(self, verdict: Verdict, about: Peer | None = None) -> None:
         """Tell rank 0 what was found, or decide here: on rank 0, and of the rank above [Note: a tree of hosts]."""
         above = self.dog.above
@@ -149,8 +164,9 @@ class Side:
         peer.heard = max(peer.heard, time.monotonic())
         if "beat" in message:
             peer.step, peer.activity = int(message["beat"][0]), str(message["beat"][1])
+            peer.note_call(Call(*message["call"]) if "call" in message else None, peer.heard)
         if "bye" in message:
-            peer.left, peer.step = True, int(message["bye"])
+            peer.left, peer.step, peer.call = True, int(message["bye"]), None
             self.found(self._left(peer), peer)
 
     def lost(self, peer: Peer) -> None:
@@ -179,7 +195,13 @@ class Side:
         return Verdict(peer.rank, text, 0, 0.0, frozen=True)
 
     def _left(self, peer: Peer) -> Verdict:
-        return Verdict(peer.rank, f"rank {peer.rank} has left the job after step {peer.step}", _LEFT_TURNS, None)
+        steps = f"{peer.step} step{'s' * (peer.step != 1)}"
+        text = (
+            f"rank {peer.rank}'s script ended after {steps}, or destroyed its engine, and the others go on: give all "
+            "ranks as many batches (drop_last, an even sampler), or call engine.step() without a batch on a rank that "
+            "has none, train_batch([]), and engine([]) in an evaluation"
+        )
+        return Verdict(peer.rank, text, _LEFT_TURNS, None, code=ConfigError.exit_code)
 
     def close(self) -> None:
         if self.door is not None:

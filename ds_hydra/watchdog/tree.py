@@ -14,7 +14,7 @@ job by rank 0's, which found the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -58,6 +58,14 @@ class Verdict:
     code: int = EXIT_CODE  # with which the other ranks end
 
 
+class Call(NamedTuple):
+    """A call of all ranks in which a rank waits for others [Note: one call on all ranks]."""
+
+    rank: int
+    number: int  # of calls before it
+    name: str
+
+
 @dataclass
 class Peer:
     """What a rank knows of another one."""
@@ -69,3 +77,20 @@ class Peer:
     connection: Connection | None = None
     left: bool = False
     judged: bool = False
+    call: Call | None = None  # in which it waits, or one below it
+    call_since: float = 0.0
+
+    def note_call(self, call: Call | None, now: float) -> None:
+        """It waits in this call."""
+        if call != self.call:
+            self.call, self.call_since = call, now
+
+
+def different_calls(peers: Iterable[Peer], now: float, stays_s: float) -> dict[int, str]:
+    """The calls of ranks, by name, that wait in different ones for longer than `stays_s`, though equally many were made
+    before; empty where there are none."""
+    by_number: dict[int, dict[int, str]] = {}
+    for peer in peers:
+        if peer.call is not None and now - peer.call_since > stays_s:
+            by_number.setdefault(peer.call.number, {})[peer.call.rank] = peer.call.name
+    return next((calls for calls in by_number.values() if len(set(calls.values())) > 1), {})

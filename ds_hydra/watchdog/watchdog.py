@@ -11,6 +11,7 @@ verdict, and each rank ends itself by it:
   a rank failed       after 4 turns                 4 turns into its next step
   a rank has left     after 8 turns                 8 turns into its next step
   a rank stands still after 4 turns                 4 turns into its next step
+  ranks call otherwise after 4 turns                after 1 s
 
 A rank stands still that has been in one part of a step for `still_s`, where that is given: on devices nothing else ends
 a wait for a message that does not come, while all ranks live.
@@ -18,7 +19,9 @@ a wait for a message that does not come, while all ranks live.
 Inside a step a rank waits for messages that the lost rank will never send, so the step can never complete. Outside a
 step it waits for nobody: it may be about to leave by itself, as all ranks do after the last step, and to end it then
 would make an error of a job that succeeded. The turns that a rank inside a step still gets are for its own exception:
-it may be about to fail too, by a fault of its own. Assembly counts as a step.
+it may be about to fail too, by a fault of its own. Assembly counts as a step, and so does a call of all ranks until
+they have all come to it. Ranks call otherwise that have waited for some seconds in calls of different names, though
+equally many were made before [Note: one call on all ranks].
 
 [Note: who tells]
 The cause is told once on each host: by the rank that failed, with its own traceback, else by the first rank of the host
@@ -42,13 +45,14 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
+from ds_hydra.ranks.calling import Calling
 from ds_hydra.ranks.together import Texts, agree
-from ds_hydra.watchdog.cause import as_line, follows, lost_connection, refusal_code
+from ds_hydra.watchdog.cause import as_line, follows, lost_connection, refusal_code, timed_out
 from ds_hydra.watchdog.host import EXIT_CODE, end_process, kill, stopped
 from ds_hydra.watchdog.last_words import LastWords
 from ds_hydra.watchdog.meeting import START_S, greet, meet
 from ds_hydra.watchdog.sides import BUSY_TURNS, TURN_S, Side
-from ds_hydra.watchdog.tree import Peer, Verdict
+from ds_hydra.watchdog.tree import Call, Peer, Verdict
 from ds_hydra.zero_hetero.errors import INTERRUPTED, OWN_FAULT
 from ds_hydra.zero_hetero.told import told_of
 
@@ -59,6 +63,7 @@ IDLE = "idle"  # outside a step, a save and a load
 _COMPUTING = frozenset({"pull", "forward", "backward", "push", "optimizer"})  # parts of a step on the device
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 _RANKS_A_BEAT = 256  # ranks that one rank hears in the time between two heartbeats of a small job
+_MOST_NAMED = 4  # ranks
 _TURNS_OF_OTHERS = 12  # that another rank's fault may take to become known, when a connection is lost
 
 
@@ -75,6 +80,12 @@ class Activity:
 
     def __init__(self) -> None:
         self.now = IDLE
+        self.calling = Calling()  # the call of all ranks in which it does so
+
+    @property
+    def told(self) -> str:
+        """What others are told: the call in which this rank waits for them, where it does nothing that has a name."""
+        return self.now if self.now != IDLE else self.calling.waiting or IDLE
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -108,14 +119,17 @@ class Watchdog:
         address: str | None = None,
         remedy: str = "",
         end: Callable[[str], None] | None = None,
+        calling: Callable[[], Calling] = Calling,
     ):
         """Connect all ranks; every rank must call it. `where` says (step, activity); `end` replaces the process' end.
 
-        `remedy` says what starting the job again does. Does nothing when the job has a single rank, or when
-        `heartbeat_s` is 0. ConfigError, on all ranks, where rank 0 cannot listen on `address`.
+        `calling` gives the call of all ranks in which this one is. `remedy` says what starting the job again does. Does
+        nothing when the job has a single rank, or when `heartbeat_s` is 0. ConfigError, on all ranks, where rank 0
+        cannot listen on `address`.
         """
         self.rank, self.num_ranks, self._where = channel.rank, channel.num_ranks, where
         self.heartbeat_s, self.frozen_s, self._still_s, self._end = heartbeat_s, frozen_s, still_s, end
+        self._calling = calling
         self._seen, self._seen_since = (0, IDLE), 0.0
         self._verdict: Verdict | None = None
         self._turns = 0
@@ -130,6 +144,7 @@ class Watchdog:
         self._scripts_hook: Hook | None = None
         self.address: tuple[str, int] | None = None
         self.above: Peer | None = None
+        self.itself, self.peers = Peer(self.rank, 0.0), dict[int, Peer]()
         if channel.num_ranks == 1 or heartbeat_s == 0:
             return
         self._connect(channel, address, remedy)
@@ -153,17 +168,31 @@ class Watchdog:
         self._reported, self._at = True, self._where()
         if sys.excepthook is not self._hook:  # the script has put its own in this place
             self._scripts_hook, sys.excepthook = sys.excepthook, self._hook
-        if follows(error) and self._judged_within(_TURNS_OF_OTHERS if lost_connection(error) else BUSY_TURNS):
+        alone = self._waited_alone(error)
+        turns = _TURNS_OF_OTHERS if lost_connection(error) else BUSY_TURNS
+        if follows(error) and not alone and self._judged_within(turns):
             return
         if not follows(error) or lost_connection(error):
             step, activity = self._at
             line = as_line(error)
-            text = f"rank {self.rank} failed in step {step} ({activity}): {line}"
+            text = f"rank {self.rank} failed in step {step} ({activity}): {alone}{line}"
             with self._lock:
                 self._outbox.append(
                     Verdict(self.rank, text, BUSY_TURNS, None, error=line, code=refusal_code(error) or EXIT_CODE)
                 )
             self._judged_within(BUSY_TURNS)
+
+    def _waited_alone(self, error: BaseException) -> str:
+        """Of a wait that was too long for ranks which have not come to this one's call: which, in words."""
+        calling = self._calling()
+        name, left = calling.waiting or calling.failed, [rank for rank, peer in self.peers.items() if peer.call is None]
+        if not (name and left and timed_out(error)):
+            return ""
+        others = f"rank{'s' * (len(left) > 1)} {', '.join(map(str, left[:_MOST_NAMED]))}"
+        return (
+            f"it waited in vain for {others} in {name}: every rank must make this call, and all of them within "
+            "hydra.timeout_seconds. "
+        )
 
     def _judged_within(self, turns: int) -> bool:
         """Wait for a verdict."""
@@ -180,7 +209,7 @@ class Watchdog:
         verdict = self._verdict
         if verdict is None or (told is not None and refusal_code(error) is not None):
             self._hand_on(kind, error, trace)
-        elif verdict.rank == self.rank:
+        elif verdict.rank == self.rank and not lost_connection(error):
             self._words.spoken()
             self._hand_on(kind, error, trace)
         elif follows(error) or as_line(error) == verdict.error:
@@ -242,12 +271,17 @@ class Watchdog:
             logger.exception("the watchdog of rank %d has ended; faults of other ranks go unnoticed", self.rank)
 
     def beat(self) -> dict[str, Any]:
-        """The message that this rank sends every `beat_s` seconds: where it is."""
+        """The message that this rank sends every `beat_s` seconds: where it is, and in which call it waits for others,
+        or a rank below it."""
         step, activity = self._where()
-        return {"beat": [step, activity]}
+        waiting = (self.itself.call, *(peer.call for peer in self.below.values()))
+        call = next((one for one in waiting if one is not None), None)
+        return {"beat": [step, activity]} if call is None else {"beat": [step, activity], "call": call}
 
     def look_at_itself(self, now: float) -> None:
-        """Once a turn: tell the others if this rank stands still."""
+        """Once a turn: note in which call this rank waits, and tell the others if it stands still."""
+        calling = self._calling()
+        self.itself.note_call(Call(self.rank, calling.number, calling.waiting) if calling.waiting else None, now)
         if (at := self._where()) != self._seen:
             self._seen, self._seen_since = at, now
         elif self._still_s is not None and at[1] in _COMPUTING and now - self._seen_since > self._still_s:

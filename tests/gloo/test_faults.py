@@ -186,7 +186,11 @@ def watched(rank: int, leave: str) -> tuple[list[str], float]:
 
 @pytest.mark.parametrize(
     ("leave", "reason"),
-    [("bye", "has left"), ("raise", "ValueError: no good"), ("still", "has been in step 7 (forward) for 2 s")],
+    [
+        ("bye", "rank 2's script ended after 6 steps, "),
+        ("raise", "ValueError: no good"),
+        ("still", "has been in step 7 (forward) for 2 s"),
+    ],
 )
 def test_who_leaves_inside_a_step_ends_it(leave: str, reason: str) -> None:
     for ended, took in run_ranks(watched, 3, leave)[:2]:

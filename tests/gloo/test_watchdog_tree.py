@@ -70,7 +70,7 @@ def watched(rank: int, lost: int, how: str) -> tuple[str, float]:
         (2, "frozen", "rank 2 is frozen", FROZEN_S + 2.0),
         (0, "frozen", "rank 0 is frozen", FROZEN_S + 2.0),
         (3, "failed", "rank 3 failed in step 7 (forward): ValueError: no good", 3.0),
-        (3, "left", "rank 3 has left the job after step 7", 4.0),
+        (3, "left", "rank 3's script ended after 6 steps, ", 4.0),
     ],
 )
 def test_who_goes_is_named_on_the_ranks_of_all_hosts(lost: int, how: str, told: str, most_s: float) -> None:

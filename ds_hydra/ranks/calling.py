@@ -1,0 +1,81 @@
+"""The call in which a rank's script is, in; an error on all ranks where they are in different ones, out. No torch.
+
+[Note: one call on all ranks]
+A step, an evaluation or a save is one call that all ranks make. Where rank 0 saves and rank 1 makes a step, each waits
+for messages that the other will never send; or the messages fit, and each takes the other's for its own. So the first
+message of all ranks to all in a call carries its name, and names that differ are an error on all ranks before anything
+has changed. Some calls have other messages before that one, in which nobody can be asked: heartbeats carry the name
+too, and the number of calls whose names were compared, which is equal on all ranks that have come equally far. Two
+ranks of one number and different names are told by the watchdog.
+
+A rank without a name, which is in a call that was begun again after a loss, agrees with all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from ds_hydra.zero_hetero.errors import ConfigError
+from ds_hydra.zero_hetero.told import Told, mark_told
+
+NAME_BYTES = 64  # of a call, in the message that compares them
+_MOST_RANKS = 4  # that are named one by one
+
+
+class Calling:
+    """The call of one rank; written by the thread that trains, and read by that of the heartbeats."""
+
+    def __init__(self) -> None:
+        self.number = 0  # of calls whose names were compared
+        self.waiting = ""  # the name of the present one, until its name was compared
+        self.failed = ""  # the name of the last one in which this rank waited in vain
+        self._inside = False
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """In a call of all ranks; one within another has its name."""
+        if self._inside:
+            yield
+            return
+        self._inside, self.waiting = True, name
+        try:
+            yield
+        except BaseException:
+            self.failed = self.waiting
+            raise
+        finally:
+            self._inside, self.waiting = False, ""
+
+    def passed(self) -> None:
+        """All ranks have come to the present call, if this rank is in one."""
+        if self.waiting:
+            self.number, self.waiting = self.number + 1, ""
+
+
+def check_calls(names: Sequence[str]) -> None:
+    """ConfigError, known to all ranks, unless the calls of all ranks have one name; "" agrees with all."""
+    if len(set(names) - {""}) > 1:
+        named = {rank: name for rank, name in enumerate(names) if name}
+        error = ConfigError(different(named))
+        raise mark_told(error, Told(min(named), f"ConfigError: {error}", here=True))
+
+
+def different(calls: Mapping[int, str]) -> str:
+    """What is wrong where ranks make different calls, and the remedy."""
+    by_name: dict[str, list[int]] = {}
+    for rank, name in sorted(calls.items()):
+        by_name.setdefault(name, []).append(rank)
+    told = ", ".join(f"{_ranks(ranks)} {name}" for name, ranks in by_name.items())
+    return (
+        f"{told}: every rank must make the same calls, as often: take them out of what only some ranks come to, such "
+        "as `if rank == 0:` (files are written once all the same), and give all ranks as many batches"
+    )
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    named = [str(rank) for rank in ranks]
+    if len(named) == 1:
+        return f"rank {named[0]} calls"
+    more = f" and {len(named) - _MOST_RANKS} more" if len(named) > _MOST_RANKS else ""
+    return f"ranks {', '.join(named[:_MOST_RANKS])}{more} call"
