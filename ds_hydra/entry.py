@@ -51,7 +51,7 @@ def accept(config: Mapping[str, Any], ranks: int | None = None, host: str | None
     for path in table.values() if isinstance(table, Mapping) else (table,) if table else ():
         read_table_file(path)
     settings = deepspeed_config(parsed)
-    check_updates(settings)
+    check_updates(parsed, settings)
     return Accepted(parsed, (*parsed.notes, *deepspeed_defaults(parsed, settings)))
 
 

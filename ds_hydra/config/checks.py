@@ -95,6 +95,14 @@ def number(minimum: float = 0.0, maximum: float = 1e15, *, exclusive: bool = Fal
     return check
 
 
+def as_number(value: Any) -> Any:
+    """The number that a text is, such as "1e-5", which YAML reads as a text; anything else as it is."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
 def flag(value: Any, place: str) -> bool:
     """true or false; 0, 1 and "true" are refused."""
     if not isinstance(value, bool):

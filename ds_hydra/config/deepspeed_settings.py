@@ -26,64 +26,23 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ds_hydra.config.checks import AUTO, choice, close_to, flag, integer, nearest, number
-from ds_hydra.config.hosts import refuse_auto
+from ds_hydra.config.checks import AUTO, as_number, choice, close_to, flag, integer, nearest, number
+from ds_hydra.config.deepspeed_keys import (
+    BATCH_KEYS,
+    HONOURED,
+    KNOWN_SETTINGS,
+    REFUSED,
+    TOLD,
+    asks_for_something,
+    is_on,
+)
+from ds_hydra.config.hosts import FILLED, refuse_auto
+from ds_hydra.config.zero_block import screen_zero
 from ds_hydra.zero_hetero.errors import ConfigError
 
-BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-
-HONOURED = frozenset(
-    (
-        *("optimizer", "scheduler", "bf16", "fp16", "data_types", "zero_optimization", "gradient_clipping"),
-        "communication_data_type",
-        *("steps_per_print", "dump_state", "log_level", "disable_python_gc"),
-        *("tensorboard", "wandb", "comet", "csv_monitor", "zero_allow_untested_optimizer"),
-        *BATCH_KEYS,
-    )
-)
-
-REFUSED = {
-    "pipeline": "stages follow from hydra.strategies (ppN)",
-    "tensor_parallel": "tensor parallel degrees follow from hydra.strategies (tpN)",
-    "sequence_parallel_size": "sequence parallel degrees follow from hydra.strategies (spN)",
-    "data_parallel_size": "the number of pipelines follows from hydra.strategies",
-    "expert_parallel": "experts are not sharded over ranks of their own",
-    "hybrid_engine": "it is an engine of its own",
-    "torch_autocast": 'use "bf16": {"enabled": true}',
-    "data_efficiency": "sequences are drawn by hydra.tokens_per_step",
-    "weight_quantization": "parameters are trained unquantized",
-    "compile": "stages are re-shaped from step to step, which a compiled graph cannot follow",
-    "autotuning": "the planner searches the strategies",
-}
-"""Blocks that promise something this engine does not do. `{"enabled": false}` is accepted."""
-
-IGNORED = {
-    "activation_checkpointing": "use hydra.activation_checkpointing",
-    "aio": "nothing is offloaded",
-    "checkpoint": "checkpoints of this engine have one layout for any number of ranks",
-    "comms_logger": "bytes and times of pull and push stand in steps.jsonl",
-    "dataloader_drop_last": "the order of sequences is one global one without batches to drop",
-    "disable_allgather": "parameters move by pull and push",
-    "flops_profiler": "use the measured and predicted times in steps.jsonl",
-    "gradient_allreduce_op": "gradients are those of hydra.loss_norm",
-    "gradient_predivide_factor": "gradients are summed in FP32",
-    "managed_gradient_accumulation": "train_batch() runs whole steps; where it is false, so does every engine.step()",
-    "memory_breakdown": "memory stands in steps.jsonl",
-    "prescale_gradients": "gradients are summed in FP32",
-    "seq_parallel_communication_data_type": "sequence parallel ranks exchange activations as they are",
-    "timers": "times stand in steps.jsonl",
-    "use_data_before_expert_parallelism": "experts are not sharded over ranks of their own",
-    "vocabulary_size": "it is the model's",
-    "wall_clock_breakdown": "times stand in steps.jsonl",
-    "zero_force_ds_cpu_optimizer": "nothing is offloaded",
-}
-"""Settings without effect here; the log says so."""
-
-KNOWN_SETTINGS = HONOURED | REFUSED.keys() | IGNORED.keys()
-
 _NEVER = 2**48
+_DTYPES = {"float": "fp32", "float32": "fp32", "half": "fp16", "float16": "fp16", "bfloat16": "bf16"}
 _OLD_BF16 = "bfloat16"  # DeepSpeed reads it where there is no block "bf16"; DeepSpeed-Chat writes it
-_ZERO_WITH_EFFECT = frozenset({"stage", "offload_optimizer", "offload_param"})
 _LIKE_A_TYPO = 0.8  # "gradient_cliping" is 0.97 like "gradient_clipping", "fp_16" 0.89 like "fp16"
 _REMARKS = frozenset({"comment", "comments"})
 
@@ -104,35 +63,66 @@ def screen_deepspeed_settings(
     if kept.get("bf16") is None and _OLD_BF16 in kept:
         kept["bf16"] = kept[_OLD_BF16]
     kept.pop(_OLD_BF16, None)
-    if kept.get("gradient_allreduce_op") == "sum":
+    if host in FILLED:  # it goes through all blocks but these, and ends at an "auto" that it has no value for
+        refuse_auto({key: value for key, value in kept.items() if key != "zero_optimization"}, host)
+    told: dict[str, list[str]] = {}  # names by what is done instead
+    for key in list(kept):
+        if key in REFUSED:
+            _refuse(key, kept.pop(key))
+        elif key in TOLD:
+            if asks_for_something(key, kept.pop(key)):
+                told.setdefault(TOLD[key], []).append(f'"{key}"')
+        elif key not in HONOURED:
+            notes.append(_unknown(key))
+    notes += [f"{', '.join(keys)} {'has' if len(keys) == 1 else 'have'} no effect here: {instead}"
+              for instead, keys in told.items()]  # fmt: skip
+    notes += screen_zero(kept.pop("zero_optimization", None))
+    kept.pop("managed_gradient_accumulation", None)  # which the three calls read in the user's own config
+    notes += _map_batch_keys(kept)
+    notes += _fill_schedule(kept, total_steps)
+    refuse_auto(kept, host)
+    for key in ("bf16", "fp16"):
+        notes += _screen_precision(kept, key)
+    notes += _screen_data_types(kept)
+    _screen_optimizer(kept)
+    _screen_gradients(kept)
+    _screen_prints(kept)
+    return kept, tuple(notes)
+
+
+def _screen_gradients(settings: dict[str, Any]) -> None:
+    """Check how gradients are clipped, summed and sent, in the forms that DeepSpeed's parser does not check."""
+    if settings.get("gradient_clipping") is not None:
+        limit = as_number(settings["gradient_clipping"])
+        settings["gradient_clipping"] = 0.0 if limit == math.inf else number()(limit, "gradient_clipping")
+    if settings.get("communication_data_type") is not None:
+        settings["communication_data_type"] = _dtype(settings["communication_data_type"], "communication_data_type")
+    if str(settings.get("gradient_allreduce_op")).lower() == "sum":
         raise ConfigError(
             'config: gradient_allreduce_op "sum" cannot be used with a "hydra" block: gradients are means, as '
             "hydra.loss_norm says. Remove it, and multiply the loss by the number of ranks"
         )
-    for key in list(kept):
-        if key in REFUSED:
-            _refuse(key, kept.pop(key))
-        elif key in IGNORED:
-            del kept[key]
-            notes.append(f'setting "{key}" has no effect here: {IGNORED[key]}')
-        elif key not in HONOURED:
-            notes.append(_unknown(key))
-    notes += _map_batch_keys(kept)
-    notes += _fill_schedule(kept, total_steps)
-    _refuse_auto(kept, host)
-    notes += _screen_zero(kept)
-    _screen_precision(kept)
-    notes += _screen_data_types(kept)
-    _screen_optimizer(kept)
-    if kept.get("gradient_clipping") is not None:
-        number()(kept["gradient_clipping"], "gradient_clipping")
-    if kept.get("communication_data_type") is not None:
-        choice("fp32", "bf16", "fp16")(kept["communication_data_type"], "communication_data_type")
-    if kept.get("steps_per_print") == math.inf:  # as Accelerate writes it, for never
-        kept["steps_per_print"] = _NEVER
-    if kept.get("steps_per_print") is not None:
-        integer(1)(kept["steps_per_print"], "steps_per_print")
-    return kept, tuple(notes)
+
+
+def _screen_prints(settings: dict[str, Any]) -> None:
+    """Steps between two lines of the log; 0, and numbers beyond any job, mean never."""
+    every = settings.get("steps_per_print")
+    if every is None:
+        return
+    every = as_number(every)
+    if isinstance(every, float) and every > _NEVER:  # infinity, as Accelerate writes it
+        every = _NEVER
+    settings["steps_per_print"] = integer(0)(int(every) if _is_whole(every) else every, "steps_per_print") or _NEVER
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, float) and value.is_integer()
+
+
+def _dtype(value: Any, place: str) -> str:
+    """One of "fp32", "bf16" and "fp16", by any name that DeepSpeed has for it."""
+    name = value.lower().removeprefix("torch.") if isinstance(value, str) else value
+    return str(choice(*GRAD_ACCUM_DTYPES)(_DTYPES.get(name, name) if isinstance(name, str) else name, place))
 
 
 def _unknown(key: str) -> str:
@@ -166,19 +156,12 @@ def _fill_schedule(settings: dict[str, Any], total_steps: int | None) -> list[st
     return [f"scheduler.params.total_num_steps is {length}, but training ends with hydra.total_steps {total_steps}"]
 
 
-def _refuse_auto(settings: Mapping[str, Any], host: str | None) -> None:
-    """Refuse "auto" where a setting has an effect and the host fills in nothing."""
-    zero = settings.get("zero_optimization")
-    if isinstance(zero, Mapping):
-        settings = {**settings, "zero_optimization": {key: zero[key] for key in _ZERO_WITH_EFFECT & zero.keys()}}
-    refuse_auto(settings, host)
-
-
 def _refuse(key: str, value: Any) -> None:
-    off = isinstance(value, Mapping) and value.get("enabled") is False
-    if off or value in (None, 1, {}):  # a degree of 1 asks for nothing
-        return
-    raise ConfigError(f'config: the setting "{key}" cannot be used with a "hydra" block: {REFUSED[key]}. Remove it')
+    if asks_for_something(key, value):
+        raise ConfigError(
+            f'config: the setting "{key}" cannot be used with a "hydra" block: {REFUSED[key].why}. Remove it, or '
+            "switch it off"
+        )
 
 
 def _map_batch_keys(settings: dict[str, Any]) -> list[str]:
@@ -190,58 +173,59 @@ def _map_batch_keys(settings: dict[str, Any]) -> list[str]:
     if not given:
         return []
     return [
-        f"{', '.join(given)}: a step is sized by hydra.tokens_per_step, and its micro-batches by the plan; these keys "
-        "have no effect, but that the loop of engine(), backward() and step() takes gradient_accumulation_steps batches"
+        f"{', '.join(given)}: the loop of engine(), backward() and step() takes gradient_accumulation_steps batches of "
+        "each rank, as they are handed in; train_batch() draws hydra.tokens_per_step tokens of training_data; "
+        "micro-batches are sized by the plan"
     ]
-
-
-def _screen_zero(settings: dict[str, Any]) -> list[str]:
-    """Masters are sharded as in ZeRO stage 1, for stage 0 too. Stages 2 and 3 and offloading are refused."""
-    zero = settings.pop("zero_optimization", None)
-    if zero is None:
-        return []
-    if not isinstance(zero, Mapping):
-        raise ConfigError(f'config: zero_optimization must be a block such as {{"stage": 1}}, but is {zero!r}')
-    stage = integer(0, 3)(zero.get("stage", 0), "zero_optimization.stage")
-    if stage > 1:
-        raise ConfigError(
-            f'config: zero_optimization.stage {stage} cannot be used with a "hydra" block: master parameters '
-            "and optimizer state are sharded over all ranks as in stage 1, gradients are not; use 0 or 1"
-        )
-    for key in ("offload_optimizer", "offload_param"):
-        target = zero.get(key)
-        if isinstance(target, Mapping) and target.get("device", "none") not in (None, "none"):
-            raise ConfigError(
-                f'config: zero_optimization.{key} cannot be used with a "hydra" block: nothing is offloaded. Remove '
-                "it, and use more ranks or a larger tp or pp if memory is short"
-            )
-    without_effect = sorted(set(zero) - _ZERO_WITH_EFFECT)
-    if not without_effect:
-        return []
-    return [f"zero_optimization: {', '.join(without_effect)} have no effect here; masters are sharded evenly"]
 
 
 _LOSS_SCALING = (
     *("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis"),
     "min_loss_scale",
 )
+_HALF_MASTERS = ("bf16_master_weights_and_grads", "bf16_optimizer_states", "fp16_master_weights_and_grads")
+_TOLD_OF_TYPES = {  # what is done instead, and the value that is told so
+    "auto_cast": (True, "inputs are numbers of tokens, which no type rounds"),
+    "immediate_grad_update": (True, "data_types.grad_accum_dtype is the type that gradients add up in"),
+    "check_grad_overflow": (False, "a step whose gradient is not finite is skipped"),
+}
+PRECISION = {
+    "fp16": frozenset(("enabled", "auto_cast", "fp16_master_weights_and_grads", *_LOSS_SCALING)),
+    "bf16": frozenset(("enabled", "immediate_grad_update", "check_grad_overflow", *_HALF_MASTERS[:2])),
+}
+"""Keys of the two blocks that say in which type a model is computed."""
 
 
-def _screen_precision(settings: dict[str, Any]) -> None:
-    for key in ("fp16", "bf16"):
-        block = settings.get(key)
-        if block is None:
-            continue
-        if not isinstance(block, Mapping):
-            raise ConfigError(f'config: {key} must be a block such as {{"enabled": true}}, but is {block!r}')
-        enabled = flag(block.get("enabled", False), f"{key}.enabled")
-        extra = sorted(set(block) - {"enabled", *(_LOSS_SCALING if key == "fp16" else ())})
-        if enabled and extra:
-            raise ConfigError(f'config: {key}.{extra[0]} is not supported with a "hydra" block; remove it')
+def _screen_precision(settings: dict[str, Any], kind: str) -> list[str]:
+    """Of the blocks "bf16" and "fp16" the switch and the scaling of losses reach DeepSpeed's parser."""
+    block = settings.get(kind)
+    if block is None:
+        return []
+    if not isinstance(block, Mapping):
+        raise ConfigError(f'config: {kind} must be a block such as {{"enabled": true}}, but is {block!r}')
+    for key in block.keys() - PRECISION[kind]:
+        raise ConfigError(f"config: {kind}.{key} is no setting of DeepSpeed; {nearest(key, PRECISION[kind])}")
+    place, enabled = f"{kind}.enabled", block.get("enabled", False)
+    enabled = is_on(enabled) if str(enabled).lower() in ("true", "false") else flag(enabled, place)
+    settings[kind] = {"enabled": enabled, **{key: block[key] for key in block if key in _LOSS_SCALING}}
+    if not enabled:
+        return []
+    for key in _HALF_MASTERS:
+        if is_on(block.get(key, False)):
+            raise ConfigError(
+                f'config: {kind}.{key} cannot be used with a "hydra" block: masters and optimizer state are FP32, '
+                "which trains otherwise. Remove it; hydra spreads them over all ranks"
+            )
+    return [
+        f"{kind}.{key} has no effect here: {instead}"
+        for key, (value, instead) in _TOLD_OF_TYPES.items()
+        if key in block and is_on(block[key]) is value
+    ]
 
 
 GRAD_ACCUM_DTYPES = ("fp32", "bf16", "fp16")
-"""Values of data_types.grad_accum_dtype: where the gradients of a step's micro-batches add up on each rank.
+"""Values of communication_data_type, and of data_types.grad_accum_dtype: where the gradients of a step's micro-batches
+add up on each rank.
 
 FP32 is the default. A type of 16 bits, which must be the one that the model is computed in, halves the memory of the
 gradients, 4 bytes for each parameter that a rank holds, and rounds the sum after each micro-batch. The sums over all
@@ -261,7 +245,7 @@ def _screen_data_types(settings: dict[str, Any]) -> list[str]:
     without_effect = sorted(set(block) - {"grad_accum_dtype"})
     dtype = block.get("grad_accum_dtype")
     if dtype is not None:
-        settings["data_types"] = {"grad_accum_dtype": choice(*GRAD_ACCUM_DTYPES)(dtype, "data_types.grad_accum_dtype")}
+        settings["data_types"] = {"grad_accum_dtype": _dtype(dtype, "data_types.grad_accum_dtype")}
     if not without_effect:
         return []
     return [f"data_types: {', '.join(without_effect)} have no effect here; the blocks bf16 and fp16 say the types"]
@@ -281,7 +265,7 @@ def _screen_optimizer(settings: dict[str, Any]) -> None:
                 f"config: unknown key {unknown[0]!r} in block {key!r}; " + nearest(unknown[0], ("type", "params"))
             )
         params = block.get("params", {})
-        if not isinstance(params, Mapping):
+        if not isinstance(params, dict):
             raise ConfigError(f'config: {key}.params must be a block such as {{"lr": 1e-3}}, but is {params!r}')
         if "max_grad_norm" in params:
             raise ConfigError(f'config: {key}.params.max_grad_norm: use the top-level setting "gradient_clipping"')
@@ -291,18 +275,19 @@ def _screen_optimizer(settings: dict[str, Any]) -> None:
 _RATES = ("lr", "eps", "weight_decay", "momentum", "warmup_min_lr", "warmup_max_lr")
 
 
-def _check_rates(params: Mapping[str, Any], key: str) -> None:
+def _check_rates(params: dict[str, Any], key: str) -> None:
     for name in (name for name in _RATES if name in params):
         value, place = params[name], f"{key}.params.{name}"
         if key == "scheduler" and isinstance(value, (list, tuple)):  # a rate per group
-            for index, one in enumerate(value):
-                number()(one, f"{place}[{index}]")
+            params[name] = [number()(as_number(one), f"{place}[{index}]") for index, one in enumerate(value)]
         elif key == "optimizer" or value is not None:
-            number()(value, place)
-    betas = params.get("betas", (0.9, 0.999))
+            params[name] = number()(as_number(value), place)
+    if "betas" not in params:
+        return
+    betas = params["betas"]
     if not isinstance(betas, (list, tuple)) or len(betas) < 2:
         raise ConfigError(
             f"config: {key}.params.betas must be a list of two numbers such as [0.9, 0.95], but is {betas!r}"
         )
-    for index, beta in enumerate(betas):
-        number(0.0, 1.0)(beta, f"{key}.params.betas[{index}]")
+    each = [number(0.0, 1.0)(as_number(beta), f"{key}.params.betas[{index}]") for index, beta in enumerate(betas)]
+    params["betas"] = each

@@ -34,7 +34,7 @@ _BOTH: dict[str, Any] = {  # by place in the config: a value that the host may f
     "fp16.enabled": False,
 }
 _BY_TRAINER = {**_BOTH, "optimizer.params.betas": (0.9, 0.999), "optimizer.params.eps": 1e-8}
-_FILLED: dict[str, dict[str, Any]] = {ACCELERATE: _BOTH, **dict.fromkeys(TRAINERS, _BY_TRAINER)}
+FILLED: dict[str, dict[str, Any]] = {ACCELERATE: _BOTH, **dict.fromkeys(TRAINERS, _BY_TRAINER)}
 _ONE_OF_TWO = ("bf16.enabled", "fp16.enabled")
 
 
@@ -44,7 +44,7 @@ def filled_in(config: Mapping[str, Any], host: str | None) -> dict[str, Any]:
     if host is not None and host not in HOSTS:
         raise ConfigError(f"there is no host {host!r}; {nearest(host, HOSTS)}")
     filled = copy.deepcopy(dict(config))
-    for place, value in _FILLED.get(host or "", {}).items():
+    for place, value in FILLED.get(host or "", {}).items():
         *outer, key = place.split(".")
         block: Any = filled
         for name in outer:
@@ -81,7 +81,7 @@ def refuse_auto(settings: Mapping[str, Any], host: str | None) -> None:
 
 
 def _remedy(host: str | None) -> str:
-    return f"{host} does not fill that in; write the value" if host in _FILLED else AUTO_REMEDY
+    return f"{host} does not fill that in; write the value" if host in FILLED else AUTO_REMEDY
 
 
 def _autos(settings: Mapping[str, Any], prefix: str) -> Iterator[str]:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from ds_hydra.config.checks import AUTO, choice, flag, integer, number, parse_block, setting, text, whole_numbers
 from ds_hydra.config.cluster_block import NodesConfig, read_cluster, read_tables
-from ds_hydra.config.deepspeed_settings import KNOWN_SETTINGS, screen_deepspeed_settings
+from ds_hydra.config.deepspeed_keys import KNOWN_SETTINGS
+from ds_hydra.config.deepspeed_settings import screen_deepspeed_settings
 from ds_hydra.config.hosts import filled_in
 from ds_hydra.config.planner_block import PLANNER_GONE, PlannerConfig
 from ds_hydra.config.strategies import strategies_by_ranks, strategies_of

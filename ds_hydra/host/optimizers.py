@@ -57,6 +57,45 @@ class Lion(Optimizer):
         return loss
 
 
+class UncorrectedAdam(Optimizer):
+    """Adam whose moments are used as they are, as for "bias_correction": false; of a first step's gradient g they are
+    (1 - beta1) g and (1 - beta2) g^2. `adam_w_mode` decays weights by themselves, and else through the gradient."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adam_w_mode: bool = True,
+    ) -> None:
+        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**settings, "adam_w_mode": adam_w_mode})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
+                grad, decay = param.grad, group["weight_decay"]
+                if decay and not group["adam_w_mode"]:
+                    grad = grad.add(param, alpha=decay)
+                state["exp_avg"].lerp_(grad, 1.0 - beta1)
+                state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
+                if decay and group["adam_w_mode"]:
+                    param.mul_(1.0 - group["lr"] * decay)
+                param.addcdiv_(state["exp_avg"], state["exp_avg_sq"].sqrt().add_(group["eps"]), value=-group["lr"])
+        return loss
+
+
 ELEMENT_WISE: dict[str, type[Optimizer]] = {
     "adadelta": torch.optim.Adadelta,
     "adagrad": torch.optim.Adagrad,
@@ -246,8 +285,8 @@ def _check_class(optimizer: Optimizer, allow_untested: bool) -> None:
 
 def _refusal(name: str) -> ConfigError:
     return ConfigError(
-        f"optimizer {name} {_NOT_ELEMENT_WISE[name.lower()]}, which flat master shards do not allow: use one of "
-        + ", ".join(sorted(kind.__name__ for kind in ELEMENT_WISE.values()))
+        f"optimizer {name} {_NOT_ELEMENT_WISE[name.lower()]}, which cannot be done on flat parts of parameters, as "
+        "each rank owns them: use one of " + ", ".join(sorted(kind.__name__ for kind in ELEMENT_WISE.values()))
     )
 
 
@@ -281,6 +320,11 @@ def _checked_callable(
     return make
 
 
+def is_known(name: str) -> bool:
+    """Whether a config block's optimizer is made, or refused with what it does."""
+    return name.lower() in ELEMENT_WISE or name.lower() in _NOT_ELEMENT_WISE
+
+
 def optimizer_of_block(name: str, params: dict[str, Any]) -> Callable[[list[dict[str, Any]]], Optimizer]:
     """What makes a config block's optimizer of parameter groups; ConfigError for a block that is refused.
 
@@ -288,7 +332,7 @@ def optimizer_of_block(name: str, params: dict[str, Any]) -> Callable[[list[dict
     """
     kind = name.lower()
     if kind in _NOT_ELEMENT_WISE:
-        raise _refusal(name)
+        raise ConfigError(f"config: optimizer.type: {_refusal(name)}")
     if kind not in ELEMENT_WISE:
         kinds = [known.__name__ for known in ELEMENT_WISE.values()]
         raise ConfigError(f'config: optimizer.type "{name}" is not known; {nearest(name, kinds)}')
@@ -317,12 +361,12 @@ def _adam(kind: str, params: dict[str, Any]) -> tuple[type[Optimizer], dict[str,
     decoupled = params.pop("adam_w_mode", True) or kind == "adamw"
     if not params.pop("torch_adam", False):
         params.setdefault("weight_decay", 0.0)
-    if not params.pop("bias_correction", True):
-        raise ConfigError("config: optimizer.params.bias_correction false is not supported; remove it")
     for key in ("fp32_optimizer_states", "set_grad_none"):
         params.pop(key, None)
-    if not any(params.get(key) for key in ("foreach", "capturable", "differentiable")):
-        params.setdefault("fused", True)
     if "betas" in params:
         params["betas"] = tuple(params["betas"])
+    if not params.pop("bias_correction", True):
+        return UncorrectedAdam, {**params, "adam_w_mode": decoupled}
+    if not any(params.get(key) for key in ("foreach", "capturable", "differentiable")):
+        params.setdefault("fused", True)
     return (torch.optim.AdamW if decoupled else torch.optim.Adam), params

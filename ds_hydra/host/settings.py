@@ -84,12 +84,13 @@ def _scheduler_class(name: str) -> Callable[..., Any] | None:
     return found if inspect.isclass(found) else None
 
 
-def check_updates(config: DeepSpeedConfig) -> None:
+def check_updates(parsed: ParsedConfig, config: DeepSpeedConfig) -> None:
     """Make the blocks "optimizer" and "scheduler" once, over parameters of one element, and throw them away.
 
     So a wrong one is refused now, and not once the masters are made, minutes into the start of a large job.
     """
-    make = optimizer_of_block(config.optimizer_name or "SGD", dict(config.optimizer_params or {"lr": 1e-3}))
+    block = parsed.deepspeed.get("optimizer") or {"type": "SGD", "params": {"lr": 1e-3}}
+    make = optimizer_of_block(block["type"], dict(block.get("params") or {}))
     name = config.scheduler_name
     if name is None:
         return
