@@ -57,7 +57,7 @@ def test_what_is_switched_off_asks_for_nothing(key: str) -> None:
         accepted = accept({key: value, "gradient_clipping": 1.0} | BLOCK, ranks=1)
         assert accepted is not None
         assert accepted.notes == (), (key, value)
-    on = {"weight_quantization": {"post_init_quant": {"fc": {"num_bits": 4}}}, "data_efficiency": {
+    on = {"data_efficiency": {
         "enabled": True, "data_routing": {"enabled": True, "random_ltd": {"enabled": True}}}}  # fmt: skip
     if key in REFUSED:
         with pytest.raises(ConfigError, match=f'"{key}".*Remove it'):

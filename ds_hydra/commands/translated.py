@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ds_hydra.config.checks import AUTO
-from ds_hydra.config.deepspeed_settings import HONOURED, IGNORED
+from ds_hydra.config.deepspeed_keys import HONOURED, TOLD
 from ds_hydra.config.hosts import ACCELERATE, CALLS, STEPS, filled_in
+from ds_hydra.config.zero_block import CHANGES_RESULTS, ZERO_SETTINGS
 
 KEPT, DROPPED = "kept", "dropped"
 ZERO, BLOCK, RECOMPUTED = "zero_optimization", "hydra", "activation_checkpointing"
@@ -136,11 +137,9 @@ def _translate(found: Translated, key: str, host: str) -> None:
             else "hydra.activation_checkpointing is it"
         )
         found.rows.append(Row(key, DROPPED, by))
-    elif key in _LAYOUT or key in _OTHERS or key in IGNORED:
-        if key == "gradient_allreduce_op" and value == "sum":  # changes results
-            return
+    elif key in _LAYOUT or key in _OTHERS or key in TOLD:
         del found.config[key]
-        found.rows.append(Row(key, DROPPED, {**IGNORED, **_OTHERS, **_LAYOUT}[key]))
+        found.rows.append(Row(key, DROPPED, {**TOLD, **_OTHERS, **_LAYOUT}[key]))
     elif off and key not in HONOURED:
         del found.config[key]
         found.rows.append(Row(key, DROPPED, "it is switched off"))
@@ -179,6 +178,9 @@ def _translate_zero(found: Translated, host: str) -> None:
     others: dict[str, list[str]] = {}
     for key, value in zero.items():
         if key == "stage":
+            continue
+        if key in CHANGES_RESULTS or key not in ZERO_SETTINGS:  # for the check to refuse
+            found.config[ZERO][key] = value
             continue
         why = _OF_ZERO
         if key in ("offload_optimizer", "offload_param"):

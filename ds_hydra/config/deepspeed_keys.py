@@ -49,6 +49,7 @@ TOLD = {
     "pipeline": _BY_STRATEGIES,
     "prescale_gradients": _ALL_SUMS,
     "seq_parallel_communication_data_type": "sequence parallel ranks exchange activations as they are",
+    "sequence_parallel": f"{_BY_STRATEGIES}; each rank hands in whole sequences",
     "sequence_parallel_size": f"{_BY_STRATEGIES}; each rank hands in whole sequences",
     "sparse_gradients": "gradients of embeddings are sent dense",
     "tensor_parallel": _BY_STRATEGIES,
@@ -117,10 +118,7 @@ REFUSED = {
     "quantize_training": Refused(_UNQUANTIZED),
     "sparse_attention": Refused("attention is the model's own; use a model that has it", lambda block: True),
     "torch_autocast": Refused('modules are computed in one type; use "bf16": {"enabled": true}'),
-    "weight_quantization": Refused(
-        _UNQUANTIZED,
-        lambda block: is_on(block.get("enabled", True)) and any(isinstance(v, Mapping) and v for v in block.values()),
-    ),
+    "weight_quantization": Refused(_UNQUANTIZED, lambda block: is_on(block.get("enabled", True))),
 }
 """Settings that change what is trained, and that this engine does not have."""
 

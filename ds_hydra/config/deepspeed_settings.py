@@ -179,7 +179,7 @@ def _map_batch_keys(settings: dict[str, Any]) -> list[str]:
     ]
 
 
-_LOSS_SCALING = (
+_SCALING = (
     *("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis"),
     "min_loss_scale",
 )
@@ -190,8 +190,8 @@ _TOLD_OF_TYPES = {  # what is done instead, and the value that is told so
     "check_grad_overflow": (False, "a step whose gradient is not finite is skipped"),
 }
 PRECISION = {
-    "fp16": frozenset(("enabled", "auto_cast", "fp16_master_weights_and_grads", *_LOSS_SCALING)),
-    "bf16": frozenset(("enabled", "immediate_grad_update", "check_grad_overflow", *_HALF_MASTERS[:2])),
+    "fp16": frozenset(("enabled", "auto_cast", "fp16_master_weights_and_grads", *_SCALING)),
+    "bf16": frozenset(("enabled", "immediate_grad_update", "check_grad_overflow", *_HALF_MASTERS[:2], *_SCALING)),
 }
 """Keys of the two blocks that say in which type a model is computed."""
 
@@ -207,7 +207,8 @@ def _screen_precision(settings: dict[str, Any], kind: str) -> list[str]:
         raise ConfigError(f"config: {kind}.{key} is no setting of DeepSpeed; {nearest(key, PRECISION[kind])}")
     place, enabled = f"{kind}.enabled", block.get("enabled", False)
     enabled = is_on(enabled) if str(enabled).lower() in ("true", "false") else flag(enabled, place)
-    settings[kind] = {"enabled": enabled, **{key: block[key] for key in block if key in _LOSS_SCALING}}
+    scaling = {key: block[key] for key in block if key in _SCALING}
+    settings[kind] = {"enabled": enabled, **(scaling if kind == "fp16" else {})}
     if not enabled:
         return []
     for key in _HALF_MASTERS:
@@ -216,11 +217,14 @@ def _screen_precision(settings: dict[str, Any], kind: str) -> list[str]:
                 f'config: {kind}.{key} cannot be used with a "hydra" block: masters and optimizer state are FP32, '
                 "which trains otherwise. Remove it; hydra spreads them over all ranks"
             )
-    return [
+    told = [
         f"{kind}.{key} has no effect here: {instead}"
         for key, (value, instead) in _TOLD_OF_TYPES.items()
         if key in block and is_on(block[key]) is value
     ]
+    if kind == "bf16" and scaling:
+        told.append(f"bf16: {', '.join(sorted(scaling))} have no effect here: BF16 has no loss scale")
+    return told
 
 
 GRAD_ACCUM_DTYPES = ("fp32", "bf16", "fp16")

@@ -58,7 +58,8 @@ _KINDS = {
     "nothing is offloaded; masters and optimizer state are 1/N on each of N ranks, and whether the job fits is checked "
     "before step 0": _OFFLOAD,
 }
-ZERO_SETTINGS = frozenset({"stage", "zenflow"}).union(*_KINDS.values())
+CHANGES_RESULTS = frozenset({"zenflow"})
+ZERO_SETTINGS = frozenset({"stage"}).union(CHANGES_RESULTS, *_KINDS.values())
 
 
 def screen_zero(zero: Any) -> list[str]:
@@ -74,9 +75,9 @@ def screen_zero(zero: Any) -> list[str]:
                 f"config: {BLOCK}.{key} is unknown and would have no effect; did you mean {near!r}? Rename it or "
                 "remove it"
             )
-    if asks_for_something("zenflow", zero.get("zenflow")):
+    for key in sorted(key for key in zero.keys() & CHANGES_RESULTS if asks_for_something(BLOCK, zero[key])):
         raise ConfigError(
-            f'config: {BLOCK}.zenflow cannot be used with a "hydra" block: each update is by the gradients of its own '
+            f'config: {BLOCK}.{key} cannot be used with a "hydra" block: each update is by the gradients of its own '
             "step. Remove it"
         )
     lines = _of_stage(_stage(zero.get("stage")))

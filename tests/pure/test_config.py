@@ -328,7 +328,11 @@ def test_the_old_name_of_bf16_is_honoured_as_deepspeed_does(newer: dict[str, Any
     parsed = parse_config({"hydra": HYDRA, "bfloat16": {"enabled": True}, **newer})
     assert parsed is not None
     assert (parsed.deepspeed["bf16"], parsed.notes) == ({"enabled": enabled}, ())
-    assert "bf16.hysteresis" in refusal({"hydra": HYDRA, "bfloat16": {"enabled": True, "hysteresis": 2}})
+    assert "bf16.amp" in refusal({"hydra": HYDRA, "bfloat16": {"enabled": True, "amp": 2}})
+    scaled = parse_config({"hydra": HYDRA, "bf16": {"enabled": True, "hysteresis": 2, "loss_scale": 0}})
+    assert scaled is not None
+    assert scaled.deepspeed["bf16"] == {"enabled": True}
+    assert scaled.notes == ("bf16: hysteresis, loss_scale have no effect here: BF16 has no loss scale",)
 
 
 def test_switched_off_blocks_are_fine() -> None:

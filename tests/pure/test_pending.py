@@ -153,11 +153,12 @@ def test_the_number_alone_has_no_gradient() -> None:
     [
         ({}, 1),
         ({"gradient_accumulation_steps": 3}, 3),
+        ({"gradient_accumulation_steps": "3", "train_batch_size": 12.0}, 3),
         ({"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2}, 4),
         ({"train_batch_size": 16, "gradient_accumulation_steps": 8}, 8),
     ],
 )
-def test_accumulation_steps(config: dict[str, int], steps: int) -> None:
+def test_accumulation_steps(config: dict[str, Any], steps: int) -> None:
     assert batch_sizes(config, 2).accumulation == steps
 
 
@@ -165,7 +166,7 @@ def test_accumulation_steps(config: dict[str, int], steps: int) -> None:
     ("config", "words"),
     [
         ({"gradient_accumulation_steps": "auto"}, "transformers' Trainer fills in"),
-        ({"gradient_accumulation_steps": 0}, "at least 1, but is 0"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps must be from 1 to .* but is 0"),
         ({"train_batch_size": 9, "train_micro_batch_size_per_gpu": 2}, "9 is not a multiple"),
     ],
 )
