@@ -10,9 +10,7 @@ import importlib.util
 import re
 import shlex
 import shutil
-from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -31,35 +29,13 @@ from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.plan_file import load_plans, save_plans
 from ds_hydra.planner import Planner, PlannerOptions
 from ds_hydra.testing import run_ranks
+from tests.support.pages import PAGES, ROOT, Block, blocks
 from tests.support.small_job import LENGTHS, small_config, small_engine, small_model, small_source
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md")))
 TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
 LAUNCHERS = {"deepspeed": "tests/test_examples.py", "torchrun": "tests/gloo/test_launchers.py"}  # who starts by them
 PLACEHOLDERS = ("COMMAND",)
 SHELL = ("bash", "")  # a block without a language is one of commands if its first word is one
-
-
-@dataclass(frozen=True)
-class Block:
-    """A fenced block: its page, language and text, and the comment just above it."""
-
-    page: str
-    language: str
-    text: str
-    comment: str
-
-    def __str__(self) -> str:
-        return f"{self.page}: {self.text.splitlines()[0][:60]}"
-
-
-def blocks() -> Iterator[Block]:
-    fenced = re.compile(r"(?:^<!-- ([^\n]*) -->\n\n?)?^```(\S*)\n(.*?)^```", re.M | re.S)
-    for page in PAGES:
-        for found in fenced.finditer((ROOT / page).read_text("utf-8")):
-            if not found[2].startswith("{"):  # a directive of MyST
-                yield Block(page, found[2], found[3], found[1] or "")
 
 
 BLOCKS = list(blocks())

@@ -11,7 +11,7 @@ from ds_hydra.config.checks import integer, parse_block, setting, text
 from ds_hydra.pipe.schedules.registry import NAME
 from ds_hydra.zero_hetero.errors import ConfigError
 
-_EXAMPLE = '[{"nodes": 2, "ranks": 8, "device": "h800"}, {"ranks": 7, "device": "h20"}]'
+_EXAMPLE = '"cluster": [{"nodes": 2, "ranks": 8, "device": "h800"}, {"ranks": 7, "device": "h20"}]'
 
 
 def _device(value: Any, place: str) -> str | None:
@@ -42,7 +42,7 @@ def read_cluster(value: Any, place: str) -> tuple[NodesConfig, ...]:
     if value is None:
         return ()
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise ConfigError(f"config: {place} must be a list of nodes such as {_EXAMPLE}, but is {value!r}")
+        raise ConfigError(f"config: {place} must be a list of nodes, such as {_EXAMPLE}, but is {value!r}")
     return tuple(parse_block(NodesConfig, block, f"{place}[{index}]") for index, block in enumerate(value))
 
 

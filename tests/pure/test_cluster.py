@@ -147,7 +147,7 @@ def test_a_cluster_that_contradicts_the_launcher_is_refused() -> None:
     [
         ({"cluster": [{"ranks": 8, "nodes": 2, "device": "h800"}, {"ranks": 7}]}, ""),
         ({"cluster": None}, ""),
-        ({"cluster": []}, "hydra.cluster must be a list of nodes such as"),
+        ({"cluster": []}, "hydra.cluster must be a list of nodes, such as"),
         ({"cluster": "h800"}, "must be a list of nodes"),
         ({"cluster": [{"nodes": 2}]}, r"hydra.cluster\[0\]' lacks 'ranks'"),
         ({"cluster": [{"ranks": 0}]}, r"hydra.cluster\[0\].ranks must be from 1"),
