@@ -97,8 +97,11 @@ def _on_stack(module: Any, *args: Any, **kwargs: Any) -> Any:
     weight = module.get_param()
     for adapter in module.active_adapters:
         if adapter in module.lora_A:
-            left, right, scale = module.get_delta_factors(adapter)
-            weight = torch.baddbmm(weight, left, right, alpha=scale)
+            if hasattr(module, "get_delta_factors"):
+                left, right, scale = module.get_delta_factors(adapter)
+                weight = torch.baddbmm(weight, left, right, alpha=scale)
+            else:  # before PEFT 0.21
+                weight = weight + module.get_delta_weight(adapter)
     vars(experts)[name] = weight  # which Python finds before the parameter
     try:
         return module.base_layer(*args, **kwargs)

@@ -208,6 +208,12 @@ class ModelPlan:
         """Whether tensor parallel ranks share the tokens between the blocks."""
         return not self.no_token_sharding
 
+    @property
+    def cuts_layers(self) -> bool:
+        """Whether tensor parallel ranks hold a part of any layer, and not only of the embeddings and the head."""
+        within = frozenset[str]().union(*self.layers)
+        return any(p.rule.dim is not None for bucket in self.buckets for p in bucket.params if p.name in within)
+
     def needed(self, stage: Stage) -> frozenset[str]:
         """Names of the parameters that a stage computes with, in all of its parts."""
         names: frozenset[str] = frozenset()

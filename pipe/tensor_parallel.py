@@ -81,6 +81,22 @@ def shard_rule(plan: Mapping[str, str], name: str, shape: tuple[int, ...], units
     return rule
 
 
+def with_sums(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """A plan that says of each module whose stacked experts it cuts that ranks sum what they make.
+
+    Plans of Llama 4 before transformers 5.16 cut such stacks and say nothing of their module, nor of one around it.
+    """
+    found = dict(plan)
+    for path, module in model.named_modules():
+        stacks = [
+            name for name, parameter in module._parameters.items() if parameter is not None and parameter.dim() == 3
+        ]
+        cut = any(style_of(plan, f"{path}.{name}") in _STACKED_RULES for name in stacks)
+        if cut and not any(style_of(plan, around) for around in (path, *_prefixes(path))):
+            found[path] = "moe_tp_experts"
+    return found
+
+
 def gate_beside_up(model: nn.Module, name: str, rule: ShardRule) -> ShardRule:
     """The rule of stacked experts' first matrix, where a plan cuts it as one though it holds gates and what these are
     multiplied by: it has twice the rows (experts, 2 inner, in) that the last one has columns (experts, out, inner)."""
@@ -271,6 +287,22 @@ def tensor_parallel_obstacle(model: nn.Module, plan: Mapping[str, str], ends: Se
         if not plain or "weight" not in end._parameters:
             return f"{paths[id(end)]} is a {type(end).__name__}, whose rows cannot be told apart; {remedy}"
     return ""
+
+
+def unread_plan(model: Any, plan: Mapping[str, str], ends: Sequence[nn.Module]) -> str:
+    """Why a plan cannot be what the model means, in a sentence for the user: the model or its config publishes one for
+    its layers, of which no word names anything between the ends. Every rank would compute the whole of it."""
+    paths = {module: path for path, module in model.named_modules()}
+    last = {paths[end].rpartition(".")[2] for end in ends}
+    published = {**(getattr(model.config.get_text_config(), "base_model_tp_plan", None) or {}), **plan}
+    said = [name for name in published if name.rpartition(".")[2] not in last]
+    inside = (name for name in (*paths.values(), *(name for name, _ in model.named_parameters())) if name)
+    if not said or any(style_of(plan, name) for name in inside if not last & set(name.split("."))):
+        return ""
+    return (
+        f"the tensor parallel plan of {type(model).__name__} names nothing in its layers ({len(said)} names, the first "
+        f"{said[0]!r}), so every rank would hold and compute them whole; use strategies with tp1 for this model"
+    )
 
 
 def _own_parameters(module: nn.Module) -> list[str]:

@@ -157,6 +157,15 @@ def unknown_style(model: Any) -> None:
     model._tp_plan = dict(model.tp_plan) | {"model.layers.*.mlp.up_proj": "diagonal"}
 
 
+def unread_plan(model: Any) -> None:
+    """As in a release of transformers that hands on the plan of the head alone, and has another elsewhere."""
+    model._tp_plan = {"lm_head": "colwise_rep"}
+
+
+def plan_of_other_names(model: Any) -> None:
+    model._tp_plan = {f"transformer.{name}": style for name, style in model.tp_plan.items()}
+
+
 DEGREES = [  # refused under some strategies, equal under the other
     (lambda: gemma3n(num_kv_shared_layers=2), "pp2", "tp2", "layer [12] uses what layer [01] computed beside"),
     (lambda: llama(parallel_lists), "pp2", "sp2", r"layer 2 .*was computed around layer 0|the list|around the hidden"),
@@ -165,6 +174,8 @@ DEGREES = [  # refused under some strategies, equal under the other
     (lambda: build_model("adapters", torch.float32), "tp2", "sp2", r"q_proj as a linear layer, but .*Adapter\); use"),
     (lambda: build_model("frozen base with adapters", torch.float32), "tp2", "pp2", r"q_proj as a linear layer, but"),
     (lambda: llama(unknown_style), "tp2", "pp2", r"up_proj: the .* style 'diagonal' .* not implemented; use"),
+    (lambda: llama(unread_plan), "tp2", "pp2", r"names nothing in its layers \(\d+ names, the first 'layers\..*tp1"),
+    (lambda: llama(plan_of_other_names), "tp2", "sp2", r"names nothing in its layers \(\d+ names, .*tp1"),
     (lambda: llama(lambda m: setattr(m, "lm_head", nn.Sequential(m.lm_head))), "tp2", "pp2", "lm_head"),
 ]  # fmt: skip
 
@@ -202,3 +213,12 @@ def test_nothing_is_dropped_in_an_evaluation() -> None:
     plain = Plain(model).evaluate(data)
     assert found.eval_loss == pytest.approx(plain, rel=1e-12)
     assert abs(found.loss / plain - 1) > 1e-6, "training drops"
+
+
+def test_the_plan_of_each_family_cuts_its_layers() -> None:
+    """Without an error, ranks would hold and compute whole layers where a release of transformers keeps its plans
+    elsewhere."""
+    whole = {
+        name for name in FAMILIES if not CausalLM(build_model(name, torch.float32), by_one_rank=True).plan.cuts_layers
+    }
+    assert whole == {"gpt_oss", "gpt2"}, "which publish none"

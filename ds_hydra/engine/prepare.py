@@ -136,9 +136,14 @@ def _tell_crossings(strategies: Mapping[StrategyShape, Strategy], world: World) 
 
 
 def _tell_token_sharding(plan: ModelPlan, candidates: Sequence[StrategyShape]) -> None:
-    """Whether tensor parallel ranks share tokens, where there are any."""
+    """Whether tensor parallel ranks share layers and tokens, where there are any."""
     if not any(stage.tp > 1 for shape in candidates for pipeline in shape.pipelines for stage in pipeline.stages):
         return
+    if not plan.cuts_layers:
+        logger.warning(
+            "no tensor parallel plan cuts this model's layers: each rank of a tp holds and computes them whole, which "
+            "saves neither time nor memory; use pp or sp for it"
+        )
     if plan.token_sharding:
         logger.info("tensor parallel ranks share the tokens between the blocks")
     else:

@@ -37,6 +37,7 @@ _HARMLESS = frozenset(
         "position_embeddings",
         "cache_position",
         "use_cache",
+        "cache",
         "past_key_values",
         "past_key_value",
     }

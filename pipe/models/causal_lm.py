@@ -54,7 +54,13 @@ from ds_hydra.pipe.models.unset import stand_in_values
 from ds_hydra.pipe.rows import AT_ONCE, Overlap
 from ds_hydra.pipe.stage import StageModule, StagePlace
 from ds_hydra.pipe.stage_options import AS_WRITTEN, StageOptions
-from ds_hydra.pipe.tensor_parallel import gate_beside_up, shard_rule, tensor_parallel_obstacle
+from ds_hydra.pipe.tensor_parallel import (
+    gate_beside_up,
+    shard_rule,
+    tensor_parallel_obstacle,
+    unread_plan,
+    with_sums,
+)
 from ds_hydra.zero_hetero.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -104,7 +110,8 @@ class CausalLM:
         self.text_config = self.config.get_text_config()
         self.layers_path = find_layers(model)
         self.vocab_size: int | None = known_tokens(model)
-        self._published_plan: Mapping[str, str] = dict(model.tp_plan or {})
+        self._published_plan: Mapping[str, str] = with_sums(model, model.tp_plan or {})
+        self._unread = unread_plan(model, self._published_plan, ends_of(model))
         self.experts: Experts | None = None  # that are spread as whole ones, if any are
         refuse_dynamic_rotary(model)
         values = stand_in_values(model)
@@ -274,7 +281,7 @@ class CausalLM:
         modules = {id(module): path for path, module in model.named_modules()}
         vocabulary = {modules[id(module)] for module in (ends[:1] if self.valued else ends)}
         in_vocabulary = {name for path, name in self.aliases.items() if path.rpartition(".")[0] in vocabulary}
-        styled = tensor_parallel_obstacle(model, self.style_plan, ends)
+        styled = self._unread or tensor_parallel_obstacle(model, self.style_plan, ends)
         self.head_cuts, by_heads = shared_heads(self) if self.boxes else ({}, {})
         specs: dict[str, ParamSpec] = {}
         for name, parameter in model.named_parameters():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Collection
 from functools import partial
@@ -238,7 +239,7 @@ class _Counted:
         """What the layer adds to the numbers 0, 1, ... of the tokens that it is given, (T_local,)."""
         return self._beyond
 
-    def update(self, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """What the layer attends to."""
         return key, value
 
@@ -248,11 +249,18 @@ def count_by_sequence(model: nn.Module, pack_of: Callable[[], Pack]) -> None:
     by themselves they count the row's tokens, behind those that a cache holds."""
     for module in model.modules():
         if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", False):
-            wrap(module, partial(_counting, module.forward, pack_of), "by length", "counts by sequence")
+            named = inspect.signature(type(module).forward).parameters
+            name = "cache" if "cache" in named else "past_key_values"  # before transformers 5.24
+            wrap(module, partial(_counting, module.forward, name, pack_of), "by length", "counts by sequence")
 
 
 def _counting(
-    forward: Callable[..., Any], pack_of: Callable[[], Pack], hidden_states: Tensor, *args: Any, **kwargs: Any
+    forward: Callable[..., Any],
+    name: str,
+    pack_of: Callable[[], Pack],
+    hidden_states: Tensor,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    kwargs["past_key_values"] = _Counted(pack_of(), hidden_states.device)
+    kwargs[name] = _Counted(pack_of(), hidden_states.device)
     return forward(hidden_states, *args, **kwargs)
