@@ -21,6 +21,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from ds_hydra.config.hydra_block import HydraConfig, check_num_ranks
+from ds_hydra.host.compile_locks import tell_locks
 from ds_hydra.host.devices import before_devices_start
 from ds_hydra.host.environment import joins, launched_number, longest_wait_s
 from ds_hydra.ranks.groups import wait_at_most
@@ -64,6 +65,7 @@ def init_as_deepspeed(*args: Any, **kwargs: Any) -> None:
     """`deepspeed.init_distributed`, with nothing compiled on CPU, and a look at the port where the ranks meet."""
     if not torch.distributed.is_initialized() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         check_port()
+    tell_locks()
     with _no_shared_memory_operator():
         deepspeed.init_distributed(*args, **kwargs)
 
