@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_hydra.commands import init_text
+from ds_hydra.commands.accelerate_yaml import config_of
 from ds_hydra.commands.figures import CommandParser, guarded, new_file
 from ds_hydra.commands.init_text import Result, recomputes, with_recomputation
 from ds_hydra.commands.moving import moving
@@ -28,7 +29,6 @@ from ds_hydra.commands.swapped import Span, diff_of, renamed, swap_of
 from ds_hydra.commands.translated import translated
 from ds_hydra.config.hosts import HOSTS, TRAINER
 from ds_hydra.config.hydra_block import BLOCK
-from ds_hydra.config.read import read_config
 from ds_hydra.data.length_sources import read_lengths
 from ds_hydra.zero_hetero.errors import ConfigError
 
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None, *, name: str = "ds-hydra init")
     """Write the config; return 2 for input that is refused."""
     parser = CommandParser(prog=name, description=(__doc__ or "").splitlines()[0])
     parser.add_argument("script", type=Path, help="the training script")
-    parser.add_argument("config", type=Path, help="its DeepSpeed config")
+    parser.add_argument("config", type=Path, help="its DeepSpeed config, or the YAML of accelerate launch")
     parser.add_argument("--model", help="config JSON, or checkpoint folder (default: a folder that the script loads)")
     parser.add_argument("--gpus", type=int, help="of the job (default: those of this machine)")
     parser.add_argument("--gpus-per-node", type=int, default=8)
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     swap = swap_of(args.script)
     said = training_args(swap, args.script_args)
     host = swap.kind if swap.kind in HOSTS else TRAINER
-    found = translated(read_config(config=str(args.config)), host, said.constant)
+    found = translated(config_of(args.config, host), host, said.constant)
     model = args.model or next((text for text in (*said.models, *swap.models) if Path(text).exists()), None)
     if model is None:
         raise ConfigError("give --model: the script loads none from a folder of this machine")

@@ -107,7 +107,7 @@ def of_times(result: Result, gpus: int, costs: str) -> Iterator[str]:
     def cell(ms: float | None, holds: int, what: str = "") -> str:
         if ms is None:
             return f"not for {context:,} tokens" + (f" ({holds:,} fit)" if holds < context else "")
-        return f"{ms / 1e3:.2f}" + (f"  {what}" if what else "")
+        return _seconds(ms) + (f"  {what}" if what else "")
 
     both = [result.times[again] for again in (False, True)]
     rows = [
@@ -118,6 +118,10 @@ def of_times(result: Result, gpus: int, costs: str) -> Iterator[str]:
     marks = [f"{'layers recomputed' if again else 'layers kept'}{' (now)' if again == result.recomputes else ''}"
              for again in (False, True)]  # fmt: skip
     yield from table(("", *marks), rows)
+
+
+def _seconds(ms: float) -> str:
+    return f"{ms / 1e3:.2f}" if ms >= 1e3 else f"{ms / 1e3:.3g}"
 
 
 def gain(result: Result) -> tuple[float, float | None] | None:
@@ -135,11 +139,11 @@ def headline(result: Result) -> str:
     assert ours is not None, "what fits nowhere is refused"
     found = gain(result)
     if found is None:
-        return f"A step takes {ours / 1e3:.2f} s; what you run now does not hold the longest sequence"
+        return f"A step takes {_seconds(ours)} s; what you run now does not hold the longest sequence"
     times, before = found
     assert before is not None, "a gain is over something"
     little = "; little is to be gained on these lengths" if times < _LITTLE else ""
-    return f"A step takes {ours / 1e3:.2f} s, now {before / 1e3:.2f} s: {times:.2f} times as fast{little}"
+    return f"A step takes {_seconds(ours)} s, now {_seconds(before)} s: {times:.2f} times as fast{little}"
 
 
 def choices(result: Result) -> Iterator[str]:
@@ -188,8 +192,13 @@ def command_of(result: Result, script: Path, out: Path, gpus: int, node_size: in
     swap = result.swap
     nodes = math.ceil(gpus / node_size)
     several = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500 " if nodes > 1 else ""
+    if swap.host == "accelerate":
+        several = f"--num_machines {nodes} --machine_rank N --main_process_ip HOST " if nodes > 1 else ""
+        return (
+            f"accelerate launch --use_deepspeed --deepspeed_config_file {out} --num_processes {gpus} {several}{script}"
+        )
     option = "--deepspeed" if swap.host == "trainer" else "--deepspeed_config"
-    named = "" if swap.host == "accelerate" else f" {option} {out}"
+    named = f" {option} {out}"
     said = "".join(f" --{name} {value}" for name, value in _changed(result)) if swap.arguments.parsed else ""
     return f"torchrun {several}--nproc-per-node {min(gpus, node_size)} {script} [your options]{said}{named}"
 

@@ -12,29 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ds_hydra.config.checks import AUTO
-from ds_hydra.config.deepspeed_keys import HONOURED, TOLD
+from ds_hydra.config.deepspeed_keys import REFUSED, TOLD, asks_for_something
 from ds_hydra.config.hosts import ACCELERATE, CALLS, STEPS, filled_in
-from ds_hydra.config.zero_block import CHANGES_RESULTS, ZERO_SETTINGS
+from ds_hydra.config.zero_block import CHANGES_RESULTS, KINDS, ZERO_SETTINGS
 
 KEPT, DROPPED = "kept", "dropped"
 ZERO, BLOCK, RECOMPUTED = "zero_optimization", "hydra", "activation_checkpointing"
 
-_LAYOUT = {
-    "pipeline": "stages follow from the layouts (ppN)",
-    "tensor_parallel": "tensor parallel degrees follow from the layouts (tpN)",
-    "sequence_parallel_size": "sequence parallel degrees follow from the layouts (spN)",
-    "data_parallel_size": "how many pipelines there are follows from the layouts",
-    "expert_parallel": "whole experts are spread within a stage, where a layout says so (epN)",
-}
-_OTHERS = {
-    "autotuning": "the planner searches the layouts",
-    "elasticity": "hydra.elastic is the same for this engine; the batch is as large as the script makes it",
-    "fp8": "",
-}
-_OF_ZERO = "this engine plans its own messages"
-_GATHERED = "a saved model is a whole Hugging Face folder"
-_ZERO_PP = "ZeRO++ has no counterpart here; without it nothing is rounded"
-_OFFLOAD = "nothing is offloaded; below stands whether the job fits so"
 _SAID = {  # of a value of the config: what scripts call it
     "train_batch_size": ("train_batch_size", "global_batch_size"),
     "train_micro_batch_size_per_gpu": ("train_micro_batch_size_per_gpu", "per_device_train_batch_size",
@@ -104,12 +88,17 @@ def translated(config: Mapping[str, Any], host: str, said: Callable[[str], Any])
         found.config[BLOCK] = block
     found.layout = OwnLayout(
         _count(_at(config, ZERO, "stage")), _count(_at(config, "tensor_parallel", "autotp_size")) or 1,
-        _count(config.get("sequence_parallel_size")) or 1, _count(_at(config, "pipeline", "stages")) or 1,
+        _count(config.get("sequence_parallel_size")) or _count(_at(config, "sequence_parallel", "size")) or 1,
+        _count(_at(config, "pipeline", "stages")) or 1,
     )  # fmt: skip
     _translate_zero(found, host)
     for key in list(found.config):
         _translate(found, key, host)
     found.rows += _fill(found.config, host, said)
+    together = found.layout.tp * found.layout.sp * found.layout.pp
+    if together > 1 and host != STEPS:
+        found.rows.append(Row("batches", "of all ranks", f"{together} ranks shared a batch and now each has its own: "
+                              f"for the same update, {together} times fewer gradient_accumulation_steps"))  # fmt: skip
     return found
 
 
@@ -127,33 +116,19 @@ def _at(config: Mapping[str, Any], *path: str) -> Any:
 def _translate(found: Translated, key: str, host: str) -> None:
     """One key of the top level, but "zero_optimization"."""
     value = found.config[key]
-    off = value is None or (isinstance(value, Mapping) and _is_off(value))
+    asks = asks_for_something(key, value)
     if key == RECOMPUTED:
         del found.config[key]
-        found.recomputed = isinstance(value, Mapping) and any(one not in (None, False, 0) for one in value.values())
-        by = (
-            "your script's gradient_checkpointing says it"
-            if _is_hosted(host)
-            else "hydra.activation_checkpointing is it"
-        )
-        found.rows.append(Row(key, DROPPED, by))
-    elif key in _LAYOUT or key in _OTHERS or key in TOLD:
+        found.recomputed = isinstance(value, Mapping) and any(value.values())
+        by = "gradient_checkpointing of your arguments" if _is_hosted(host) else "hydra.activation_checkpointing"
+        found.rows.append(Row(key, DROPPED, f"{by} says whether layers are recomputed"))
+    elif key in TOLD or (key in REFUSED and not asks):  # others are for the check to refuse
         del found.config[key]
-        found.rows.append(Row(key, DROPPED, {**TOLD, **_OTHERS, **_LAYOUT}[key]))
-    elif off and key not in HONOURED:
-        del found.config[key]
-        found.rows.append(Row(key, DROPPED, "it is switched off"))
+        found.rows.append(Row(key, DROPPED, TOLD[key] if key in TOLD and asks else "it asks for nothing"))
     elif key in ("bf16", "fp16") and isinstance(value, dict):
-        for name in [name for name, one in value.items() if name != "enabled" and one in (None, False)]:
+        for name in [name for name, one in value.items() if name != "enabled" and (one is None or one is False)]:
             del value[name]
-            found.rows.append(Row(f"{key}.{name}", DROPPED, "it is switched off"))
-        if value.pop("immediate_grad_update", None) is not None:
-            found.rows.append(Row(f"{key}.immediate_grad_update", DROPPED, "gradients add up in FP32 as they come"))
-
-
-def _is_off(block: Mapping[str, Any]) -> bool:
-    """ "auto" is off too: of blocks that the engine does not honour nobody fills it in."""
-    return not block or block.get("enabled") in (False, AUTO) or block.get("disable") is True
+            found.rows.append(Row(f"{key}.{name}", DROPPED, "it asks for nothing"))
 
 
 def _is_hosted(host: str) -> bool:
@@ -175,25 +150,17 @@ def _translate_zero(found: Translated, host: str) -> None:
     if kept != stage:
         why = "FP32 parameters, gradients' sums and states are at 1/N on each rank; a step's layouts say who has which "
         found.rows.append(Row(f"{ZERO}.stage {stage}", f"stage {kept}", f"{why}parameters"))
-    others: dict[str, list[str]] = {}
-    for key, value in zero.items():
-        if key == "stage":
-            continue
-        if key in CHANGES_RESULTS or key not in ZERO_SETTINGS:  # for the check to refuse
-            found.config[ZERO][key] = value
-            continue
-        why = _OF_ZERO
-        if key in ("offload_optimizer", "offload_param"):
-            device = value.get("device", "none") if isinstance(value, Mapping) else value
-            why = _OFFLOAD if device not in (None, False, "none") else "nothing is offloaded"
-        elif key.startswith("zero_"):
-            why = _ZERO_PP if value else _OF_ZERO
-        elif "gather" in key and key.endswith("model_save"):
-            why = _GATHERED
-        others.setdefault(why, []).append(key)
-    found.rows += [
-        Row(f"{ZERO}, {len(keys)} of it", DROPPED, f"{', '.join(keys)}: {why}") for why, keys in others.items()
-    ]
+    left = {key: one for key, one in zero.items() if key in CHANGES_RESULTS or key not in ZERO_SETTINGS}
+    found.config[ZERO] |= left  # for the check to refuse or to tell
+    for why, names in KINDS.items():
+        keys = [key for key in zero if key in names]
+        if keys:
+            key, told = (f"{ZERO}.{keys[0]}", why) if len(keys) == 1 else (f"{ZERO}, {len(keys)} keys", _of(keys, why))
+            found.rows.append(Row(key, DROPPED, told))
+
+
+def _of(keys: list[str], why: str) -> str:
+    return f"{', '.join(keys)}: {why}"
 
 
 def _fill(config: dict[str, Any], host: str, said: Callable[[str], Any]) -> Iterator[Row]:

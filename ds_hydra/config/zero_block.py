@@ -51,7 +51,7 @@ _OFFLOAD = frozenset(
         *("cpu_offload_use_pin_memory", "save_muon_momentum_buffer_in_memory"),
     )
 )
-_KINDS = {
+KINDS = {
     "parameters and gradients move by pull and push": _TRANSFERS,
     "nothing is quantized, communication_data_type is the type of gradients on the wire": _QUANTIZED,
     "saving writes whole weights, and checkpoints have one layout for any number of ranks": _SAVING,
@@ -59,7 +59,7 @@ _KINDS = {
     "before step 0": _OFFLOAD,
 }
 CHANGES_RESULTS = frozenset({"zenflow"})
-ZERO_SETTINGS = frozenset({"stage"}).union(CHANGES_RESULTS, *_KINDS.values())
+ZERO_SETTINGS = frozenset({"stage"}).union(CHANGES_RESULTS, *KINDS.values())
 
 
 def screen_zero(zero: Any) -> list[str]:
@@ -81,7 +81,7 @@ def screen_zero(zero: Any) -> list[str]:
             "step. Remove it"
         )
     lines = _of_stage(_stage(zero.get("stage")))
-    for what, names in _KINDS.items():
+    for what, names in KINDS.items():
         given = sorted(name for name in zero.keys() & names if _asks(zero[name]))
         if given:
             lines.append(f"{BLOCK}: {', '.join(given)} {'has' if len(given) == 1 else 'have'} no effect here: {what}")

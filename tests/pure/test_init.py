@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 
 from ds_hydra.commands.__main__ import main
+from ds_hydra.commands.accelerate_yaml import config_of
 from ds_hydra.commands.init_job import Job
 from ds_hydra.commands.now import now_ms, packed_in_order
 from ds_hydra.commands.planned_block import Asked, planned
+from ds_hydra.commands.refusals import refuse_all
 from ds_hydra.commands.script_args import training_args
 from ds_hydra.commands.shipped import shipped
 from ds_hydra.commands.swapped import Swap, diff_of, swap_of, swappable
@@ -232,9 +234,9 @@ def test_what_nobody_fills_in_becomes_the_scripts_constant_or_the_default() -> N
         ({"amp": {"enabled": "auto", "opt_level": "auto"}}, {}),
         ({"compile": {"disable": True}}, {}),
         ({"pipeline": {"stages": 2}, "sequence_parallel_size": 4, "tensor_parallel": {"autotp_size": 2}}, {}),
-        ({"flops_profiler": {"enabled": True}, "aio": {}, "elasticity": {"enabled": True}}, {}),
-        ({"bf16": {"enabled": True, "immediate_grad_update": True}, "fp16": {"enabled": False, "auto_cast": False}},
-         {"bf16": {"enabled": True}, "fp16": {"enabled": False}}),
+        ({"flops_profiler": {"enabled": True}, "aio": {}, "autotuning": {"enabled": True}}, {}),
+        ({"bf16": {"enabled": True, "auto_cast": False}, "fp16": {"enabled": False, "loss_scale": 0}},
+         {"bf16": {"enabled": True}, "fp16": {"enabled": False, "loss_scale": 0}}),
         ({"activation_checkpointing": {"partition_activations": True}}, {}),
         ({"wandb": {"enabled": True}, "communication_data_type": "fp32"},
          {"wandb": {"enabled": True}, "communication_data_type": "fp32"}),
@@ -246,6 +248,67 @@ def test_keys_are_kept_or_dropped_each_with_a_row(given: dict[str, Any], left: d
     gone = [key for key in given if key not in left]
     assert {row.key for row in found.rows} >= set(gone)
     assert all(row.why for row in found.rows)
+
+
+OFFLOADED = {
+    "stage": 3,
+    "offload_optimizer": {"device": "cpu"},
+    "offload_param": {"device": "nvme", "buffer_size": "auto"},
+}
+SCALING = {"loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2, "min_loss_scale": 1}
+BATCHES: dict[str, Any] = dict.fromkeys(
+    ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto"
+)
+
+
+@pytest.mark.parametrize(
+    ("host", "config", "refused"),
+    [
+        ("SFTTrainer", {**BATCHES, "zero_optimization": {**OFFLOADED, "sub_group_size": 1e9, "leaf_module": {}}}, ""),
+        ("SFTTrainer", {**BATCHES, "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto", **SCALING}}, ""),
+        ("SFTTrainer", {**BATCHES, "bf16": {"enabled": True, "auto_cast": False, **SCALING}}, ""),
+        ("Trainer", {"fp16": {"enabled": True, **SCALING}, "steps_per_print": 1e5, "zero_optimization": OFFLOADED}, ""),
+        ("Trainer", {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}, "comms_config": {}}, ""),
+        ("Trainer", {"sequence_parallel": {"enabled": True, "size": 4}, "monitor_config": {"enabled": True}}, ""),
+        (ACCELERATE, {**BATCHES, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2, "overlap_comm": 1}}, ""),
+        (CALLS, {**BATCHES, "zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}}, "zenflow"),
+        ("SFTTrainer", {**BATCHES, "fp8": {"enabled": True}}, "fp8"),
+        (CALLS, {"train_batch_size": 8, "bfloat16": {"enabled": True}, "hybrid_engine": {"enabled": False}}, ""),
+        (CALLS, {"train_batch_size": 1, "zero_optimization": OFFLOADED, "aio": {"queue_depth": 32}}, ""),
+        ("SFTTrainer", {**BATCHES, "compile": {"disable": False, "backend": "inductor"}}, "compile"),
+        (CALLS, {"train_batch_size": 8, "data_efficiency": {"enabled": True, "data_sampling": {
+            "enabled": True, "curriculum_learning": {"enabled": True}}}}, "data_efficiency"),
+        (CALLS, {"train_batch_size": 8, "optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}}, "OneBitAdam"),
+        (CALLS, {"train_batch_size": 8, "amp": {"enabled": True}}, "(?i)amp"),
+    ],
+)  # fmt: skip
+def test_configs_as_people_have_them_are_accepted_or_refused_by_name(
+    host: str, config: dict[str, Any], refused: str
+) -> None:
+    found = change(config, host)
+    whole = {**found.config, "hydra": found.block}
+    if not refused:
+        refuse_all(whole, host, 8)
+        return
+    with pytest.raises(ConfigError, match=refused):
+        refuse_all(whole, host, 8)
+
+
+def test_the_yaml_of_accelerate_is_a_config_too(tmp_path: Path) -> None:
+    path = tmp_path / "zero3.yaml"
+    path.write_text("deepspeed_config:\n  zero_stage: 3\n  offload_param_device: cpu\nmixed_precision: bf16\n")
+    made = config_of(path, ACCELERATE)
+    assert made["zero_optimization"] == {"stage": 3, "offload_param": {"device": "cpu"}}
+    assert made["bf16"] == {"enabled": True}
+    assert config_of(path, "SFTTrainer")["bf16"] == {"enabled": "auto"}
+    for host in (ACCELERATE, "SFTTrainer"):
+        refuse_all({**change(config_of(path, host), host).config, "hydra": {}}, host, 8)
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 8}')
+    path.write_text("deepspeed_config:\n  deepspeed_config_file: ds.json\n")
+    assert config_of(path, ACCELERATE) == {"train_batch_size": 8}
+    path.write_text("fsdp_config: {}\n")
+    with pytest.raises(ConfigError, match="has no block deepspeed_config"):
+        config_of(path, ACCELERATE)
 
 
 def test_what_the_config_runs_now_is_read_off_it() -> None:
