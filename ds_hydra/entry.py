@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from ds_hydra.config.checks import MAX_INT
 from ds_hydra.config.hosts import CALLS
 from ds_hydra.config.hydra_block import ParsedConfig, check_num_ranks, parse_config
 from ds_hydra.config.read import read_config
@@ -40,6 +41,7 @@ def accept(config: Mapping[str, Any], ranks: int | None = None, host: str | None
         return None
 
     from ds_hydra.costs.table_file import read_table_file
+    from ds_hydra.data.length_sources import read_lengths
     from ds_hydra.host.batch_sizes import batch_sizes
     from ds_hydra.host.launch import check_launched_ranks
     from ds_hydra.host.settings import check_updates, deepspeed_config, deepspeed_defaults
@@ -52,6 +54,8 @@ def accept(config: Mapping[str, Any], ranks: int | None = None, host: str | None
     table = parsed.hydra.cost_table
     for path in table.values() if isinstance(table, Mapping) else (table,) if table else ():
         read_table_file(path)
+    if parsed.hydra.lengths is not None and not parsed.hydra.strategies:
+        read_lengths(parsed.hydra.lengths, parsed.hydra.context_length or MAX_INT)
     settings = deepspeed_config(parsed)
     check_updates(parsed, settings)
     if host == CALLS and ranks is not None:

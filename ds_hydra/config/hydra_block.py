@@ -135,6 +135,14 @@ def _elastic(value: Any, place: str) -> ElasticConfig | None:
     return None if value is None else parse_block(ElasticConfig, value, place)
 
 
+def _lengths(value: Any, place: str) -> str | None:
+    if isinstance(value, (list, tuple)):
+        raise ConfigError(
+            f"config: {place} must name a file, but is a list of {len(value)}: write the numbers into one, a line each"
+        )
+    return text(optional=True)(value, place)  # type: ignore[no-any-return]
+
+
 def _trace(value: Any, place: str) -> TraceConfig:
     return parse_block(TraceConfig, value, place)
 
@@ -170,6 +178,9 @@ class HydraConfig:
     """What to do with a sequence longer than `context_length`; truncated and skipped ones are counted in the log."""
     strategies: tuple[str, ...] = setting(strategies_of, ())
     """Candidate strategies, in canonical form; () is "auto": the planner proposes them."""
+    lengths: str | None = setting(_lengths, None)
+    """A file of your sequences' lengths in tokens, as `ds-hydra preview` reads it. Where steps are handed in or drawn
+    from a stream, "auto" proposes strategies for these lengths and one of `context_length`; None: for web pages."""
     choose: str = setting(choice("best", "cycle", renamed=_CHOOSE_RENAMED), "best")
     """"best": the planner's choice in each step; "cycle": in turn."""
     replay: str | None = setting(text(optional=True), None)
@@ -318,6 +329,8 @@ def parse_config(raw: Mapping[str, Any], host: str | None = None) -> ParsedConfi
     hydra = parse_block(HydraConfig, block, BLOCK, gone=_GONE)
     settings = filled_in({key: value for key, value in raw.items() if key != BLOCK}, host)
     deepspeed, notes = screen_deepspeed_settings(settings, hydra.total_steps, host)
+    if hydra.lengths and hydra.strategies:
+        notes = (*notes, "hydra.lengths has no effect: strategies are proposed for lengths where none are listed")
     return ParsedConfig(hydra, deepspeed, notes, dict(raw))
 
 

@@ -10,7 +10,7 @@ import csv
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -63,6 +63,14 @@ def assumed_lengths(longest: int) -> list[int]:
     """Lengths of web pages, up to `longest` tokens and one of so many, for jobs that do not know theirs yet."""
     drawn = np.random.default_rng(0).lognormal(*_lognormal(WEB_PAGES), size=10_000)
     return [*np.clip(drawn, 1, longest).astype(int).tolist(), longest]
+
+
+def lengths_of_job(spec: str, longest: int, *, cut: bool) -> LengthSample:
+    """Those of a spec as a job trains on them, and one of `longest` tokens, which may come. Where sequences are not
+    `cut`, longer ones are left out. ConfigError as by `read_lengths`."""
+    sample = read_lengths(spec, longest)
+    more = [longest] * (sample.too_long if cut else 0)
+    return replace(sample, lengths=np.append(sample.lengths, [*more, longest]))
 
 
 def assumed_tokens(longest: int, num_ranks: int) -> int:

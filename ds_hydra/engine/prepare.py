@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ds_hydra.config.hydra_block import HydraConfig
 from ds_hydra.costs.analytic import model_shape
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.costs.memory import JobMemory
 from ds_hydra.costs.shape_costs import with_shapes
 from ds_hydra.costs.table_file import TableFile
-from ds_hydra.data.length_sources import assumed_lengths
+from ds_hydra.data.length_sources import assumed_lengths, lengths_of_job
 from ds_hydra.engine.checked import check_candidates, listed_for_others, taught
 from ds_hydra.engine.costs import costs_and_memory, least_memory, limited, planned_whole, without_the_largest
 from ds_hydra.engine.fits import check_memory
@@ -66,9 +67,10 @@ def prepare(job: Job, world: World) -> Prepared:
     lengths = [] if job.data is None else [int(n) for n in job.data.lengths if n]
     longest = max(lengths, default=config.context_length or config.tokens_per_step)
     if not lengths and not config.shapes:
-        lengths = assumed_lengths(longest)
-        if world.rank == 0:
-            logger.info("lengths are not known yet: strategies are proposed for web pages of up to %d tokens", longest)
+        with together(world.channel, "reading hydra.lengths"):
+            lengths = _lengths_to_come(config, longest) if world.rank == 0 else []
+    elif config.lengths and not config.shapes and world.rank == 0:
+        logger.warning("hydra.lengths has no effect: strategies are proposed for the lengths of training_data")
     config_of_model = getattr(job.source, "text_config", None)
     shape = model_shape(job.source.plan, hidden_size(job.source), job.source.vocab_size, config_of_model)
     (device_bytes, class_bytes), source = least_memory(world), None
@@ -102,6 +104,21 @@ def prepare(job: Job, world: World) -> Prepared:
         room = room_beside(memory, found.table, composing=planner_options(job, world).highs == "composes")
     elements = shape.params // world.num_ranks
     return Prepared(source, found, memory.strategies, elements, no_slices, shape.hidden, room, memory, checked)
+
+
+def _lengths_to_come(config: HydraConfig, longest: int) -> list[int]:
+    """Lengths to propose strategies for, where those of the job are not known yet. `longest` is among them."""
+    if config.lengths is None:
+        logger.info("lengths are not known yet: strategies are proposed for web pages of up to %d tokens", longest)
+        return assumed_lengths(longest)
+    cut = config.too_long == "truncate"
+    sample = lengths_of_job(config.lengths, longest, cut=cut)
+    logger.info(
+        "strategies are proposed for %d lengths of %s, %d of them beyond %d tokens and %s",
+        len(sample.lengths) - 1 + (0 if cut else sample.too_long), config.lengths, sample.too_long, longest,
+        "cut" if cut else "left out",
+    )  # fmt: skip
+    return [int(n) for n in sample.lengths]
 
 
 def planner_options(job: Job, world: World) -> PlannerOptions:
