@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from ds_hydra.config.versions import refuse_older
 from ds_hydra.hugging_face.trainer import HydraTrainer
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -21,7 +23,23 @@ class HydraSFTTrainer(HydraTrainer, SFTTrainer):
     offloaded activations.
     """
 
+    _num_tokens = 0  # of all ranks' sequences in the updates so far
+
     evaluates_each_rank = True  # TRL does not hand the number of all targets to its loss there, as Trainer does
+
+    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """As HydraTrainer's; the tokens of all ranks that were trained on are counted, as TRL does."""
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if self.plans_steps and self.accelerator.sync_gradients:
+            self._num_tokens += model.last_step.num_tokens
+        return loss
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As HydraTrainer's, with `num_tokens` as TRL's."""
+        for name in ("loss", "eval_loss"):
+            if self.plans_steps and name in logs:
+                logs[name.replace("loss", "num_tokens")] = float(self._num_tokens)
+        super().log(logs, *args, **kwargs)
 
     def _refuse_unfit(self) -> None:
         super()._refuse_unfit()

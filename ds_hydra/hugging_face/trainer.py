@@ -16,6 +16,7 @@ each token's loss by the number of targets of the whole update (`average_tokens_
 from __future__ import annotations
 
 import functools
+import math
 import os
 from typing import Any
 
@@ -30,6 +31,7 @@ from ds_hydra.hugging_face.accelerator import in_place_of_deepspeed
 from ds_hydra.hugging_face.counted import Counted
 from ds_hydra.pipe.loss import TokenLoss
 from ds_hydra.pipe.predictions import TokenFunction
+from ds_hydra.report.record import StepRecord
 from ds_hydra.zero_hetero.errors import ConfigError
 
 _TRAINING_ARGS = "training_args.bin"  # as Trainer names it
@@ -60,6 +62,7 @@ class HydraTrainer(Trainer):
         self._loss_fn = loss_fn
         self._token_function: TokenFunction | None = None
         self._counted = Counted()
+        self._applied: bool | None = None  # whether an update since the last log was; None: there was none
         super().__init__(*args, **kwargs)
         self._given = self.optimizer, self.lr_scheduler
         if self.plans_steps:
@@ -173,7 +176,19 @@ class HydraTrainer(Trainer):
         model.set_gradient_accumulation_boundary(updates)
         model.backward(loss)
         model.step()
+        if updates:
+            self._applied = bool(self._applied) or not model.last_step.skipped
         return torch.tensor(model.last_step.loss if updates else 0.0, device=self.args.device)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Trainer's own, with what ran in the last step where a training loss is logged."""
+        engine: Any = self.deepspeed if self.plans_steps else None
+        if engine is not None and engine.last_step is not None and "loss" in logs:
+            if self._applied is False and self.args.logging_nan_inf_filter:
+                logs["loss"] = math.nan  # Trainer leaves losses that are not finite out of its sum, which is 0 then
+            self._applied = None
+            logs.update(figures_of(engine.last_step))
+        super().log(logs, *args, **kwargs)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         found = super()._get_grad_norm(model, grad_norm=grad_norm)
@@ -227,6 +242,18 @@ class HydraTrainer(Trainer):
             torch.save(self.args, os.path.join(folder, _TRAINING_ARGS))
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+
+def figures_of(step: StepRecord) -> dict[str, Any]:
+    """What Trainer's log says of a step beside its loss: as on the step's own line, without the names' units."""
+    found: dict[str, Any] = {"hydra/strategy": step.strategy, "hydra/step_ms": step.step_ms}
+    if step.expected_ms is not None:
+        found["hydra/predicted_ms"] = step.expected_ms
+    if step.step_ms > 0:
+        found["hydra/wait"] = step.slowest_wait_ms / step.step_ms
+    if step.skipped_steps:
+        found["hydra/skipped_steps"] = step.skipped_steps
+    return found
 
 
 def _in_rows(found: Tensor, input_ids: Tensor, mask: Tensor | None) -> Tensor:

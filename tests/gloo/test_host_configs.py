@@ -22,6 +22,7 @@ import ds_hydra.engine.engine  # noqa: F401
 from ds_hydra.hugging_face.host_configs import for_engine
 from ds_hydra.testing import free_port, run_ranks
 from tests.support.host_jobs import FIRST_LOSS, HOSTS, ROOT, job, printed_block, save_tiny_model
+from tests.support.small_job import LENGTHS
 
 AUTO: dict[str, Any] = {
     "train_batch_size": "auto",
@@ -106,9 +107,14 @@ def test_a_model_is_loaded_whole_under_stage_3(form: Callable[..., Any], tmp_pat
 def test_a_step_is_trained_with_the_block_as_printed(host: str, zero: str, tmp_path: Path) -> None:
     save_tiny_model(tmp_path)
     config = AUTO | ZERO[zero] | printed_block()
-    for loss, updates in run_ranks(job, 2, host, config, tmp_path, timeout=300):
-        assert loss == pytest.approx(FIRST_LOSS[host], abs=0.05)
+    for logged, updates in run_ranks(job, 2, host, config, tmp_path, timeout=300):
+        assert logged["loss"] == pytest.approx(FIRST_LOSS[host], abs=0.05)
         assert updates == 1
+        if host != "Accelerator":
+            assert logged["hydra/strategy"] in ("2*tp1", "tp2", "sp2", "pp2")
+            assert logged["hydra/step_ms"] > 0 <= logged["hydra/wait"] < 1
+        if host == "SFTTrainer":
+            assert 8 * min(LENGTHS) < logged["num_tokens"] < 8 * max(LENGTHS)
 
 
 @pytest.mark.drawn

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,6 +69,23 @@ def test_a_second_training_begins_with_the_models_present_values(tmp_path: Path)
     found, right = (run_ranks(trained_twice, n, tmp_path, kind, n)[0] for kind, n in ((HydraTrainer, 2), (Trainer, 1)))
     for mine, its in zip(found, right, strict=True):
         assert mine == pytest.approx(its, rel=2e-4)
+
+
+def with_a_bad_row(rank: int, folder: Path) -> list[dict[str, Any]]:
+    """What is logged of steps that all meet an embedding that is no number."""
+    rank_environment(rank)
+    model = small_model()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[3:] = math.nan
+    trainer = trainer_of(HydraTrainer, settings(folder, 2, config(), max_steps=2, eval_strategy="no"), model)
+    trainer.train()
+    return trainer.state.log_history[:2]  # type: ignore[no-any-return]
+
+
+def test_a_log_of_steps_that_were_all_skipped_has_no_loss_of_zero(tmp_path: Path) -> None:
+    for entries in run_ranks(with_a_bad_row, 2, tmp_path):
+        assert [math.isnan(entry["loss"]) for entry in entries] == [True, True]
+        assert [entry["hydra/skipped_steps"] for entry in entries] == [1, 2]
 
 
 class OfGradients(TrainerCallback):

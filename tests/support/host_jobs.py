@@ -53,12 +53,12 @@ def _settings(kind: Any, folder: Path, config: Any, **more: Any) -> Any:
     return kind(output_dir=str(folder), deepspeed=config, **still | once | more)
 
 
-def _trained(trainer: Any) -> float:
+def _trained(trainer: Any) -> dict[str, Any]:
     trainer.train()
-    return float(trainer.state.log_history[0]["loss"])
+    return dict(trainer.state.log_history[0])
 
 
-def by_trainer(config: Any, folder: Path) -> float:
+def by_trainer(config: Any, folder: Path) -> dict[str, Any]:
     arguments = _settings(TrainingArguments, folder, config)
     return _trained(HydraTrainer(_model(folder), arguments, data_collator=collate, train_dataset=sequences()))
 
@@ -69,13 +69,13 @@ def _tokenizer() -> Any:
     return word_tokenizer()
 
 
-def by_sft(config: Any, folder: Path) -> float:
+def by_sft(config: Any, folder: Path) -> dict[str, Any]:
     data = Dataset.from_list([{"input_ids": one.tolist()} for one in sequences()])
     arguments = _settings(trl.SFTConfig, folder, config)
     return _trained(HydraSFTTrainer(_model(folder), arguments, train_dataset=data, processing_class=_tokenizer()))
 
 
-def by_dpo(config: Any, folder: Path) -> float:
+def by_dpo(config: Any, folder: Path) -> dict[str, Any]:
     data = Dataset.from_list([{"prompt": "w3 w4 w5", "chosen": " w7 w8", "rejected": " w9"}] * 16)
     arguments = _settings(trl.DPOConfig, folder, config)
     return _trained(
@@ -83,7 +83,7 @@ def by_dpo(config: Any, folder: Path) -> float:
     )
 
 
-def _by_policy(kind: str, config: Any, folder: Path) -> float:
+def _by_policy(kind: str, config: Any, folder: Path) -> dict[str, Any]:
     own = {"num_generations": 2, "max_completion_length": 6}
     arguments = _settings(getattr(trl, f"{kind}Config"), folder, config, **own)
     trainer = getattr(scores, f"Hydra{kind}Trainer")(
@@ -94,15 +94,15 @@ def _by_policy(kind: str, config: Any, folder: Path) -> float:
     return _trained(trainer)
 
 
-def by_grpo(config: Any, folder: Path) -> float:
+def by_grpo(config: Any, folder: Path) -> dict[str, Any]:
     return _by_policy("GRPO", config, folder)
 
 
-def by_rloo(config: Any, folder: Path) -> float:
+def by_rloo(config: Any, folder: Path) -> dict[str, Any]:
     return _by_policy("RLOO", config, folder)
 
 
-def by_accelerate(config: Any, folder: Path) -> float:
+def by_accelerate(config: Any, folder: Path) -> dict[str, Any]:
     """A loop of Accelerate; without a config the one that its launcher names in the environment."""
     accelerator = HydraAccelerator(**{} if config is None else {"deepspeed_plugin": DeepSpeedPlugin(config)})
     model = _model(folder)
@@ -111,10 +111,10 @@ def by_accelerate(config: Any, folder: Path) -> float:
     loss = model(**next(iter(loader))).loss
     accelerator.backward(loss)
     optimizer.step()
-    return float(loss)
+    return {"loss": float(loss)}
 
 
-HOSTS: Mapping[str, Callable[[Any, Path], float]] = {
+HOSTS: Mapping[str, Callable[[Any, Path], dict[str, Any]]] = {
     "Trainer": by_trainer,
     "SFTTrainer": by_sft,
     "DPOTrainer": by_dpo,
@@ -133,8 +133,8 @@ FIRST_LOSS = {
 }
 
 
-def job(rank: int, host: str, config: Any, folder: Path) -> tuple[float, int]:
-    """The loss that one rank sees of one update, and the updates that the engine has made."""
+def job(rank: int, host: str, config: Any, folder: Path) -> tuple[dict[str, Any], int]:
+    """What one rank logs of one update, and the updates that the engine has made."""
     from ds_hydra.engine.engine import HydraEngine
 
     rank_environment(rank)
@@ -146,10 +146,10 @@ def job(rank: int, host: str, config: Any, folder: Path) -> tuple[float, int]:
         made.append(self)
 
     HydraEngine.__init__ = noted  # type: ignore[method-assign]
-    loss = HOSTS[host](config, folder)
-    return loss, made[0].global_steps
+    logged = HOSTS[host](config, folder)
+    return logged, made[0].global_steps
 
 
 if __name__ == "__main__":
     # One write, which other ranks' lines do not cut.
-    sys.stdout.write(f"LOSS {HOSTS[sys.argv[1]](None, Path(sys.argv[2]))}\n")
+    sys.stdout.write(f"LOSS {HOSTS[sys.argv[1]](None, Path(sys.argv[2]))['loss']}\n")
