@@ -6,6 +6,7 @@
 # make check: every tool's quick form, in minutes   make check-all: their whole forms, in hours
 # make check-verl: training inside verl   make check-ray: jobs on a Ray cluster
 # make check-oldest: planning and training with the oldest versions that pyproject.toml allows
+# make check-versions PYTHON=...: what a release of another package may break, in an environment that is there
 # PIP_ARGS goes to every pip install, e.g. PIP_ARGS="--index-url ..." for another build of torch.
 
 PYTHON ?= python3
@@ -27,21 +28,19 @@ export PYTHONUNBUFFERED := 1
 # Tests and tools start many processes, which are not to compile the same modules each.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: venv demo demo-elastic train bench first-hour check check-all check-verl check-ray check-oldest docs test test-training test-jobs test-ranks test-models test-pure lint kernels clean
+.PHONY: venv demo demo-elastic train bench first-hour check check-all check-verl check-ray check-oldest check-versions docs test test-training test-jobs test-ranks test-models test-pure lint kernels clean
 
 venv: $(STAMP)
 
-# What users need, without what developers need besides. torch comes first: DeepSpeed's set-up looks for it.
+# What users need, without what developers need besides.
 $(USABLE): setup.py pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "Python 3.10 or newer is needed")'
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) --quiet setuptools wheel
-	$(PIP) torch
-	$(PIP) --no-build-isolation --editable .
+	$(PIP) --editable .
 	touch $@
 
 $(STAMP): $(USABLE)
-	$(PIP) --quiet --no-build-isolation --editable '.[dev]'
+	$(PIP) --quiet --editable '.[dev]'
 	touch $@
 
 # Without a GPU for every rank the ranks share the CPU, one thread each.
@@ -87,16 +86,26 @@ check-ray: $(STAMP) kernels
 	for SITE in $(RAY)/lib/python*/site-packages; do (cd $(VENV)/lib/python*/site-packages && pwd) > $$SITE/below.pth; done
 	$(RAY)/bin/python -m pytest tests/hosts/test_ray.py
 
-# Of torch and DeepSpeed the oldest is what .venv has. What developers need besides stands below, in .venv, among it a
-# pandas that asks for a newer numpy. States in slices are refused with the oldest transformers.
+# What developers need besides stands below, in .venv, among it a pandas that asks for a newer numpy. Of torch PIP_ARGS
+# may choose the build: without, it is one for CUDA. States in slices, and experts of Mixtral spread as whole ones, are
+# refused with the oldest transformers.
 check-oldest: $(STAMP)
 	$(PYTHON) -m venv $(OLDEST)
-	sed -n '/^dependencies/,/^]/ s/^ *"\([a-z]*\)>=\([0-9.]*\).*/\1==\2/p' pyproject.toml \
-		| grep -v 'torch\|deepspeed' > $(OLDEST)/versions.txt
+	sed -n -e '/^dependencies/,/^]/ s/^ *"\([a-z]*\)>=\([0-9.]*\).*/\1==\2/p' \
+		-e 's/^hf = .*"\(accelerate\)>=\([0-9.]*\)".*/\1==\2/p' -e 's/^trl = .*"\(trl\)>=\([0-9.]*\)".*/\1==\2/p' \
+		pyproject.toml > $(OLDEST)/versions.txt
 	$(OLDEST)/bin/python -m pip --disable-pip-version-check install $(PIP_ARGS) --quiet -r $(OLDEST)/versions.txt
 	for SITE in $(OLDEST)/lib/python*/site-packages; do (cd $(VENV)/lib/python*/site-packages && pwd) > $$SITE/below.pth; done
-	PYTHONPATH=$(CURDIR) $(OLDEST)/bin/python -m pytest tests/pure tests/gloo/test_training.py tests/gloo/test_resume.py \
-		-k 'not states and not of_datasets'
+	PYTHONPATH=$(CURDIR) TORCH_EXTENSIONS_DIR=$(CURDIR)/$(OLDEST)/torch_extensions $(OLDEST)/bin/python -m pytest \
+		tests/pure tests/test_private_names.py tests/gloo/test_training.py tests/gloo/test_resume.py \
+		tests/gloo/test_hugging_face.py -k 'not states and not of_datasets and not spread and not (by and heads)'
+
+# In CI for several sets of releases: .github/workflows/ci.yml.
+check-versions:
+	$(PYTHON) -m pytest tests/test_private_names.py tests/pure/test_versions.py
+	OMP_NUM_THREADS=1 $(PYTHON) -m tools.check_equivalence --quick
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/gloo/test_training.py tests/gloo/test_hugging_face.py --share 0.25 \
+		-k 'not states and not spread and not (by and heads)'
 
 check-all: $(STAMP) kernels check-verl check-ray check-oldest
 	$(BIN)/python -m tools.check

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -90,3 +96,66 @@ def test_shipped_tables_are_package_data(arguments: dict[str, Any]) -> None:
 def test_the_console_command_is_there() -> None:
     module, function = re.findall(r'^ds-hydra = "(\S+):(\w+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[0]
     assert callable(getattr(import_module(module), function))
+
+
+def built(kind: str, source: Path, into: Path) -> Path:
+    """A "wheel" or an "sdist" of a folder of sources, built as pip builds it, but with the setuptools that is here."""
+    code = f"from setuptools import build_meta; print(build_meta.build_{kind}({str(into)!r}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return into / done.stdout.splitlines()[-1]
+
+
+def anywhere(installed: Path, *command: str, limit_s: float = 600.0) -> str:
+    """What a command prints in an empty folder, where nothing of the checkout is on the path."""
+    installed.with_name("elsewhere").mkdir(exist_ok=True)
+    done = subprocess.run(
+        [sys.executable, *command], cwd=installed.with_name("elsewhere"), capture_output=True, text=True, check=False,
+        env=os.environ | {"PYTHONPATH": str(installed)}, timeout=limit_s,
+    )  # fmt: skip
+    assert done.returncode == 0, (command, done.stdout[-1000:], done.stderr[-2000:])
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the wheel of the source archive of this checkout holds."""
+    folder = tmp_path_factory.mktemp("packed")
+    shutil.copytree(ROOT, folder / "tree", symlinks=True, ignore=shutil.ignore_patterns(".*", "runs", "__pycache__"))
+    archive = built("sdist", folder / "tree", folder)
+    with tarfile.open(archive) as file:
+        file.extractall(folder / "unpacked", filter="data")
+    (unpacked,) = (folder / "unpacked").iterdir()
+    assert {"tools/check.py", "tests/conftest.py", "examples/train.py", "Makefile", "constraints.txt"} <= {
+        str(path.relative_to(unpacked)) for path in unpacked.rglob("*")
+    }
+    wheels = [built("wheel", folder / "tree", folder), built("wheel", unpacked, folder / "unpacked")]
+    held = [sorted(zipfile.ZipFile(wheel).namelist()) for wheel in wheels]
+    assert held[0] == held[1], "the wheel of the checkout, and of the archive"
+    zipfile.ZipFile(wheels[1]).extractall(folder / "installed")
+    return folder / "installed"
+
+
+@pytest.mark.drawn
+def test_a_wheel_of_the_source_archive_works_elsewhere(installed: Path) -> None:
+    modules = "import ds_hydra, ds_hydra.engine.engine as e, ds_hydra.hugging_face; print(e.__file__)"
+    assert anywhere(installed, "-c", modules).startswith(str(installed))
+    commands = "-m", "ds_hydra.commands"
+    assert '"context_length"' in anywhere(installed, *commands, "settings", "--schema")
+    fitted = anywhere(installed, *commands, "memory", "--model", str(ROOT / "examples/llama_tiny.json"), "--gpus", "4",
+                      "--device-memory", "80")  # fmt: skip
+    assert "tp" in fitted
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "command",
+    [
+        "demo --quick",
+        "train-tiny --steps 2",
+        "preview --cost-table a800-32b --lengths lognormal:6.22,1.233 --gpus 64 --tokens 200000 --context 32768 "
+        "--tp-across-nodes --steps 2",
+    ],
+)
+def test_commands_of_newcomers_run_elsewhere(installed: Path, command: str) -> None:
+    anywhere(installed, "-m", "ds_hydra.commands", *command.split())

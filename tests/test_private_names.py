@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
+import pkgutil
 from collections.abc import Iterator
 from functools import reduce
+from importlib.metadata import version
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -19,8 +21,10 @@ import datasets
 import pytest
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
+from packaging.version import Version
 from transformers import LlamaConfig, PreTrainedModel, Trainer
 
+import ds_hydra
 from tools.structure import Source, read_sources
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -88,6 +92,30 @@ def test_private_names_of_other_packages_are_there() -> None:
         if name not in DOCUMENTED and not any(hasattr(one, name) for one in holding)
     ]
     assert not gone, "\n".join(gone)
+
+
+# Names that are newer than the oldest release that is supported, so that the library asks whether they are there.
+SINCE = {
+    "torch.distributed.all_gather_single": "2.13",
+    "torch.distributed.reduce_scatter_single": "2.13",
+    "torch.nn.attention.activate_flash_attention_impl": "2.11",
+    "deepspeed.runtime.engine.DeepSpeedEngine.log_level": "0.19",
+    "deepspeed.runtime.engine.DeepSpeedEngine._configure_python_gc": "0.19",
+}
+
+
+@pytest.mark.parametrize("path", SINCE)
+def test_a_newer_name_is_there_since_the_release_that_is_said(path: str) -> None:
+    package, _, name = path.partition(".")
+    of_what, _, last = path.rpartition(".")
+    assert hasattr(resolve_name(of_what), last) == (Version(version(package)) >= Version(SINCE[path])), name
+
+
+def test_every_module_is_imported() -> None:
+    """With the releases that are here; verl and Ray have environments of their own."""
+    for module in pkgutil.walk_packages(ds_hydra.__path__, "ds_hydra."):
+        if not module.name.startswith(("ds_hydra.hosts.", "ds_hydra.ray.")) and not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
 
 
 def test_private_modules_of_other_packages_are_there() -> None:

@@ -19,6 +19,8 @@ MAX_DIRECT = 8  # files directly in ds_hydra/
 MIN_COMMENTS = 0.045  # of the lines that are not empty
 MAX_POSITIONAL, MAX_WIDE = 7, 10  # a function with more parameters is wide; so many may be
 
+INSTALLS = 12  # frameworks that install beside this package: check_installs
+
 # Set-up: check_set_up.
 EXAMINED_S = 4.0  # of CPU, for a model of 64 layers, on the rank that looks at it
 
