@@ -10,7 +10,7 @@
   replay     30 updates of recorded rollouts by a loop of GRPO, padded, in parts, two epochs: parameters
   strict     some of these under a transport that lets go on nothing before its order
   memory     bytes at once for log-probabilities and entropy of a large vocabulary, beside gathered logits; CPU time
-  trl        GRPO, RLOO and DPO by TRL's trainers on two ranks, against TRL's own in one process: losses, parameters
+  trl        GRPO, RLOO, DPO, rewards by TRL's trainers on two ranks, against TRL's in one process: losses, parameters
   live       GRPO by TRL's trainer on two ranks with a real reward, the model generates: its rewards from three seeds
   rollouts   updates of 7B and 32B on 64 simulated GPUs, by lengths of reasoning models: ours beside hosts' ways
   refusals   fields and losses that cannot be trained on: refused on all ranks alike, and nothing has changed

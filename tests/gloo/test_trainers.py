@@ -18,7 +18,7 @@ from ds_hydra.hugging_face import HydraAccelerator, HydraTrainer
 from ds_hydra.testing import rank_environment, run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.small_job import small_model
-from tests.support.trainers import config, logged, settings, trainer_of
+from tests.support.trainers import adapted, config, logged, settings, trainer_of
 
 
 def with_given(rank: int, folder: Path, kind: Any, num_ranks: int) -> Any:
@@ -131,6 +131,14 @@ def test_a_callback_that_changes_gradients_or_what_updates_are_made_by_is_refuse
     for texts in run_ranks(with_changes, 2, tmp_path):
         for text, words in zip(texts, CHANGES, strict=True):
             assert words in text
+
+
+def test_rewards_need_a_head_of_one_output() -> None:
+    from ds_hydra.hugging_face.reward import for_tokens
+
+    for model in (small_model(), adapted()):
+        with pytest.raises(ConfigError, match="has no head `score` of one output"):
+            for_tokens(model)
 
 
 def test_gradients_are_clipped_by_the_configs_norm_alone() -> None:

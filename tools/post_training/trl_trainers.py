@@ -10,9 +10,9 @@ import torch
 import trl
 from datasets import Dataset, load_from_disk
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
-from ds_hydra.hugging_face import scores
+from ds_hydra.hugging_face import reward, scores
 from ds_hydra.testing import rank_environment, run_ranks
 from tests.support.families import build_model
 
@@ -38,6 +38,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "RLOO": ("RLOO", {}),
     "DPO": ("DPO", {"max_length": 32}),
     "DPO, reference before": ("DPO", {"max_length": 32, "precompute_ref_log_probs": True, "loss_type": "ipo"}),
+    "Reward": ("Reward", {"center_rewards_coefficient": 0.01}),
 }
 QUICK = ["GRPO, CISPO, older policy", "DPO"]
 
@@ -64,7 +65,7 @@ def compare(cases: list[str]) -> list[Row]:
                 run_ranks(_train, ranks, case, folder, f"{folder}/{number}-{ranks}", ranks, timeout=300)[0]
                 for ranks in (2, 1)
             )
-            moved = max(float((plain[name] - start[name]).abs().max()) for name in plain)
+            moved = max(float((plain[name] - start[name]).abs().max()) for name in plain.keys() & start.keys())
             apart = max(float((found[name] - plain[name]).abs().max()) for name in plain)
             of_loss = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
             rows.append(Row(case, of_loss, apart / moved, moved))
@@ -79,7 +80,7 @@ def _train(
     if num_ranks == 1:
         del os.environ["LOCAL_RANK"]  # by which Accelerate tells a job of several processes
     kind, own = CASES[case]
-    policy = kind != "DPO"
+    policy, rewarded = kind not in ("DPO", "Reward"), kind == "Reward"
     settings = {
         "max_steps": STEPS, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 8 // num_ranks,
         "optim": "sgd", "learning_rate": 0.1, "weight_decay": 0.1, "warmup_steps": 1, "max_grad_norm": 0.5,
@@ -91,9 +92,12 @@ def _train(
         settings["deepspeed"] = CONFIG
     if policy:
         settings |= {"num_generations": 4, "max_completion_length": 16}
-    of = scores if num_ranks > 1 else trl
+    of = (reward if rewarded else scores) if num_ranks > 1 else trl
+    torch.manual_seed(0)  # of a head of rewards, which a language model's folder has not
+    classes: Any = AutoModelForSequenceClassification if rewarded else AutoModelForCausalLM
+    own_head = {"num_labels": 1, "pad_token_id": 0} if rewarded else {}
     trainer: Any = getattr(of, f"Hydra{kind}Trainer" if num_ranks > 1 else f"{kind}Trainer")(
-        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64),
+        classes.from_pretrained(model, dtype=torch.float64, **own_head),
         args=getattr(trl, f"{kind}Config")(**settings | own),
         train_dataset=prompts() if policy else load_from_disk(f"{model}/pairs"),
         processing_class=word_tokenizer(),
