@@ -148,6 +148,7 @@ def test_trainer_and_accelerate_fill_in_what_is_taken_for_granted() -> None:
         ({"steps_per_print": 2e3}, "steps_per_print", 2000),
         ({"steps_per_print": "10"}, "steps_per_print", 10),
         ({"gradient_clipping": 0}, "gradient_clipping", 0.0),
+        ({"gradient_clipping": False}, "gradient_clipping", 0.0),
         ({"gradient_clipping": "1.0"}, "gradient_clipping", 1.0),
         ({"gradient_clipping": float("inf")}, "gradient_clipping", 0.0),
         ({"communication_data_type": "FP32"}, "communication_data_type", "fp32"),
@@ -159,6 +160,7 @@ def test_trainer_and_accelerate_fill_in_what_is_taken_for_granted() -> None:
         ({"fp16": {"enabled": True, "auto_cast": False, "loss_scale": "0"}}, "fp16",
          {"enabled": True, "loss_scale": "0"}),
         ({"zero_optimization": {"stage": "3", "reduce_bucket_size": 5e8}}, "zero_optimization", None),
+        ({"zero_optimization": {"stage": "auto", "sub_group_size": "auto"}}, "zero_optimization", None),
         ({"zero_optimization": True}, "zero_optimization", None),
     ],
 )  # fmt: skip

@@ -36,7 +36,7 @@ from ds_hydra.config.deepspeed_keys import (
     asks_for_something,
     is_on,
 )
-from ds_hydra.config.hosts import FILLED, refuse_auto
+from ds_hydra.config.hosts import refuse_auto
 from ds_hydra.config.zero_block import screen_zero
 from ds_hydra.zero_hetero.errors import ConfigError
 
@@ -63,8 +63,6 @@ def screen_deepspeed_settings(
     if kept.get("bf16") is None and _OLD_BF16 in kept:
         kept["bf16"] = kept[_OLD_BF16]
     kept.pop(_OLD_BF16, None)
-    if host in FILLED:  # it goes through all blocks but these, and ends at an "auto" that it has no value for
-        refuse_auto({key: value for key, value in kept.items() if key != "zero_optimization"}, host)
     told: dict[str, list[str]] = {}  # names by what is done instead
     for key in list(kept):
         if key in REFUSED:
@@ -93,7 +91,7 @@ def screen_deepspeed_settings(
 def _screen_gradients(settings: dict[str, Any]) -> None:
     """Check how gradients are clipped, summed and sent, in the forms that DeepSpeed's parser does not check."""
     if settings.get("gradient_clipping") is not None:
-        limit = as_number(settings["gradient_clipping"])
+        limit = as_number(settings["gradient_clipping"] or 0.0)
         settings["gradient_clipping"] = 0.0 if limit == math.inf else number()(limit, "gradient_clipping")
     if settings.get("communication_data_type") is not None:
         settings["communication_data_type"] = _dtype(settings["communication_data_type"], "communication_data_type")
@@ -268,7 +266,7 @@ def _screen_optimizer(settings: dict[str, Any]) -> None:
             raise ConfigError(
                 f"config: unknown key {unknown[0]!r} in block {key!r}; " + nearest(unknown[0], ("type", "params"))
             )
-        params = block.get("params", {})
+        params = block.get("params") or {}
         if not isinstance(params, dict):
             raise ConfigError(f'config: {key}.params must be a block such as {{"lr": 1e-3}}, but is {params!r}')
         if "max_grad_norm" in params:

@@ -80,7 +80,7 @@ def screen_zero(zero: Any) -> list[str]:
             f'config: {BLOCK}.{key} cannot be used with a "hydra" block: each update is by the gradients of its own '
             "step. Remove it"
         )
-    lines = _of_stage(_stage(zero.get("stage")))
+    lines = _of_stage(stage_of(zero.get("stage")))
     for what, names in KINDS.items():
         given = sorted(name for name in zero.keys() & names if _asks(zero[name]))
         if given:
@@ -97,7 +97,8 @@ def _asks(value: Any) -> bool:
     return asks_for_something(BLOCK, value)
 
 
-def _stage(value: Any) -> int:
+def stage_of(value: Any) -> int:
+    """The stage that a setting means, 0 to 3; 0 where nobody has said one. ConfigError for anything else."""
     if value in (None, AUTO):
         return 0
     if isinstance(value, str) and value.strip().isdecimal():

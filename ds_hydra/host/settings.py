@@ -21,6 +21,7 @@ from torch import nn
 
 from ds_hydra.config.checks import AUTO, nearest
 from ds_hydra.config.hydra_block import HydraConfig, ParsedConfig
+from ds_hydra.config.zero_block import stage_of
 from ds_hydra.host import refusals
 from ds_hydra.host.optimizers import optimizer_of_block
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -53,7 +54,7 @@ def _answer_as_written(config: DeepSpeedConfig, zero: Any) -> None:
     that is true: masters are shared out as in stage 1, and nothing is offloaded."""
     if not isinstance(zero, Mapping):
         return
-    stage = min(zero.get("stage") or 0, 1)
+    stage = min(stage_of(zero.get("stage")), 1)
     known = {name for key, field in DeepSpeedZeroConfig.model_fields.items() for name in (key, field.alias)}
     true = {key: value for key, value in zero.items() if key in known - _OFFLOADS and value != AUTO}
     config.zero_config = DeepSpeedZeroConfig(**{**true, "stage": stage})

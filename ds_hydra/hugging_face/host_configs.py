@@ -9,6 +9,8 @@ the config is none of their business, so they see something else there:
     "hydra": {"strategies": "auto"}                  the same, and goes not into it   the block as written
     "zero_optimization": {"stage": 3, ...} or none   "zero_optimization": {"stage": 1}   the block as written
     "steps_per_print": 5                             infinity, as Accelerate has it   5
+    what the engine does its own way, such as        nothing                             the block as written
+    "tensor_parallel" (`deepspeed_keys.TOLD`)
     everything else                                  the same, each "auto" filled in  what the host made of it
 
 Masters are sharded as by stage 1 whatever the stage is, so no host has to act as for another one. A config without the
@@ -25,10 +27,11 @@ from accelerate import DeepSpeedPlugin
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 
 from ds_hydra.config.checks import AUTO
+from ds_hydra.config.deepspeed_keys import TOLD
 from ds_hydra.config.hydra_block import BLOCK
 
 _GIVEN = "hydra_given"  # key of a host's config: what stood there for the engine
-_FOR_ENGINE = ("zero_optimization", "steps_per_print")
+_FOR_ENGINE = ("zero_optimization", "steps_per_print", *TOLD)
 
 
 @functools.cache

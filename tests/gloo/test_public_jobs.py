@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import deepspeed  # noqa: F401  (before forking: the ranks share it)
@@ -12,11 +13,14 @@ import torch.distributed as dist
 import ds_hydra.engine.engine  # noqa: F401
 from ds_hydra.config.deepspeed_keys import BATCH_KEYS
 from ds_hydra.testing import run_ranks
+from tests.support.host_jobs import FIRST_LOSS, printed_block, save_tiny_model
+from tests.support.host_jobs import job as trainer_job
 from tests.support.public_configs import CONFIGS
 from tests.support.small_job import find_before_forks, sequences, small_config, small_engine, small_source
 
 BY_CALLS = ("DeepSpeed-Chat", "ZeRO++", "cifar", "bing_bert")
 BY_STEPS = ("GPT-NeoX", "BLOOM", "HelloDeepSpeed")
+BY_TRAINER = ("transformers ZeRO-3, offloaded", "LLaMA-Factory z2_autotp", "transformers with Ulysses")
 OF_UPDATES = ("optimizer", "scheduler", "bf16", "gradient_clipping")  # what is trained hangs on these alone
 STEPS = 2
 
@@ -62,3 +66,15 @@ def test_it_trains_as_with_zero_1(name: str, num_ranks: int) -> None:
     for found, expected in run_ranks(run, num_ranks):
         assert len(set(found)) == STEPS, "the update changed nothing"
         assert found == expected
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize(
+    "name", ["transformers ZeRO-3, offloaded", "LLaMA-Factory z2_autotp", "transformers with Ulysses"]
+)
+def test_a_trainer_makes_an_update_with_it(name: str, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path)
+    config = {**CONFIGS[name].config, **printed_block(), "activation_checkpointing": {"number_checkpoints": "auto"}}
+    for loss, updates in run_ranks(trainer_job, 2, "Trainer", config, tmp_path, timeout=300):
+        assert loss == pytest.approx(FIRST_LOSS["Trainer"], abs=0.05)
+        assert updates == 1
