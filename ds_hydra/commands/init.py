@@ -103,7 +103,8 @@ def _write(args: argparse.Namespace, result: Result, job: Job, costs: str) -> in
         reasons.write_text(keys + "\n", encoding="utf-8")
     if diff:
         patch.write_text(diff, encoding="utf-8")
-    print(f"{out} is written. {init_text.headline(result)}.\n")
+    estimated = "" if args.cost_table else " (estimated)"
+    print(f"{out} is written. {init_text.headline(result)}{estimated}.\n")
     print(keys + "\n")
     print("\n".join(init_text.of_times(result, job.gpus, costs)) + "\n")
     for line in init_text.choices(result):

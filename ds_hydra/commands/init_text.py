@@ -124,26 +124,16 @@ def _seconds(ms: float) -> str:
     return f"{ms / 1e3:.2f}" if ms >= 1e3 else f"{ms / 1e3:.3g}"
 
 
-def gain(result: Result) -> tuple[float, float | None] | None:
-    """Times as fast as what is run now, or the best fixed layout where that is not known; by which ms."""
-    ours, own = result.times[result.best].ours, result.times[result.recomputes]
-    before = own.now or result.times[not result.recomputes].now
-    if ours is None or before is None:
-        return None
-    return before / ours, before
-
-
 def headline(result: Result) -> str:
-    """The result in a line."""
-    ours = result.times[result.best].ours
+    """The result in a line; the seconds are those of `of_times`."""
+    ours, before = result.times[result.best].ours, result.times[result.recomputes].now
     assert ours is not None, "what fits nowhere is refused"
-    found = gain(result)
-    if found is None:
-        return f"A step takes {_seconds(ours)} s; what you run now does not hold the longest sequence"
-    times, before = found
-    assert before is not None, "a gain is over something"
-    little = "; little is to be gained on these lengths" if times < _LITTLE else ""
-    return f"A step takes {_seconds(ours)} s, now {_seconds(before)} s: {times:.2f} times as fast{little}"
+    way = " with recomputation switched off" if result.recomputes and not result.best else ""
+    here = f"A step takes {_seconds(ours)} s{way}"
+    if before is None:
+        return f"{here}; what you run now does not hold the longest sequence, or was not counted"
+    little = "; little is to be gained on these lengths" if before / ours < _LITTLE else ""
+    return f"{here}, now {_seconds(before)} s: {before / ours:.2f} times as fast{little}"
 
 
 def choices(result: Result) -> Iterator[str]:

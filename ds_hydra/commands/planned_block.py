@@ -12,6 +12,7 @@ import numpy as np
 from ds_hydra.commands.script_args import TrainingArgs
 from ds_hydra.commands.swapped import Swap
 from ds_hydra.commands.translated import Translated
+from ds_hydra.config.checks import AUTO
 from ds_hydra.config.hosts import CALLS
 from ds_hydra.config.hydra_block import HydraConfig
 from ds_hydra.data.length_sources import LengthSample, assumed_tokens
@@ -50,13 +51,14 @@ def planned(swap: Swap, said: TrainingArgs, found: Translated, sample: LengthSam
         why = f"{sample.too_long:,} of {of:,} sequences ({sample.too_long / of:.0%}) are longer than {limit}, up to "
         why += f'{sample.longest:,}: left out and counted; "truncate" cuts them, "error" ends the job'
         new.append(Setting("too_long", "skip", why))
-    known = Path(asked.lengths).is_file() and "lengths" in HydraConfig.__dataclass_fields__
+    known = "lengths" in HydraConfig.__dataclass_fields__ and Path(asked.lengths).is_file()
+    listed = block.get("strategies", AUTO) != AUTO
     whose = "your lengths" if known or not swap.handed_in else "lengths of web pages (yours are not known before)"
     new.append(Setting("strategies", "auto", f"layouts follow from {whose}, model and GPUs; the planner mixes them"))
     if swap.kind == CALLS and swap.handed_in:
         why = "the mean of the batches' means, as DeepSpeed's own loop has it; remove it for the mean over all tokens"
         new.append(Setting("loss_norm", "batch", why))
-    if swap.handed_in and known:
+    if swap.handed_in and known and not listed:
         new.append(Setting("lengths", asked.lengths, "of your data: layouts are proposed for them"))
     new.append(Setting("plans_file", _PLANS, "so that ds-hydra report can compare with a fixed layout"))
     if asked.cost_table:
