@@ -132,9 +132,9 @@ class Side:
                 self.found(self._frozen(peer, silent), peer)
 
     def _compare_calls(self, now: float) -> None:
-        """Judge ranks that wait for each other in different calls."""
+        """Judge ranks that wait for each other in different calls, of this one and those below it."""
         dog = self.dog
-        calls = {} if self._told_calls else different_calls((dog.itself, *dog.peers.values()), now, _STAYS_S)
+        calls = {} if self._told_calls else different_calls((dog.itself, *dog.below.values()), now, _STAYS_S)
         if calls:
             self._told_calls = True
             self.found(Verdict(_NO_RANK, different(calls), BUSY_TURNS, _IDLE_S, code=ConfigError.exit_code))

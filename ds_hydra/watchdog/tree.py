@@ -89,8 +89,8 @@ class Peer:
 def different_calls(peers: Iterable[Peer], now: float, stays_s: float) -> dict[int, str]:
     """The calls of ranks, by name, that wait in different ones for longer than `stays_s`, though equally many were made
     before; empty where there are none."""
-    by_number: dict[int, dict[int, str]] = {}
-    for peer in peers:
-        if peer.call is not None and now - peer.call_since > stays_s:
-            by_number.setdefault(peer.call.number, {})[peer.call.rank] = peer.call.name
-    return next((calls for calls in by_number.values() if len(set(calls.values())) > 1), {})
+    calls = [(peer.call, now - peer.call_since > stays_s) for peer in peers if peer.call is not None]
+    for number in {call.number for call, _ in calls}:
+        if len({call.name for call, stays in calls if stays and call.number == number}) > 1:
+            return {call.rank: call.name for call, _ in calls if call.number == number}
+    return {}

@@ -17,6 +17,7 @@ from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.ends import TRACEBACK, all_told, codes, ends, mark_fault
 from tests.support.small_job import same, small_engine, whole_state
+from tests.support.strict_world import strict_world
 
 FAULTS = {"frozen_seconds": 9.0}
 SHARE = [list(range(3, 3 + length)) for length in (9, 20, 33)]
@@ -93,13 +94,13 @@ REFUSED = {
 """What an engine with training data, or with gradients that wait for an update, refuses on each rank by itself."""
 
 
-def _ends_of(calls: tuple[str, str], *, ahead: int, drawn: bool, num_ranks: int = 2, own_groups: bool = True) -> Any:
+def _ends_of(calls: tuple[str, str], *, ahead: int, drawn: bool, num_ranks: int = 2, strict: bool = False) -> Any:
     """How ranks end of which rank 0 makes one call and the others another."""
     scripts = HANDED | (DRAWN if drawn else PARTS)
 
     def program(rank: int, place: Path) -> None:
-        if own_groups:  # as a script does that calls init_distributed() itself
-            dist.distributed_c10d._set_pg_timeout(timedelta(minutes=30), dist.group.WORLD)
+        # As a script has it that calls init_distributed() itself.
+        dist.distributed_c10d._set_pg_timeout(timedelta(minutes=30), dist.group.WORLD)
         data: dict[str, Any] = {} if drawn else {"data": None, "context_length": 128}
         engine = small_engine(rank, faults=FAULTS, timeout_seconds=60, planner={"ahead": ahead}, **data)
         if drawn:
@@ -111,7 +112,11 @@ def _ends_of(calls: tuple[str, str], *, ahead: int, drawn: bool, num_ranks: int 
             mark_fault(place)
         scripts[calls[rank > 0]](engine, place)
 
-    return ends(program, num_ranks)
+    def strictly(rank: int, place: Path) -> None:
+        with strict_world():
+            program(rank, place)
+
+    return ends(strictly if strict else program, num_ranks)
 
 
 def _check(found: Any, calls: tuple[str, str], others: str = "rank 1 calls") -> None:
@@ -142,15 +147,20 @@ def test_a_call_with_other_messages_before_is_named_soon(
 
 
 @pytest.mark.parametrize(
-    ("calls", "kind", "ahead"),
+    ("calls", "kind", "ahead", "strict"),
     [
-        (("save_checkpoint()", "train_batch()"), "drawn", 2),
-        (("train_batch()", "evaluate()"), "drawn", 0),
-        (("log_probs()", "optimizer_step()"), "parts", 0),
+        (("save_checkpoint()", "train_batch()"), "drawn", 2, False),
+        (("train_batch()", "evaluate()"), "drawn", 0, False),
+        (("log_probs()", "optimizer_step()"), "parts", 0, True),
     ],
 )
-def test_some_of_these(calls: tuple[str, str], kind: str, ahead: int) -> None:
-    _check(_ends_of(calls, ahead=ahead, drawn=kind == "drawn"), calls)
+def test_some_of_these(calls: tuple[str, str], kind: str, ahead: int, strict: bool) -> None:
+    _check(_ends_of(calls, ahead=ahead, drawn=kind == "drawn", strict=strict), calls)
+
+
+def test_of_more_ranks_each_is_named() -> None:
+    calls = "save_checkpoint()", "train_batch()"
+    _check(_ends_of(calls, ahead=0, drawn=True, num_ranks=4), calls, "ranks 1, 2, 3 call")
 
 
 @pytest.mark.parametrize("call", ["save_checkpoint()", "train_batch()"])
