@@ -16,13 +16,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from ds_hydra.checkpoint import folder as folders
 from ds_hydra.checkpoint import state
-from ds_hydra.checkpoint.format import Manifest, OtherJobError, check_client_state, check_tag
+from ds_hydra.checkpoint.format import MANIFEST, Manifest, OtherJobError, check_client_state, check_tag
 from ds_hydra.checkpoint.loading import Loading, PartsToLoad, TrainingState, as_json
 from ds_hydra.checkpoint.optimizer_state import collect_groups, element_wise_states, fresh_state
+from ds_hydra.checkpoint.other_engines import other_checkpoint
 from ds_hydra.checkpoint.read_manifest import check_saved_text
+from ds_hydra.checkpoint.universal import weights_of_deepspeed
 from ds_hydra.checkpoint.write import Saving, Writer, try_writing, warn_of_little_space
 from ds_hydra.host.loss_scale import LossScale
 from ds_hydra.ranks.channel import Channel
@@ -139,6 +142,48 @@ class Checkpointer:
             logger.info("loaded %s: step %d, saved by %d ranks", manifest.tag, manifest.step, manifest.num_ranks)
         return str(place), manifest.client_state
 
+    def load_of_another_engine(
+        self, folder: Path, tag: object, group: dist.ProcessGroup | None
+    ) -> tuple[str, dict[str, Any]] | None:
+        """Take the weights alone of a tag that plain DeepSpeed has saved, where one file has them whole; None for any
+        other. All ranks call it, `group` is theirs. CheckpointError on all of them, before anything has changed."""
+        values: dict[str, torch.Tensor] = {}
+        told, error = "", None
+        if self._channel.rank == 0:
+            try:
+                values, told = self._read_of_another_engine(folder, tag)
+            except Exception as raised:
+                error = raised
+        self._channel.settle(error, f"loading from {str(folder)!r}")
+        told = self._channel.tell(told)
+        if not told:
+            return None
+        self._masters.load(values, group)
+        path, client_state = json.loads(told)
+        if self._channel.rank == 0:
+            logger.warning("%s is a checkpoint of plain DeepSpeed: its weights were loaded, and nothing else", path)
+        return path, client_state
+
+    def _read_of_another_engine(self, folder: Path, tag: object) -> tuple[dict[str, torch.Tensor], str]:
+        """Weights by master name, and path and client_state as JSON; none and "" where it is no such checkpoint."""
+        try:
+            found = folders.find_tag(folder) if tag is None else check_tag(tag)
+        except CheckpointError:  # which `load` tells
+            return {}, ""
+        other = None if found is None else other_checkpoint(folder / found)
+        if found is None or other is None or other.weights is None or (folder / found / MANIFEST).exists():
+            return {}, ""
+        values, client_state = weights_of_deepspeed(other.weights, self._aliases)
+        for bucket in self._masters.buckets:
+            for param in bucket.params:
+                shape = tuple(values[param.name].shape) if param.name in values else "no value"
+                if shape != tuple(param.shape):
+                    raise CheckpointError(
+                        f"{other.weights} has {shape} for {param.name!r}, and the model {tuple(param.shape)}: load it "
+                        "into the model that was saved"
+                    )
+        return values, json.dumps([str(folder / found), client_state])
+
     def resume(self, folder: Path, *, weights: bool = False) -> str | None:
         """Load the newest checkpoint that can be loaded; its path, or None where there is none.
 
@@ -249,8 +294,11 @@ class Checkpointer:
         if not folder.is_dir():
             return "[]"
         _restore_aside(folder)
-        # Damaged ones are tried too, after all others: each attempt leaves an error in the log that says what is wrong.
         whole = [(found.tag, found.stage) for found in folders.complete_manifests(folder)]
+        named = folder / (folders.latest_text(folder / folders.LATEST) or "latest")
+        if not whole and (other := other_checkpoint(named)):  # to begin anew beside it would overwrite its `latest`
+            raise CheckpointError(f"{named}, which hydra.checkpoint.dir names as its latest, is {other}")
+        # Damaged ones are tried too, after all others: each attempt leaves an error in the log that says what is wrong.
         return json.dumps([*whole, *((tag, 0) for tag in folders.broken_tags(folder))])
 
     def _choose(self, folder: Path, tag: object) -> str | None:

@@ -22,6 +22,7 @@ import shutil
 from pathlib import Path
 
 from ds_hydra.checkpoint.format import MANIFEST, MAX_MANIFEST_BYTES, Manifest, check_tag
+from ds_hydra.checkpoint.other_engines import other_checkpoint
 from ds_hydra.checkpoint.read_manifest import read_manifest
 from ds_hydra.zero_hetero.errors import CheckpointError
 
@@ -110,7 +111,7 @@ def remove(path: Path) -> None:
 def prune(folder: Path, keep_last: int) -> list[str]:
     """Remove all but the `keep_last` newest complete tags , never the one that `latest` names; what went."""
     removed = []
-    named = _latest_text(folder / LATEST)
+    named = latest_text(folder / LATEST)
     for tag in [tag for _, tag in complete_tags(folder)][keep_last:]:
         if tag != named:
             # Renamed first: removing takes a while, and a tag that is half removed must not be found as one.
@@ -160,6 +161,8 @@ def open_manifest(folder: Path, tag: str) -> Manifest:
             )
         manifest = read_manifest(place.read_bytes(), str(place))
     except FileNotFoundError:
+        if other := other_checkpoint(place.parent):
+            raise CheckpointError(f"{place.parent} is {other}") from None
         raise CheckpointError(
             f"{place} does not exist, so this is no complete checkpoint: {_other(folder, tag)}"
         ) from None
@@ -189,8 +192,8 @@ def open_manifest(folder: Path, tag: str) -> Manifest:
 def find_tag(folder: Path) -> str | None:
     """The tag that `latest` names; None where nothing was ever saved.
 
-    Raises CheckpointError, naming the newest complete tag, when `latest` is missing beside checkpoints, whole or
-    damaged, is empty or damaged itself, or names a tag that is not there.
+    Raises CheckpointError where `folder` is another engine's, and, naming the newest complete tag, when `latest` is
+    missing beside checkpoints, whole or damaged, is empty or damaged itself, or names a tag that is not there.
     """
     path = folder / LATEST
     tags = [tag for _, tag in complete_tags(folder)]
@@ -201,9 +204,11 @@ def find_tag(folder: Path) -> str | None:
         remedy = f"{', '.join(broken[:8])} are damaged: restore one from a copy, or begin anew in another folder"
     else:
         remedy = "nothing else is there to load: restore the folder from a copy, or begin anew in another one"
-    text = _latest_text(path)
+    text = latest_text(path)
     if text is None:
         if not (tags or broken):  # an empty folder is a fresh start; a lost `latest` is to be told
+            if other := other_checkpoint(folder):
+                raise CheckpointError(f"{folder} is {other}")
             return None
         raise CheckpointError(f"{path} is missing, though there are checkpoints: {remedy}")
     if not text:
@@ -217,7 +222,7 @@ def find_tag(folder: Path) -> str | None:
     return tag
 
 
-def _latest_text(path: Path) -> str | None:
+def latest_text(path: Path) -> str | None:
     """What `latest` says, at most its first 4096 bytes; None when there is no such file."""
     try:
         with path.open("rb") as file:

@@ -164,13 +164,13 @@ def parse_json(text: str | bytes | bytearray, place: str) -> Any:
 
 
 def check_client_state(state: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A copy of the user's state as JSON gives it back (tuples become lists).
+    """A copy of the user's state as JSON gives it back: tuples become lists, and numbers of numpy and tensors without
+    dimensions become numbers.
 
-    Raises CheckpointError for what JSON cannot hold: tensors, NaN, keys that are not text, other objects.
+    Raises CheckpointError naming the key of what JSON cannot hold: tensors, NaN, keys that are no text, other objects.
     """
     try:
-        text = json.dumps(_text_keys(dict(state or {})), allow_nan=False)
-        plain = safe_json.parse_json(text)
+        plain: dict[str, Any] = _as_plain(dict(state or {}), "client_state")
         if safe_json.too_deep(plain, safe_json.MAX_DEPTH - _OUTER_LEVELS):
             raise ValueError("nested too deeply")
     except (TypeError, ValueError, RecursionError) as error:
@@ -178,9 +178,30 @@ def check_client_state(state: Mapping[str, Any] | None) -> dict[str, Any]:
             f"client_state cannot be saved: {error}; give numbers, text, lists and dictionaries with text keys "
             "(tensors: save them yourself as safetensors)"
         ) from None
+    text = json.dumps(plain)
     if len(text) > _MAX_CLIENT_BYTES:
         raise CheckpointError(f"client_state has {len(text)} bytes as JSON, more than {_MAX_CLIENT_BYTES}; save less")
-    return plain
+    found: dict[str, Any] = safe_json.parse_json(text)
+    return found
+
+
+def _as_plain(value: Any, place: str) -> Any:
+    """`value` in JSON's own types; TypeError or ValueError naming the `place` of what has none."""
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise TypeError(f"{place} has the key {key!r}, which is no text")
+        return {str(key): _as_plain(one, f"{place}[{key!r}]") for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_plain(one, f"{place}[{index}]") for index, one in enumerate(value)]
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{place} is {value}")
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    shape = getattr(value, "shape", None)
+    raise TypeError(f"{place} is a {type(value).__name__}{f' of shape {tuple(shape)}' if shape is not None else ''}")
 
 
 def even_share(numel: int, num_ranks: int, rank: int) -> int:
@@ -224,15 +245,3 @@ def digest_of(contents: Any) -> str:
 def dump(value: Any) -> str:
     """Plain values as JSON that is the same for equal ones."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
-
-
-def _text_keys(value: Any) -> Any:
-    """`value` itself; TypeError where a dictionary in it has other keys than text, which JSON would change."""
-    for inner in value.values() if isinstance(value, dict) else value:
-        if isinstance(inner, (dict, list, tuple)):
-            _text_keys(inner)
-    if isinstance(value, dict):
-        for key in value:
-            if not isinstance(key, str):
-                raise TypeError(f"the key {key!r} is no text")
-    return value

@@ -7,10 +7,14 @@ time in memory.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import secrets
-from collections.abc import Iterator
+import sys
+import tempfile
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +29,15 @@ from ds_hydra.checkpoint.format import (
     SavedGroup,
     SavedParam,
     SavedScalar,
+    check_client_state,
     check_name,
     check_tag,
     rank_file,
 )
+from ds_hydra.checkpoint.other_engines import other_checkpoint
 from ds_hydra.checkpoint.shard_file import Source, write_shard
 from ds_hydra.checkpoint.state import RangeReader
+from ds_hydra.pipe.models.adapted import NAMES_OF_PEFT
 from ds_hydra.pipe.stage import from_flat
 from ds_hydra.zero_hetero.errors import CheckpointError
 
@@ -38,6 +45,13 @@ logger = logging.getLogger(__name__)
 
 _OPTIONS = ("lr", "initial_lr", "betas", "eps", "weight_decay", "momentum", "amsgrad", "bias_correction")
 _MODEL_STATES, _OPTIMIZER_STATE, _LATEST = "mp_rank_00_model_states.pt", "optimizer_state.pt", "latest_universal"
+_OF_DEEPSPEED = frozenset((
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
+    "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names",
+    "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size",
+    "checkpoint_parallel_dimensions", "ds_config", "ds_version", "universal_checkpoint_info", "num_experts",
+))  # fmt: skip
+"""What DeepSpeed itself writes into its model states, beside the client_state."""
 _OLDEST_TORCH = (2, 10)  # older restricted loaders have known holes
 
 
@@ -112,6 +126,39 @@ def _write_parameters(manifest: Manifest, source: Path, zero: Path) -> dict[str,
     return frozen
 
 
+def from_deepspeed(source: Path, target: Path, tag: str, *, step: int | None = None) -> Path:
+    """Write a checkpoint of DeepSpeed's ZeRO 1 to 3 (its tag's folder) as one of ours, below `target`.
+
+    DeepSpeed makes a universal one of it first, beside the target, which goes again. It reads its files without torch's
+    restricted loader: only convert what you trust. CheckpointError for what DeepSpeed cannot convert.
+    """
+    from deepspeed.checkpoint.ds_to_universal import main
+
+    check_tag(tag)
+    found = other_checkpoint(source)
+    if found is None or not any(source.glob("*zero_pp_rank_*_optim_states.pt")):
+        what = (
+            f"is {found}" if found else "holds no *_optim_states.pt: give the tag's folder, such as RUN/global_step100"
+        )
+        raise CheckpointError(f"{source} {what}")
+    target.mkdir(parents=True, exist_ok=True)
+    # Beside the target, not in it, where what an earlier save has left behind is taken away.
+    with tempfile.TemporaryDirectory(prefix=folders.TEMPORARY, dir=target.resolve().parent) as between:
+        asked = Namespace(
+            input_folder=str(source), output_folder=between, num_extract_workers=1, num_merge_workers=1,
+            keep_temp_folder=False, strict=True, inject_missing_state=True,
+        )  # fmt: skip
+        try:
+            with contextlib.redirect_stdout(sys.stderr):
+                main(asked)
+        except Exception as error:
+            raise CheckpointError(
+                f"{source} cannot be converted by DeepSpeed: {type(error).__name__}: {error}. Its weights alone are "
+                "loaded by load_checkpoint(load_module_only=True), where each rank had whole ones"
+            ) from error
+        return from_universal(Path(between), target, tag, step=step)
+
+
 def from_universal(source: Path, target: Path, tag: str, *, step: int | None = None) -> Path:
     """Write a universal checkpoint (its tag's folder, with `zero` in it) as one of ours, below `target`.
 
@@ -126,22 +173,27 @@ def from_universal(source: Path, target: Path, tag: str, *, step: int | None = N
         raise CheckpointError(
             f"{zero} holds no fp32.pt: give the folder that deepspeed.checkpoint.ds_to_universal wrote, with zero in it"
         )
-    states = _read(source / _MODEL_STATES, optional=step is not None)
+    states = read_plain(_model_states(source), optional=step is not None)
     if step is None:
         step = int(states["global_steps"])
     # Each parameter becomes a bucket of its own, saved by one rank: any job can load that, with any buckets and ranks.
     buckets, tensors, keys, count = [], {}, [], None
+    shapes = {name: tuple(shape) for group in states.get("param_shapes") or () for name, shape in group.items()}
     for name in names:
         place = zero / _plain_name(name)
         shape = tuple(_param(place / "fp32.pt").shape)
+        if math.prod(shape) == math.prod(shapes.get(name, ())):  # of ZeRO 3 they are flat
+            shape = shapes[name]
         buckets.append(SavedBucket(name, True, (SavedParam(name, shape),)))
         tensors[f"{name}/master"] = _source(place / "fp32.pt", shape)
         for path in sorted(place.glob("*.pt")):
             if path.stem == "step":
-                count = _read(path)
+                count = read_plain(path)
             elif path.stem != "fp32":
                 tensors[f"{name}/{path.stem}"] = _source(path, shape)
                 keys += [path.stem] if path.stem not in keys else []
+    if count is None and keys:  # ZeRO 3 keeps it elsewhere: each step that was not skipped has made an update
+        count = step - int(states.get("skipped_steps", 0))
     scalars = {}
     if count is not None:
         scalars["step"] = SavedScalar(float(count), "float32")
@@ -169,6 +221,33 @@ def from_universal(source: Path, target: Path, tag: str, *, step: int | None = N
     return folders.publish(temporary, tag, latest=True)
 
 
+def _model_states(source: Path) -> Path:
+    """The file of rank 0 with step and schedule: of ZeRO 3 each rank has one."""
+    path = source / _MODEL_STATES
+    return (
+        path if path.is_file() else next(iter(sorted(source.glob("zero_pp_rank_0_mp_rank_00_model_states.pt"))), path)
+    )
+
+
+def weights_of_deepspeed(path: Path, aliases: Mapping[str, str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Whole weights by master name, and the client_state as far as it is plain, of a file of DeepSpeed's model states.
+
+    `aliases`: every path of a parameter in the model -> its name. CheckpointError for a weight that the model has not.
+    """
+    states = read_plain(path)
+    module = {name.removeprefix(NAMES_OF_PEFT): value for name, value in states["module"].items()}
+    buffers = {name.removeprefix(NAMES_OF_PEFT) for name in states.get("buffer_names") or ()}
+    if unknown := sorted(module.keys() - aliases.keys() - buffers):
+        raise CheckpointError(
+            f"{path} has weights that the model has not, such as {unknown[0]!r}: load it into the model that was saved"
+        )
+    client_state: dict[str, Any] = {}
+    for key in states.keys() - _OF_DEEPSPEED:
+        with contextlib.suppress(CheckpointError):
+            client_state |= check_client_state({key: states[key]})
+    return {aliases[name]: value for name, value in module.items() if name in aliases}, client_state
+
+
 def _plain_name(name: str) -> str:
     """A name that is one file's or folder's, wherever it came from; CheckpointError for any other."""
     try:
@@ -184,7 +263,7 @@ def _number(scalar: SavedScalar) -> Any:
 
 def _groups(path: Path, scalars: dict[str, SavedScalar]) -> tuple[SavedGroup, ...]:
     """Options of the parameter groups as far as they are plain; one group for all where they cannot be read."""
-    found = _read(path, optional=True).get("param_groups", [])
+    found = read_plain(path, optional=True).get("param_groups", [])
     options = [{k: _plain(v) for k, v in group.items() if k in _OPTIONS} for group in found if isinstance(group, dict)]
     return tuple(SavedGroup(option, scalars) for option in options or [{}])
 
@@ -201,7 +280,7 @@ def _source(path: Path, shape: tuple[int, ...]) -> Source:
 
     def fetch() -> Tensor:
         value = _param(path)
-        if tuple(value.shape) != shape:
+        if tuple(value.shape) not in (shape, (math.prod(shape),)):
             raise CheckpointError(f"{path} has shape {tuple(value.shape)}, its parameter {shape}; convert again")
         return value.float().reshape(-1)
 
@@ -210,8 +289,8 @@ def _source(path: Path, shape: tuple[int, ...]) -> Source:
 
 def _param(path: Path) -> Tensor:
     """The tensor in one of the universal checkpoint's files."""
-    record = _read(path)
-    value = record.get("param") if isinstance(record, dict) else None
+    record = read_plain(path)
+    value = record.get("param") if isinstance(record, dict) else record  # of ZeRO 3 the tensor itself
     if not isinstance(value, Tensor):
         raise CheckpointError(
             f"{path} holds no tensor under 'param': it is no universal checkpoint's file; convert again"
@@ -219,8 +298,8 @@ def _param(path: Path) -> Tensor:
     return value
 
 
-def _read(path: Path, *, optional: bool = False) -> Any:
-    """A torch file, by the restricted loader; with `optional`, {} for one that it refuses."""
+def read_plain(path: Path, *, optional: bool = False) -> Any:
+    """What a torch file of DeepSpeed holds, by the restricted loader; with `optional`, {} for one that it refuses."""
     try:
         with torch.serialization.safe_globals(list(_plain_classes())):
             return torch.load(path, map_location="cpu", weights_only=True)

@@ -55,7 +55,9 @@ class Saving:
         """Load a checkpoint; return (path, client_state), or (None, {}) if nothing was ever saved."""
         with self._crew.together("loading"):
             self._crew.coming.forget()
-            loaded = self._crew.checkpoints.load(Path(folder), tag, parts)
+            checkpoints, group = self._crew.checkpoints, self._crew.world.group
+            other = None if parts.progress else checkpoints.load_of_another_engine(Path(folder), tag, group)
+            loaded = other or checkpoints.load(Path(folder), tag, parts)
         if loaded[0] is not None and parts.progress:
             self._moved()
         return loaded

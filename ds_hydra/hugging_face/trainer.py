@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,13 +27,14 @@ from torch import Tensor
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
+from ds_hydra.checkpoint.other_engines import other_checkpoint
 from ds_hydra.host.released import give_back
 from ds_hydra.hugging_face.accelerator import in_place_of_deepspeed
 from ds_hydra.hugging_face.counted import Counted
 from ds_hydra.pipe.loss import TokenLoss
 from ds_hydra.pipe.predictions import TokenFunction
 from ds_hydra.report.record import StepRecord
-from ds_hydra.zero_hetero.errors import ConfigError
+from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError
 
 _TRAINING_ARGS = "training_args.bin"  # as Trainer names it
 _NO_LOGITS = (
@@ -111,6 +113,8 @@ class HydraTrainer(Trainer):
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         if not self.plans_steps:
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        if resume_from_checkpoint is not None:
+            _refuse_without_engine(Path(resume_from_checkpoint))
         if self.deepspeed is not None:
             self._end_engine()
         self._deepspeed_config.setdefault("gradient_clipping", self.args.max_grad_norm)
@@ -254,6 +258,13 @@ def figures_of(step: StepRecord) -> dict[str, Any]:
     if step.skipped_steps:
         found["hydra/skipped_steps"] = step.skipped_steps
     return found
+
+
+def _refuse_without_engine(folder: Path) -> None:
+    """CheckpointError for a checkpoint of a Trainer that had no engine; Trainer itself would find nothing in it."""
+    other = other_checkpoint(folder)
+    if other is not None and not any(folder.glob("global_step*")):
+        raise CheckpointError(f"resume_from_checkpoint={str(folder)!r} is {other}")
 
 
 def _in_rows(found: Tensor, input_ids: Tensor, mask: Tensor | None) -> Tensor:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from argparse import Namespace
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor
 
 from ds_hydra.checkpoint.universal import from_universal, to_universal
+from ds_hydra.commands import convert
 from ds_hydra.testing import rank_environment, run_ranks
 from ds_hydra.zero_hetero.errors import CheckpointError
 from tests.support.small_job import same, sequences, small_engine, small_model
@@ -45,8 +47,8 @@ def test_hugging_face_folders_go_out_and_in(tmp_path: Path) -> None:
     assert same(run_ranks(back, 4)[0], trained)
 
 
-def deepspeed_engine(rank: int, universal: bool) -> Any:
-    """Plain DeepSpeed with ZeRO stage 1 on the same model."""
+def deepspeed_engine(rank: int, universal: bool = False, stage: int = 1, bf16: bool = False) -> Any:
+    """Plain DeepSpeed with ZeRO on the same model."""
     import deepspeed
 
     rank_environment(rank)
@@ -56,7 +58,8 @@ def deepspeed_engine(rank: int, universal: bool) -> Any:
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}},
-        "zero_optimization": {"stage": 1},
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": bf16},
         "gradient_clipping": 1.0,
         "checkpoint": {"load_universal": universal},
     }
@@ -71,54 +74,70 @@ def deepspeed_step(engine: Any, tokens: Tensor) -> float:
     return loss.item()
 
 
-def our_config() -> dict[str, Any]:
+def our_config(**hydra: Any) -> dict[str, Any]:
     return {
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}},
         "gradient_clipping": 1.0,
         "hydra": {"tokens_per_step": 100, "strategies": ["pp2"], "steps_file": None, "planner": {"ahead": 0},
-                  "self_check": "off", "faults": {"frozen_seconds": 0}},
+                  "self_check": "off", "faults": {"frozen_seconds": 0}, **hydra},
     }  # fmt: skip
 
 
-def our_engine(rank: int, tokens: Tensor) -> Any:
+def our_engine(rank: int, tokens: Tensor, **hydra: Any) -> Any:
     import ds_hydra
 
     rank_environment(rank)
-    return ds_hydra.initialize(model=small_model(tied=False), training_data=[tokens], config=our_config())[0]
+    return ds_hydra.initialize(model=small_model(tied=False), training_data=[tokens], config=our_config(**hydra))[0]
 
 
-@pytest.mark.drawn
-def test_from_deepspeed_and_on(tmp_path: Path) -> None:
-    """DeepSpeed trains, we go on: masters and moments are equal to the bit, the next losses equal."""
+@pytest.mark.parametrize(
+    ("stage", "bf16"),
+    [(1, False), pytest.param(2, True, marks=pytest.mark.drawn), pytest.param(3, False, marks=pytest.mark.drawn)],
+)
+def test_from_deepspeed_and_on(tmp_path: Path, stage: int, bf16: bool) -> None:
+    """DeepSpeed trains, and we go on as the errors say: FP32 weights are equal to the bit, the next losses equal."""
 
     def theirs(rank: int) -> tuple[list[float], dict[str, Tensor]]:
-        engine = deepspeed_engine(rank, universal=False)
+        engine = deepspeed_engine(rank, stage=stage, bf16=bf16)
         for _ in range(2):
             deepspeed_step(engine, TOKENS)
-        engine.save_checkpoint(str(tmp_path / "ds"), tag="t")
-        weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+        engine.save_checkpoint(str(tmp_path / "ds"), tag="t", client_state={"best": 1.5})
+        weights = {name: safe_get_full_fp32_param(p).clone() for name, p in engine.module.named_parameters()}
         return [deepspeed_step(engine, TOKENS) for _ in range(2)], weights
 
-    losses, weights = run_ranks(theirs, 1)[0]
-    from deepspeed.checkpoint.ds_to_universal import main
+    losses, weights = run_ranks(theirs, 2)[0]
 
-    main(
-        Namespace(
-            input_folder=str(tmp_path / "ds/t"), output_folder=str(tmp_path / "ds/t_universal"), num_extract_workers=1,
-            num_merge_workers=1, keep_temp_folder=False, strict=True, inject_missing_state=True,
-        )
-    )  # fmt: skip
-    from_universal(tmp_path / "ds/t_universal", tmp_path / "ours", "step_2")
+    def refused(rank: int) -> list[Any]:
+        engine = our_engine(rank, TOKENS)
+        found: list[Any] = []
+        with pytest.raises(CheckpointError) as told:
+            engine.load_checkpoint(tmp_path / "ds")
+        found.append(str(told.value))
+        if stage < 3:
+            found.append(engine.load_checkpoint(tmp_path / "ds", load_module_only=True))
+            found.append((engine.fp32_state_dict(), engine.global_steps))
+        with pytest.raises(CheckpointError, match=f"names as its latest, is a checkpoint of .*{stage}"):
+            our_engine(rank, TOKENS, checkpoint={"dir": str(tmp_path / "ds")})
+        return found
+
+    told, *loaded = run_ranks(refused, 2)[0]
+    if loaded:
+        right = {name: value.bfloat16().float() if bf16 else value for name, value in weights.items()}
+        assert loaded[0] == (str(tmp_path / "ds/t"), {"best": 1.5})
+        assert same(loaded[1][0], right)
+        assert loaded[1][1] == 0
+    (command,) = re.findall("`ds-hydra convert ([^`]+)`", told)
+    assert convert.main(command.split()) == 0
 
     def ours(rank: int) -> tuple[dict[str, Tensor], list[float], int]:
         engine = our_engine(rank, TOKENS)
-        engine.load_checkpoint(tmp_path / "ours")
+        engine.load_checkpoint(tmp_path / "ds")
         return engine.fp32_state_dict(), [float(engine.train_batch()) for _ in range(2)], engine.global_steps
 
-    loaded, mine, step = run_ranks(ours, 2)[0]
-    assert same(loaded, weights)
+    state, mine, step = run_ranks(ours, 2)[0]
+    assert same(state, weights)
     assert step == 4
-    assert mine == pytest.approx(losses, rel=1e-5)
+    assert mine == pytest.approx(losses, rel=2e-2 if bf16 else 1e-5)
 
 
 @pytest.mark.drawn

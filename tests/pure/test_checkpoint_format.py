@@ -9,7 +9,9 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -145,10 +147,34 @@ def test_a_path_is_no_tag(tag: str) -> None:
         check_tag(tag)
 
 
-@pytest.mark.parametrize("state", [{"x": float("nan")}, {"x": object()}, {1: 2}, {"x": [{2: 3}]}, {"x": {1, 2}}])
-def test_client_state_is_json(state: dict) -> None:
-    with pytest.raises(CheckpointError, match="client_state"):
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"x": float("nan")}, r"client_state\['x'\] is nan"),
+        ({"x": [1, torch.tensor(float("inf"))]}, r"client_state\['x'\]\[1\] is inf"),
+        ({"x": object()}, r"client_state\['x'\] is a object"),
+        ({1: 2}, "client_state has the key 1"),
+        ({"x": [{2: 3}]}, r"client_state\['x'\]\[0\] has the key 2"),
+        ({"x": {1, 2}}, r"client_state\['x'\] is a set"),
+        ({"a": {"best": torch.ones(3)}}, r"client_state\['a'\]\['best'\] is a Tensor of shape \(3,\)"),
+        ({"x": np.ones((2, 2))}, r"client_state\['x'\] is a ndarray of shape \(2, 2\)"),
+        ({"x": np.complex64(1)}, r"client_state\['x'\] is a complex"),
+    ],
+)
+def test_client_state_that_json_has_not_is_named(state: dict, words: str) -> None:
+    with pytest.raises(CheckpointError, match=words):
         check_client_state(state)
+
+
+def test_numbers_of_tensors_and_numpy_come_back_as_numbers() -> None:
+    state = {
+        "best": torch.tensor(1.5), "half": torch.tensor(0.25, dtype=torch.bfloat16), "step": torch.tensor(3),
+        "numpy": [np.float32(0.5), np.int64(7), np.bool_(True), np.array(2.5)], "kept": (1, None, "a", True, 2**60),
+    }  # fmt: skip
+    found = check_client_state(state)
+    kept = [1, None, "a", True, 2**60]
+    assert found == {"best": 1.5, "half": 0.25, "step": 3, "numpy": [0.5, 7, True, 2.5], "kept": kept}
+    assert [type(one) for one in found["numpy"]] == [float, int, bool, float]
 
 
 def test_client_state_that_contains_itself_is_refused() -> None:
@@ -282,3 +308,37 @@ def test_digits_of_a_string_are_not_those_of_a_number() -> None:
     assert parse_json(json.dumps({"a": "7" * 400, "b": 12}), "x") == {"a": "7" * 400, "b": 12}
     with pytest.raises(CheckpointError, match="a number of 301 digits"):
         parse_json(json.dumps({"a": int("7" * 301)}), "x")
+
+
+@pytest.mark.parametrize(
+    ("files", "what", "remedy"),
+    [
+        (["zero/a.weight/fp32.pt", "mp_rank_00_model_states.pt"], "a universal checkpoint", "convert from-universal"),
+        (["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"], "ZeRO stage 1 or 2",
+         "convert from-deepspeed .*load_module_only=True"),
+        (["mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"], "ZeRO stage 1 or 2",
+         "convert from-deepspeed"),
+        (["zero_pp_rank_0_mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"], "ZeRO stage 3",
+         "convert from-deepspeed"),
+        (["mp_rank_00_model_states.pt"], "DeepSpeed without ZeRO", "load_module_only=True"),
+        (["layer_01-model_00-model_states.pt", "mp_rank_00_model_states.pt"], "DeepSpeed without ZeRO", "once more"),
+        (["__0_0.distcp", ".metadata"], r"torch \(DCP\)", "dcp_to_torch"),
+        (["model.safetensors", "optimizer.pt", "trainer_state.json"], "transformers' Trainer without", "load_16bit"),
+        (["model-00001-of-00002.safetensors", "config.json"], "a folder of weights", "load_16bit_model"),
+        (["pytorch_model.bin", "optimizer.bin"], "Trainer without DeepSpeed", "from_pretrained"),
+        (["adapter_model.safetensors", "adapter_config.json"], "a folder of weights", "PeftModel.from_pretrained"),
+    ],
+)  # fmt: skip
+def test_checkpoints_of_others_are_told_by_their_files(
+    tmp_path: Path, files: list[str], what: str, remedy: str
+) -> None:
+    for name in files:
+        path = tmp_path / "t" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    with pytest.raises(CheckpointError, match=f"{what}.*{remedy}"):
+        folders.open_manifest(tmp_path, "t")
+    with pytest.raises(CheckpointError, match=f"{what}.*{remedy}"):
+        folders.find_tag(tmp_path / "t")
+    (tmp_path / "latest").write_text("t")
+    assert folders.find_tag(tmp_path) == "t"
