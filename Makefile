@@ -68,8 +68,8 @@ first-hour: $(STAMP) kernels
 check: $(STAMP) kernels
 	$(BIN)/python -m tools.check --quick
 
-# verl asks for an older transformers than this package does, so it has an environment of its own, above .venv. One of
-# its packages brings a folder "tests", which would stand before ours.
+# verl asks for an older transformers than .venv has, so it has an environment of its own, above .venv. One of its
+# packages brings a folder "tests", which would stand before ours.
 check-verl: $(STAMP)
 	$(PYTHON) -m venv $(VERL)
 	$(VERL)/bin/python -m pip --disable-pip-version-check install $(PIP_ARGS) --quiet --no-deps -r tests/hosts/requirements.txt
