@@ -21,7 +21,8 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 import ds_hydra.engine.engine  # noqa: F401
 from ds_hydra.hugging_face.host_configs import for_engine
 from ds_hydra.testing import free_port, run_ranks
-from tests.support.host_jobs import FIRST_LOSS, HOSTS, ROOT, job, printed_block, save_tiny_model
+from tests.support.host_jobs import FIRST_LOSS, HOSTS, job, printed_block, save_tiny_model
+from tests.support.pages import ROOT
 from tests.support.small_job import LENGTHS
 
 AUTO: dict[str, Any] = {

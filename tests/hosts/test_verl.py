@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 
 from ds_hydra.testing import float64_throughout, rank_environment, run_ranks
+from tests.support.pages import blocks
 from tests.support.small_job import small_model
 
 pytest.importorskip("verl", reason="verl is not installed: make check-verl")
@@ -78,15 +80,14 @@ def actor() -> ActorConfig:
     )
 
 
-def worker_of(folder: Path, strategies: list[str], kind: str = "language_model") -> Any:
+def worker_of(folder: Path, strategies: list[str], kind: str = "language_model", **engine: Any) -> Any:
     block = {"strategies": strategies, "choose": "cycle", "context_length": 64, "steps_file": None,
              "planner": {"ahead": 0}}  # fmt: skip
+    engine = {"dtype": "float32", "deepspeed_config": {"hydra": block}, **engine}
     worker = TrainingWorker(TrainingWorkerConfig(
         model_type=kind,
         model_config=HFModelConfig(path=str(folder), override_config={"attn_implementation": "sdpa"}),
-        engine_config=HydraEngineConfig(
-            dtype="float32", use_dynamic_bsz=False, micro_batch_size_per_gpu=1, deepspeed_config={"hydra": block}
-        ),
+        engine_config=HydraEngineConfig(use_dynamic_bsz=False, micro_batch_size_per_gpu=1, **engine),
         optimizer_config=FSDPOptimizerConfig(**ADAMW, clip_grad=CLIP, total_training_steps=4, lr_warmup_steps=2),
         checkpoint_config=CheckpointConfig(),
     ))  # fmt: skip
@@ -112,6 +113,23 @@ def hosted_run(rank: int, folder: Path) -> dict[str, Any]:
         found["log_probs"], found["entropy"] = (inferred[key].values() for key in ("log_probs", "entropy"))
         found["metrics"] = [tu.get(out, "metrics") for out in (first, second)]
     return found
+
+
+def printed_run(rank: int, folder: Path, engine: dict[str, Any]) -> float:
+    rank_environment(rank)
+    worker = worker_of(folder, [], **engine)
+    worker.set_loss_fn(partial(sft_loss, None))
+    out = worker.train_batch(batch(0, update_lr_scheduler=True))
+    return 0.0 if rank else float(tu.get(out, "metrics")["loss"])
+
+
+def test_the_printed_config_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (text,) = (block.text for block in blocks() if (block.page, block.language) == ("docs/verl.md", "yaml"))
+    engine = yaml.safe_load(text)["actor_rollout_ref"]["actor"]["engine"]
+    assert engine.pop("_target_") == f"{HydraEngineConfig.__module__}.{HydraEngineConfig.__name__}"
+    save_model(tmp_path, max_position_embeddings=engine["deepspeed_config"]["hydra"]["context_length"])
+    monkeypatch.chdir(tmp_path)
+    assert run_ranks(printed_run, 2, tmp_path, engine, timeout=300)[0] > 0
 
 
 def returned(step: int, **more: Any) -> TensorDict:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,18 +19,17 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Tr
 from ds_hydra.hugging_face import HydraAccelerator, HydraTrainer, scores
 from ds_hydra.hugging_face.sft import HydraSFTTrainer
 from ds_hydra.testing import rank_environment
+from tests.support.pages import blocks
 from tests.support.small_job import sequences
 from tests.support.trainers import collate
 
-ROOT = Path(__file__).resolve().parents[2]
 WORDS = 97
 
 
 def printed_block(page: str = "README.md") -> dict[str, Any]:
     """The first block "hydra" that a page prints, with its key."""
-    found = re.search(r'```jsonc?\n("hydra": .*?)```', (ROOT / page).read_text("utf-8"), re.S)
-    assert found, f"{page} prints no block"
-    return dict(hjson.loads("{" + found[1] + "}"))
+    found = next(block.text for block in blocks() if block.page == page and block.text.startswith('"hydra"'))
+    return dict(hjson.loads("{" + found + "}"))
 
 
 def save_tiny_model(folder: Path) -> None:
