@@ -281,7 +281,7 @@ class CausalLM:
         modules = {id(module): path for path, module in model.named_modules()}
         vocabulary = {modules[id(module)] for module in (ends[:1] if self.valued else ends)}
         in_vocabulary = {name for path, name in self.aliases.items() if path.rpartition(".")[0] in vocabulary}
-        styled = self._unread or tensor_parallel_obstacle(model, self.style_plan, ends)
+        styled = tensor_parallel_obstacle(model, self.style_plan, ends)
         self.head_cuts, by_heads = shared_heads(self) if self.boxes else ({}, {})
         specs: dict[str, ParamSpec] = {}
         for name, parameter in model.named_parameters():
@@ -314,6 +314,8 @@ class CausalLM:
             no_token_sharding=tokens.obstacle, unread=flow.unread, boxes=box_sizes(self) if self.boxes else (),
             no_ep=spread.obstacle, experts=spread.counts,
         )  # fmt: skip
+        if not self.plan.cuts_layers:  # heads of recurrent layers are shared without a published plan
+            self.plan = replace(self.plan, no_tp=self.plan.no_tp or self._unread)
         self.specs = specs
 
     def _pipeline_obstacle(self) -> str:
