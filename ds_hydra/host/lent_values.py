@@ -22,7 +22,8 @@ _LOOK_S = 0.002
 _CLOSED = 1 << 32  # more than there are ranks
 REMEDY = (
     "Change it before ds_hydra.initialize(); or load a folder of weights by engine.load_16bit_model(folder), a "
-    "checkpoint by engine.load_checkpoint(folder)"
+    "checkpoint by engine.load_checkpoint(folder). To change or merge weights after training, save them by "
+    "engine.save_16bit_model(folder) and load that folder into a plain model"
 )
 
 
@@ -48,6 +49,8 @@ class Values:
         self._lent: list[tuple[str, weakref.ref[Tensor], int]] = []
         self._last: Tensor | None = None  # kept until the next, for a script that does not keep what it writes to
         self._problem = ""
+        self.training_is_over: Callable[[], Mapping[str, Any]] | None = None
+        """Once training is over, what gives the model back to the script: its plain parameters, by name."""
 
     def of(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """A copy of a parameter's value on the device. RuntimeError unless all ranks ask for it."""

@@ -87,7 +87,7 @@ class ReleasedParameter(nn.Parameter):
             if name == "__set__" and attribute in ("data", "grad"):
                 if args[1] is None or getattr(args[1], "_hydra_id", None) == first._hydra_id:
                     return None
-                _refuse_writing(first, f"setting its .{attribute}")
+                return _on_plain(first, f"setting its .{attribute}", function, args, kwargs)
             if name == "__get__" and attribute == "grad" and first._hydra_values.gradients_wait():
                 refuse_reading(first._hydra_name)
             if name in _CONVERSIONS and not any(isinstance(one, cls) for one in args[1:]):
@@ -101,10 +101,10 @@ class ReleasedParameter(nn.Parameter):
                     given = {"device": device, **kwargs} if makes_another(function) else kwargs
                     return function(*args, **given)
             if name in _WRITERS or (name.endswith("_") and not name.endswith("__")):
-                _refuse_writing(first, name)
+                return _on_plain(first, name, function, args, kwargs)
         for one in tree_leaves(kwargs.get("out")):
             if isinstance(one, cls):
-                _refuse_writing(one, f"{name}(out=...)")
+                return _on_plain(one, f"{name}(out=...)", function, args, kwargs)
         if function is torch.autograd.grad:
             _refuse_gradient("a parameter")
         valued = functools.cache(_value_in_a_graph)
@@ -246,22 +246,27 @@ def release(model: Any, values: Values, names: Mapping[str, str]) -> None:
     _watch_optimizers()
 
 
-def give_back(model: nn.Module) -> None:
+def give_back(model: nn.Module) -> dict[str, nn.Parameter]:
     """Make released parameters plain ones again, which hold their values on CPU: for another engine of the same model.
 
     They stay the same objects, as lists and groups of a script hold them. All ranks must call it; RuntimeError on those
-    that waited too long for others. A model without such parameters stays as it is.
+    that waited too long for others. A model without such parameters stays as it is. Returns those that were made plain,
+    by their names among the masters.
     """
+    found: dict[str, nn.Parameter] = {}
     modules = list(model.modules())
     held = (own for module in modules for own in module._parameters.values() if isinstance(own, ReleasedParameter))
     for parameter in {id(own): own for own in held}.values():
-        value = parameter._hydra_values.of(parameter._hydra_name).cpu()
+        name = parameter._hydra_name
+        value = parameter._hydra_values.of(name).cpu()
         plain = in_place_of(parameter, value)
         with torch._C.DisableTorchFunctionSubclass():
             torch.utils.swap_tensors(parameter, plain)
+        found[name] = parameter
     for module in modules:
         if isinstance(vars(module).get("generate"), _Generate):
             del module.generate
+    return found
 
 
 def _tie(tied: Sequence[Sequence[str]], module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -274,7 +279,10 @@ def _refuse_loading(module: nn.Module, *_: Any) -> None:
     """Before torch would collect an error for each parameter; copies with values of their own are loaded as ever."""
     for parameter in module._parameters.values():
         if isinstance(parameter, ReleasedParameter):
-            _refuse_writing(parameter, "load_state_dict()")
+            if parameter._hydra_values.training_is_over is None:
+                _refuse_writing(parameter, "load_state_dict()")
+            parameter._hydra_values.training_is_over()
+            return
 
 
 def _generate(model: nn.Module, values: Values, generate: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -315,6 +323,25 @@ def held_values(parameters: Iterable[Tensor]) -> Iterator[None]:
         for values, of_one_model in names.items():
             stack.enter_context(values.held(of_one_model))
         yield
+
+
+def _on_plain(
+    parameter: ReleasedParameter, how: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """What writes to a parameter: refused while the ranks share its value; once training is over the model is given
+    back to the script first, and the function runs on its plain parameters."""
+    give, before = parameter._hydra_values.training_is_over, tree_leaves((args, kwargs))
+    if give is None:
+        _refuse_writing(parameter, how)
+    names = {id(one): one._hydra_name for one in before if isinstance(one, ReleasedParameter)}
+    plain = give()
+
+    def now(one: Any) -> Any:
+        # A registered parameter has become a plain one itself; what stands for its .data has not.
+        return plain[names[id(one)]].data if isinstance(one, ReleasedParameter) else one
+
+    args, kwargs = tree_map(now, (tuple(args), dict(kwargs)))
+    return function(*args, **kwargs)
 
 
 def _refuse_writing(parameter: ReleasedParameter, how: str) -> NoReturn:

@@ -16,8 +16,10 @@ each token's loss by the number of targets of the whole update (`average_tokens_
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,8 @@ from ds_hydra.pipe.loss import TokenLoss
 from ds_hydra.pipe.predictions import TokenFunction
 from ds_hydra.report.record import StepRecord
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError
+
+logger = logging.getLogger(__name__)
 
 _TRAINING_ARGS = "training_args.bin"  # as Trainer names it
 _NO_LOGITS = (
@@ -64,6 +68,7 @@ class HydraTrainer(Trainer):
         self._loss_fn = loss_fn
         self._token_function: TokenFunction | None = None
         self._counted = Counted()
+        self._has_ended = False  # the engine, since the script has written to its model
         self._applied: bool | None = None  # whether an update since the last log was; None: there was none
         super().__init__(*args, **kwargs)
         self._given = self.optimizer, self.lr_scheduler
@@ -93,6 +98,11 @@ class HydraTrainer(Trainer):
             )
         if self.compute_metrics is not None and self._token_function is None:
             raise ConfigError(f"HydraTrainer(compute_metrics=...) {_NO_LOGITS}")
+        if self.args.neftune_noise_alpha:
+            raise ConfigError(
+                f"neftune_noise_alpha={self.args.neftune_noise_alpha} adds noise to the embeddings, drawn anew in each "
+                "forward, so that ranks which share a sequence would differ: it is not supported yet; remove it"
+            )
         if self._loss_fn is not None and self.args.label_smoothing_factor:
             raise ConfigError(
                 f"HydraTrainer has a loss_fn and label_smoothing_factor {self.args.label_smoothing_factor}: smooth in "
@@ -110,12 +120,31 @@ class HydraTrainer(Trainer):
                 "the targets of all ranks; leave it at True"
             )
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's own. After it the model is the script's: what writes to its weights, such as merging adapters, gets
+        them whole on each rank's CPU, and all ranks must do so alike; an evaluation after that has the new ones."""
+        found = super().train(*args, **kwargs)
+        if self.plans_steps and self.deepspeed is not None:
+            self.deepspeed.lent.training_is_over = self._give_model_back
+        return found
+
+    def _give_model_back(self) -> Mapping[str, Any]:
+        model: Any = self.model
+        logger.info(
+            "training is over, and the script writes to the model: each rank has it whole on its CPU now, and the "
+            "engine ends"
+        )
+        found = give_back(model)
+        self.deepspeed.destroy()
+        self.deepspeed, self.model_wrapped, self._has_ended = None, model, True
+        return found
+
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         if not self.plans_steps:
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if resume_from_checkpoint is not None:
             _refuse_without_engine(Path(resume_from_checkpoint))
-        if self.deepspeed is not None:
+        if self.deepspeed is not None or self._has_ended:
             self._end_engine()
         self._deepspeed_config.setdefault("gradient_clipping", self.args.max_grad_norm)
         self._taken = {name: getattr(self.args, name) for name in ("max_grad_norm", "label_smoothing_factor")}
@@ -128,16 +157,16 @@ class HydraTrainer(Trainer):
     def _end_engine(self) -> None:
         """Before another training, which begins anew with the values that the model has now, as a plain Trainer's."""
         model: Any = self.model
-        engine: Any = self.deepspeed
-        if self._given[0] is not None or engine.hydra_config.checkpoint is not None:
+        if self._given[0] is not None or self._deepspeed_config["hydra"].get("checkpoint") is not None:
             kept = "the optimizer that it was given" if self._given[0] is not None else "hydra.checkpoint"
             raise ConfigError(
                 f"this trainer has trained or evaluated already, and {kept} goes on from there: make another "
                 "HydraTrainer; TrainingArguments(eval_on_start=True) evaluates before the first step"
             )
-        give_back(model)
-        engine.destroy()
-        self.deepspeed, self.model_wrapped = None, model
+        if self.deepspeed is not None:
+            give_back(model)
+            self.deepspeed.destroy()
+        self.deepspeed, self.model_wrapped, self._has_ended = None, model, False
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's, or the one that was given, which transformers would drop beside DeepSpeed."""
@@ -240,7 +269,9 @@ class HydraTrainer(Trainer):
             return super().save_model(output_dir, _internal_call)
         folder = output_dir or self.args.output_dir
         if self.deepspeed is None:
-            return self._save(folder)
+            if self.args.should_save:
+                self._save(folder)
+            return
         self.deepspeed.save_16bit_model(folder, tokenizer=self.processing_class)
         if self.args.should_save:
             torch.save(self.args, os.path.join(folder, _TRAINING_ARGS))

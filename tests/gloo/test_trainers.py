@@ -17,8 +17,8 @@ import ds_hydra.engine.engine  # noqa: F401
 from ds_hydra.hugging_face import HydraAccelerator, HydraTrainer
 from ds_hydra.testing import rank_environment, run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
-from tests.support.small_job import small_model
-from tests.support.trainers import adapted, config, logged, settings, trainer_of
+from tests.support.small_job import sequences, small_model
+from tests.support.trainers import adapted, collate, config, logged, settings, trainer_of
 
 
 def with_given(rank: int, folder: Path, kind: Any, num_ranks: int) -> Any:
@@ -69,6 +69,52 @@ def test_a_second_training_begins_with_the_models_present_values(tmp_path: Path)
     found, right = (run_ranks(trained_twice, n, tmp_path, kind, n)[0] for kind, n in ((HydraTrainer, 2), (Trainer, 1)))
     for mine, its in zip(found, right, strict=True):
         assert mine == pytest.approx(its, rel=2e-4)
+
+
+def changed_afterwards(rank: int, folder: Path) -> list[float]:
+    """Losses of an evaluation after training, of the merged model, of one whose weights are set to 0 after training,
+    and of one that has trained on from there; what is saved of it."""
+    rank_environment(rank)
+
+    def made(*model: Any) -> Any:
+        once = {"max_steps": 2, "eval_strategy": "no", "save_strategy": "no"}
+        return trainer_of(HydraTrainer, settings(folder, 2, config(), **once), *model)
+
+    trainer = made(adapted())
+    trainer.train()
+    found = [trainer.evaluate()["eval_loss"]]
+    merged = trainer.model.merge_and_unload()
+    batches = [collate(sequences()[at : at + 4]) for at in (0, 4)]
+    with torch.no_grad():
+        found.append(sum(float(merged(**batch).loss) for batch in batches) / len(batches))
+    trainer = made()
+    trainer.train()
+    with torch.no_grad():
+        trainer.model.lm_head.weight.mul_(0.0)
+    found.append(trainer.evaluate()["eval_loss"])
+    trainer.train()
+    found.append(trainer.evaluate()["eval_loss"])
+    trainer.model.half()
+    trainer.save_model()
+    assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float16}
+    assert trainer.model.generate(torch.tensor([[5, 6]]), max_new_tokens=2, do_sample=False).shape[0] == 1
+    return found
+
+
+def test_after_training_the_model_is_the_scripts(tmp_path: Path) -> None:
+    for evaluated, merged, zeroed, again in run_ranks(changed_afterwards, 2, tmp_path, timeout=200):
+        assert merged == pytest.approx(evaluated, rel=1e-5)
+        assert zeroed == again == pytest.approx(math.log(97), rel=1e-6)
+
+
+def test_noise_of_embeddings_is_refused_by_name(tmp_path: Path) -> None:
+    def made(rank: int) -> str:
+        rank_environment(rank)
+        with pytest.raises(ConfigError) as error:
+            trainer_of(HydraTrainer, settings(tmp_path, 1, config(), neftune_noise_alpha=5))
+        return str(error.value)
+
+    assert "neftune_noise_alpha=5 adds noise" in run_ranks(made, 1)[0]
 
 
 def with_a_bad_row(rank: int, folder: Path) -> list[dict[str, Any]]:
