@@ -60,6 +60,10 @@ def cost_table(folder: Path) -> None:
     shutil.copy(ROOT / "examples" / "cost_tables" / "example_cpu.json", folder / "cost_table.json")
 
 
+def lengths(folder: Path) -> None:
+    (folder / "lengths.txt").write_text("".join(f"{length}\n" for length in (3, 60, 17, 9, 33, 700) * 9))
+
+
 _EXPERTS = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
 BLOCKS: dict[str, Row] = {
     '"hydra": { "tokens_per_step": 65536, "context_length": 16384, "strategies": "auto" }': Row(),
@@ -94,7 +98,7 @@ SETTINGS: dict[str, Row] = {
     '"frozen_seconds": 0': Row(within="faults"),
     '"trace": {"steps": [10, 20]}': Row(),
     '"profiler": true': Row(within="trace", beside={"trace": {"steps": [1, 2]}}),
-    '"loss_norm": "batch"': Row(),
+    '"loss_norm": "batch"': Row((CALLS, *BY_TRAINER, ACCELERATE)),
     '"loss_norm": "micro_batch"': Row((CALLS, DATA)),
     '"zero_optimization": {"stage": 1}': Row(),
     '"zero_optimization": {"stage": 3, ...}': Row(),
@@ -106,6 +110,7 @@ SETTINGS: dict[str, Row] = {
     '"resume": "weights"': Row((CALLS, DATA), within="checkpoint", beside={"checkpoint": {"dir": "saved"}}),
     '"hydra": {"checkpoint": {"resume": "weights"}}': Row((CALLS, DATA), beside={"checkpoint": {"dir": "saved"}}),
     '"cost_table": "cost_table.json"': Row(files=cost_table),
+    '"lengths": "lengths.txt"': Row((CALLS, *BY_TRAINER, ACCELERATE), files=lengths),
     '"hydra": {"initial_weights": "my_model/"}': Row((CALLS, DATA)),
     '"strategies": ["tp8ep8", "2*tp2sp2ep4", "8*tp1"]': Row((DATA, TRAINER), ranks=8, model=_EXPERTS),
 }  # fmt: skip
@@ -119,6 +124,7 @@ NOT_RUN = {
     '"cluster": [{"nodes": 4,': "48 GPUs of two classes: tests/pure/test_cluster.py",
     '"device": "nvidia"': "names of a GPU's driver: tests/pure/test_cluster.py",
     '"replay": "phases.jsonl"': "tests/test_code_blocks.py makes that file; tests/gloo/test_phases.py replays such",
+    '"lengths": [512,': "a line that the planner's process reads, and no setting",
     '"checkpoint": {"load_universal": true}': "a setting of plain DeepSpeed for what ds-hydra convert writes",
 }
 """Printed config -> why no job runs it here, and what tries it."""
@@ -255,7 +261,7 @@ def check(case: Case, tiny: Tiny, tmp_path: Path) -> None:
 def test_each_printed_config_is_claimed() -> None:
     keys = {one.key: one.place for one in printed()}
     unclaimed = [f"{place}: {key}" for key, place in keys.items() if not key_of(key)]
-    assert not unclaimed, "no row says which hosts they are for: add them to TABLE"
+    assert not unclaimed, "no row says which hosts they are for: add them to BLOCKS or SETTINGS"
     assert {key_of(key) for key in keys} == {*BLOCKS, *SETTINGS, *NOT_RUN}, "a printed config is gone"
     for case in cases_of(BLOCKS):
         value = case.instead.partition(": ")[2]
