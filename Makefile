@@ -6,13 +6,14 @@
 # make check: every tool's quick form, in minutes   make check-all: their whole forms, in hours
 # make check-verl: training inside verl   make check-ray: jobs on a Ray cluster
 # make check-oldest: planning and training with the oldest versions that pyproject.toml allows
-# make check-versions PYTHON=...: what a release of another package may break, in an environment that is there
+# make check-versions PYTHON=... PINS=...: what a release of another package may break, in an environment that is there
 # PIP_ARGS goes to every pip install, e.g. PIP_ARGS="--index-url ..." for another build of torch.
 
 PYTHON ?= python3
 RANKS ?= 8
 TRAIN_ARGS ?=
 PIP_ARGS ?=
+PINS ?=
 
 VENV := .venv
 VERL := .venv-verl
@@ -102,6 +103,7 @@ check-oldest: $(STAMP)
 
 # In CI for several sets of releases: .github/workflows/ci.yml.
 check-versions:
+	$(PYTHON) -m pip install $(PIP_ARGS) '.[hf,trl]' pytest hypothesis datasets peft tokenizers $(PINS)
 	$(PYTHON) -m pytest tests/test_private_names.py tests/pure/test_versions.py
 	OMP_NUM_THREADS=1 $(PYTHON) -m tools.check_equivalence --quick
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/gloo/test_training.py tests/gloo/test_hugging_face.py --share 0.25 \

@@ -64,7 +64,6 @@ the machine (see the load) moves the ratios of times at random, those of CPU tim
 
 
 TIME, CPU, NOTHING = "time", "CPU time", "nothing"  # what a row is judged by
-MOST = 1.0
 
 
 @dataclass(frozen=True)
@@ -279,7 +278,7 @@ def missed_aims(row: Row) -> list[str]:
     where = f"{row.ours} of {row.hidden} hidden against {row.deepspeed}"
     missed = []
     ratio = {TIME: row.ratio, CPU: row.cpu_ratio, NOTHING: 0.0}[row.judged]
-    if ratio > MOST:
+    if ratio > aims.OVER_DEEPSPEED:
         missed.append(f"{where}: {ratio:.2f} times DeepSpeed's {row.judged}")
     for what, difference in (("losses", row.loss_difference), ("gradient norms", row.norm_difference)):
         if not difference <= aims.DEEPSPEED_AGREEMENT:

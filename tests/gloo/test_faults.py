@@ -293,7 +293,7 @@ def test_fp16_follows_fp32() -> None:
     def run(rank: int, half: bool) -> list[tuple[float, float]]:
         config = half_config(2, loss_scale=1024.0) if half else small_config(2)
         engine = small_engine(rank, config=config)
-        return [(float(engine.train_batch()), engine.get_global_grad_norm()) for _ in range(3)]
+        return [(float(engine.train_batch()), float(engine.get_global_grad_norm())) for _ in range(3)]
 
     for (loss, norm), (expected, expected_norm) in zip(
         run_ranks(run, 2, True)[0], run_ranks(run, 2, False)[0], strict=True

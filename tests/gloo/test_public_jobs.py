@@ -75,6 +75,6 @@ def test_it_trains_as_with_zero_1(name: str, num_ranks: int) -> None:
 def test_a_trainer_makes_an_update_with_it(name: str, tmp_path: Path) -> None:
     save_tiny_model(tmp_path)
     config = {**CONFIGS[name].config, **printed_block(), "activation_checkpointing": {"number_checkpoints": "auto"}}
-    for loss, updates in run_ranks(trainer_job, 2, "Trainer", config, tmp_path, timeout=300):
-        assert loss == pytest.approx(FIRST_LOSS["Trainer"], abs=0.05)
+    for logged, updates in run_ranks(trainer_job, 2, "Trainer", config, tmp_path, timeout=300):
+        assert logged["loss"] == pytest.approx(FIRST_LOSS["Trainer"], abs=0.05)
         assert updates == 1
