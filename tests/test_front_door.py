@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import resource
@@ -43,6 +44,19 @@ def test_readme_and_its_pages_show_the_shipped_figures() -> None:
     comparison = (ROOT / "docs" / "comparison.md").read_text()
     assert all(f"{float(seconds):.2f} s" in comparison for seconds in rows[0][1:4])
     assert all(word in readme for word in OPTIONS), "the command gives the figures"
+
+
+def test_readme_shows_the_rivals_of_the_comparison() -> None:
+    readme = (ROOT / "README.md").read_text()
+    rows = re.findall(r"\| (1\.\d\d) \| (1\.\d\d) \| (2\.\d\d) \|$", readme, re.M)
+    same = {"model": "32b", "gpus": 64, "context": 32768, "tokens": 200000, "keys": 1.0, "between": 25.0}
+    rivals = ("its layout, our assignment", "packing-aware CP", "DeepSpeed")
+    found = []
+    for cell in json.loads((ROOT / "benchmarks" / "systems.json").read_text())["cells"]:
+        if same.items() <= cell["cell"].items():
+            steps = {name: sum(one["step_ms"]) for name, one in cell["systems"].items()}
+            found.append([round(steps[name] / steps["ds-hydra"], 2) for name in rivals])
+    assert [[float(one) for one in row] for row in rows] == found
 
 
 def test_silence_ends_within_ten_seconds() -> None:
