@@ -139,7 +139,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.drawn
 def test_a_wheel_of_the_source_archive_works_elsewhere(installed: Path) -> None:
     modules = "import ds_hydra, ds_hydra.engine.engine as e, ds_hydra.hugging_face; print(e.__file__)"
-    assert anywhere(installed, "-c", modules).startswith(str(installed))
+    assert anywhere(installed, "-c", modules).splitlines()[-1].startswith(str(installed))  # DeepSpeed may warn before
     commands = "-m", "ds_hydra.commands"
     assert '"context_length"' in anywhere(installed, *commands, "settings", "--schema")
     fitted = anywhere(installed, *commands, "memory", "--model", str(ROOT / "examples/llama_tiny.json"), "--gpus", "4",
