@@ -177,7 +177,7 @@ class HydraConfig:
     too_long: str = setting(choice("error", "truncate", "skip"), "error")
     """What to do with a sequence longer than `context_length`; truncated and skipped ones are counted in the log."""
     strategies: tuple[str, ...] = setting(strategies_of, ())
-    """Candidate strategies, in canonical form; () is "auto": the planner proposes them."""
+    """Candidate strategies, in canonical form; () is "auto": the planner proposes them. A string is a list of one."""
     lengths: str | None = setting(_lengths, None)
     """A file of your sequences' lengths in tokens, as `ds-hydra preview` reads it. Where steps are handed in or drawn
     from a stream, "auto" proposes strategies for these lengths and one of `context_length`; None: for web pages."""

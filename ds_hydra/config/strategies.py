@@ -15,9 +15,12 @@ _MAX_DEGREE_DIGITS = 6
 
 
 def strategies_of(value: Any, place: str) -> tuple[str, ...]:
-    """ "auto" as (); else each string in its canonical form. All must use the same number of ranks."""
-    if value == "auto":
+    """ "auto" as (); else each string in its canonical form. A string alone is a list of one. All must use the same
+    number of ranks."""
+    if value in ("auto", ["auto"], ("auto",)):
         return ()
+    if isinstance(value, str):
+        value = [value]
     if not isinstance(value, (list, tuple)) or not value:
         raise ConfigError(
             f'config: {place} must be "auto" or a non-empty list of strings such as "tp4 + 2*tp1pp2 + sp2", '

@@ -34,7 +34,8 @@ def test_defaults_and_canonical_strategies() -> None:
     config = parse()
     assert config.strategies == ("tp4 + 2*pp2", "8*tp1")
     assert (config.too_long, config.choose, config.loss_norm, config.context_length) == ("error", "best", "token", None)
-    assert parse(strategies="auto").strategies == ()
+    assert parse(strategies="auto").strategies == parse(strategies=["auto"]).strategies == ()
+    assert parse(strategies="2*tp1pp2").strategies == ("2*pp2",)
     assert [len(shape.pipelines) for shape in config.shapes] == [3, 8]
 
 
@@ -139,7 +140,8 @@ def test_no_block_means_plain_deepspeed() -> None:
         ({"choose": "cycle", "replay": "x"}, ["hydra.replay", "hydra.choose"]),
         ({"planner": {"replay_file": "x"}}, ["hydra.planner.replay_file", "hydra.replay"]),
         ({"strategies": []}, ["hydra.strategies"]),
-        ({"strategies": "tp4"}, ["hydra.strategies", "list"]),
+        ({"strategies": {"tp": 4}}, ["hydra.strategies", "list"]),
+        ({"strategies": ["auto", "tp4"]}, ["hydra.strategies[0]", "'auto'"]),
         ({"strategies": [4]}, ["hydra.strategies[0]", "string"]),
         ({"strategies": ["tp4 + tpp2"]}, ["hydra.strategies[0]", "'tpp2'"]),
         ({"strategies": ["tp4", "tp8"]}, ["strategies[0]", "4 ranks", "strategies[1]", "uses 8"]),
