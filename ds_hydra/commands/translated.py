@@ -34,8 +34,9 @@ _SAID = {  # of a value of the config: what scripts call it
     "total_num_steps": ("max_train_steps", "total_steps", "max_steps", "num_training_steps", "total_num_steps"),
 }  # fmt: skip
 _DEFAULTS: dict[str, Any] = {
-    "lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0, "gradient_clipping": 0.0, "warmup_min_lr": 0.0,
+    "lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0, "gradient_clipping": 1.0, "warmup_min_lr": 0.0,
     "warmup_max_lr": 1e-3, "warmup_num_steps": 1000, "enabled": False, "gradient_accumulation_steps": 1,
+    "train_batch_size": "the product of the other two and the GPUs",
     "train_micro_batch_size_per_gpu": "train_batch_size over GPUs",
 }  # fmt: skip
 """What DeepSpeed takes where a key is left out."""
@@ -181,8 +182,8 @@ def _fill(config: dict[str, Any], host: str, said: Callable[[str], Any]) -> Iter
             yield Row(f'{place} "{AUTO}"', str(value), "the constant in your script")
         else:
             del block[key]
-            default = _DEFAULTS.get(key, "what is not written")
-            yield Row(f'{place} "{AUTO}"', DROPPED, f"nobody fills it in here; DeepSpeed's default is {default}")
+            default = f"default is {_DEFAULTS[key]}" if key in _DEFAULTS else "own default holds"
+            yield Row(f'{place} "{AUTO}"', DROPPED, f"nobody fills it in here; DeepSpeed's {default}")
 
 
 def _autos(settings: Mapping[str, Any], prefix: str) -> Iterator[str]:
