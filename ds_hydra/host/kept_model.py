@@ -34,6 +34,7 @@ from ds_hydra.step.update import ModelNow
 Parts = dict[str, Any]  # what a module consists of, by name
 Modules = Sequence[tuple[str, nn.Module]]  # all of a model, each with its path
 _TORCHS = frozenset(vars(nn.Module()))
+_MODE = "its mode of training"
 _DEPTH = 6  # lists and objects in each other that are compared
 _SMALL = 1 << 14  # bytes of tensors and arrays that are compared by their numbers
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -77,7 +78,7 @@ class KeptModel:
         """What has changed since, and which trained parameters require no gradient any more."""
         modules = list(self._model.named_modules())
         now = self._all(modules)
-        self._forget_notes(now)
+        self._forget_harmless(now)
         problem = next(_differences(self._before, now), "") or self._replaced()
         trained = self._trained_now(modules)
         thawed = sorted(trained - self._trained)
@@ -101,12 +102,16 @@ class KeptModel:
         where = f"{found[0]} of the model" if found[0] else "the model"
         return f"{found[1]} in the code of {where} was changed after the engine was made. {_REMEDY}"
 
-    def _forget_notes(self, now: dict[str, Parts]) -> None:
-        """Leave out new attributes of a name that no code of the model has: scripts note down what they count."""
+    def _forget_harmless(self, now: dict[str, Parts]) -> None:
+        """Leave out new attributes of a name that no code of the model has: scripts note down what they count. Nor is
+        it a change where a part is in the model's mode again, as stages always are: adapters of a pretrained model are
+        made in training inside a model in evaluation, until the first `train()`."""
         for path, parts in now.items():
             before = self._before.get(path, parts)
             if parts == before:
                 continue
+            if _MODE in before:
+                parts.setdefault(_MODE, before[_MODE])
             module = self._model.get_submodule(path)
             for key in [key for key in parts if key not in before]:
                 name = key.removeprefix("its attribute ")
@@ -142,7 +147,7 @@ class KeptModel:
             found = {path: _parts(module, seen) for path, module in modules}
         for path, module in modules:
             if module.training != self._model.training:  # as a whole it is switched by whoever trains or evaluates it
-                found[path]["its mode of training"] = module.training
+                found[path][_MODE] = module.training
         of_torch = vars(nn.modules.module)
         for key in GLOBAL_HOOKS:  # profilers have some of their own
             own = {handle: hook for handle, hook in of_torch[key].items() if own_functions(hook)}

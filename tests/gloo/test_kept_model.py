@@ -127,6 +127,19 @@ def test_what_changes_no_number_is_no_change() -> None:
     assert watched.now() == ("", frozenset())
 
 
+def test_a_model_with_parts_in_training_is_switched_as_a_whole_and_a_part_of_it_is_told() -> None:
+    model = small_model().eval()
+    model.model.layers[0].self_attn.train()
+    watched = kept(model)
+    for switch in (model.train, model.eval, model.train):
+        assert watched.now() == ("", frozenset())
+        switch()
+    for path in ("model.layers.0.self_attn", "model.layers.1.mlp"):
+        model.train()
+        model.get_submodule(path).eval()
+        assert f"mode of training of {path}" in watched.now().problem
+
+
 def test_a_parameter_may_be_frozen_and_trained_again_where_no_steps_are_counted() -> None:
     model = small_model(tied=False)
     for steps_differ in (False, True):

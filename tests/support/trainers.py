@@ -43,7 +43,8 @@ def settings(folder: Path, num_ranks: int, engine: Any, **more: Any) -> Training
 
 
 def adapted() -> Any:
-    model = small_model(tied=False)
+    """With adapters in training inside a model in evaluation, as from_pretrained and PEFT make it."""
+    model = small_model(tied=False).eval()
     return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "o_proj", "down_proj"]))
 
 
