@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
+import pyarrow.compute
+from datasets import Dataset
 from torch import Tensor
 
 from ds_hydra.config.versions import refuse_older
@@ -13,6 +16,8 @@ from ds_hydra.zero_hetero.errors import ConfigError
 refuse_older("trl")
 
 from trl import SFTTrainer  # noqa: E402
+
+logger = logging.getLogger(__name__)
 
 
 class HydraSFTTrainer(HydraTrainer, SFTTrainer):
@@ -26,6 +31,32 @@ class HydraSFTTrainer(HydraTrainer, SFTTrainer):
     _num_tokens = 0  # of all ranks' sequences in the updates so far
 
     evaluates_each_rank = True  # TRL does not hand the number of all targets to its loss there, as Trainer does
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        settings: Any = self.args
+        is_not_cut = settings.packing or (settings.dataset_kwargs or {}).get("skip_prepare_dataset")
+        if self.plans_steps and settings.process_index == 0 and not is_not_cut:
+            self._tell_cut(settings.max_length, self._deepspeed_config["hydra"].get("context_length"))
+
+    def _tell_cut(self, most: int | None, context: Any) -> None:
+        """A line on sequences that TRL has cut to `most` tokens, where those of `context` tokens could be trained."""
+        data: Any = self.train_dataset
+        if most is None or (isinstance(context, int) and context <= most):
+            return
+        if not isinstance(data, Dataset) or "input_ids" not in data.column_names:
+            return
+        found = [
+            pyarrow.compute.list_value_length(batch["input_ids"]).to_numpy()
+            for batch in data.select_columns("input_ids").with_format("arrow").iter(10_000)
+        ]
+        cut = sum(int((lengths == most).sum()) for lengths in found)
+        if cut:
+            logger.warning(
+                "%d of %d sequences have exactly max_length=%d tokens, to which TRL cuts longer ones: to train on them "
+                "whole write SFTConfig(max_length=None)%s",
+                cut, len(data), most, f" or {context} (hydra.context_length)" if isinstance(context, int) else "",
+            )  # fmt: skip
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """As HydraTrainer's; the tokens of all ranks that were trained on are counted, as TRL does."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import deepspeed  # noqa: F401  (before forking: the ranks share it)
 import pytest
@@ -193,3 +195,40 @@ def test_gradients_are_clipped_by_the_configs_norm_alone() -> None:
     for asked in ((0.5,), (1.0, 1)):
         with pytest.raises(ConfigError, match=r"comes when the update is made, by the config's gradient_clipping, 1.0"):
             accelerator.clip_grad_norm_([], *asked)
+
+
+# What SFTConfig has, hydra.context_length, and the line of sequences of 3, 8, 9 and 40 tokens.
+CUT: dict[str, tuple[dict[str, Any], int | None, str | None]] = {
+    "cut": ({"max_length": 8}, 64, r"3 of 4 sequences have exactly max_length=8 .* or 64 \(hydra.context_length\)$"),
+    "without a context": ({"max_length": 8}, None, r"3 of 4 .* write SFTConfig\(max_length=None\)$"),
+    "as long as the context": ({"max_length": 8}, 8, None),
+    "whole": ({"max_length": None}, 64, None),
+    "by default": ({}, 4096, None),
+    "packed": ({"max_length": 8, "packing": True}, 64, None),
+}
+
+
+def told_of_cuts(rank: int, folder: Path) -> dict[str, list[str]]:
+    import trl
+    from datasets import Dataset
+
+    from ds_hydra.hugging_face import sft
+    from tools.post_training.trl_trainers import word_tokenizer
+
+    rank_environment(rank)
+    data, found = Dataset.from_list([{"input_ids": [5] * length} for length in (3, 8, 9, 40)]), {}
+    for name, (own, context, _) in CUT.items():
+        more: dict[str, Any] = {"report_to": "none", "use_cpu": True, "bf16": False, **own}
+        arguments = trl.SFTConfig(str(folder), deepspeed=config(context_length=context), **more)
+        with mock.patch.object(sft.logger, "warning") as warning:
+            sft.HydraSFTTrainer(small_model(), arguments, train_dataset=data, processing_class=word_tokenizer())
+        found[name] = [call.args[0] % call.args[1:] for call in warning.call_args_list]
+    return found
+
+
+def test_sequences_that_trl_has_cut_are_told_once(tmp_path: Path) -> None:
+    first, second = run_ranks(told_of_cuts, 2, tmp_path, timeout=200)
+    assert not any(second.values())
+    for name, (_, _, words) in CUT.items():
+        assert len(first[name]) == (words is not None), name
+        assert words is None or re.search(words, first[name][0])
