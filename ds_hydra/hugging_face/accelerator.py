@@ -76,6 +76,13 @@ class HydraAccelerator(Accelerator):
     def __init__(self, *args: Any, loss_fn: TokenLoss | None = None, **kwargs: Any):
         self._loss_fn = loss_fn
         launched = "LOCAL_RANK" in os.environ and not torch.accelerator.is_available()
+        if kwargs.get("cpu") and _names_the_block(kwargs):
+            if torch.accelerator.is_available():
+                raise ConfigError(
+                    'Accelerator(cpu=True): Accelerate then trains without DeepSpeed, and the config\'s block "hydra" '
+                    "would have no effect; remove cpu=True, or the block"
+                )
+            del kwargs["cpu"]  # there is nothing but CPUs
         if launched and _names_the_block(kwargs):
             PartialState(cpu=True)  # else Accelerate takes launched ranks without a GPU for processes alone
         super().__init__(*args, **kwargs)

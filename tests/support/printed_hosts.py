@@ -129,7 +129,8 @@ def _reward(completions: list[str], **_: Any) -> list[float]:
 
 
 def _accelerate(config: str, folder: str) -> tuple[Any, float]:
-    accelerator = HydraAccelerator(deepspeed_plugin=DeepSpeedPlugin(config))
+    cpu = not torch.accelerator.is_available()
+    accelerator = HydraAccelerator(cpu=cpu, deepspeed_plugin=DeepSpeedPlugin(config))
     model = load_model(folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader: Any = DataLoader(sequences(), batch_size=ROWS, collate_fn=collate)  # type: ignore[arg-type]
