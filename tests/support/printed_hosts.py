@@ -87,7 +87,8 @@ def _data(config: str, folder: str) -> tuple[Any, float]:
 def _settings(config: str, **own: Any) -> dict[str, Any]:
     return {
         "output_dir": "trained", "deepspeed": config, "max_steps": 1, "per_device_train_batch_size": ROWS,
-        "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True, "logging_steps": 1, **own,
+        "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True, "logging_steps": 1,
+        "bf16": (read_config(config=config).get("bf16") or {}).get("enabled") is True, **own,
     }  # fmt: skip
 
 
@@ -102,7 +103,7 @@ def _trainer(config: str, folder: str) -> tuple[Any, float]:
 
 
 def _of_trl(config: str, **own: Any) -> dict[str, Any]:
-    return _settings(config, bf16=False, gradient_checkpointing=False, **own)
+    return _settings(config, gradient_checkpointing=False, **own)
 
 
 def _sft(config: str, folder: str) -> tuple[Any, float]:
