@@ -11,6 +11,7 @@ from typing import Any
 import deepspeed
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin, PartialState
+from accelerate.utils import parse_flag_from_env
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
@@ -20,6 +21,8 @@ from ds_hydra.entry import initialize
 from ds_hydra.hugging_face.host_configs import for_engine
 from ds_hydra.pipe.loss import TokenLoss
 from ds_hydra.zero_hetero.errors import ConfigError
+
+_USE_CPU = "ACCELERATE_USE_CPU"  # what `accelerate launch --cpu` sets
 
 
 @contextmanager
@@ -76,13 +79,14 @@ class HydraAccelerator(Accelerator):
     def __init__(self, *args: Any, loss_fn: TokenLoss | None = None, **kwargs: Any):
         self._loss_fn = loss_fn
         launched = "LOCAL_RANK" in os.environ and not torch.accelerator.is_available()
-        if kwargs.get("cpu") and _names_the_block(kwargs):
+        if (kwargs.get("cpu") or parse_flag_from_env(_USE_CPU)) and _names_the_block(kwargs):
             if torch.accelerator.is_available():
                 raise ConfigError(
-                    'Accelerator(cpu=True): Accelerate then trains without DeepSpeed, and the config\'s block "hydra" '
-                    "would have no effect; remove cpu=True, or the block"
+                    f"Accelerator(cpu=True), or {_USE_CPU}: Accelerate then trains without DeepSpeed, and the config's "
+                    'block "hydra" would have no effect; remove it, or the block'
                 )
-            del kwargs["cpu"]  # there is nothing but CPUs
+            kwargs.pop("cpu", None)  # there is nothing but CPUs
+            os.environ.pop(_USE_CPU, None)
         if launched and _names_the_block(kwargs):
             PartialState(cpu=True)  # else Accelerate takes launched ranks without a GPU for processes alone
         super().__init__(*args, **kwargs)

@@ -61,15 +61,19 @@ def check_calls(names: Sequence[str]) -> None:
         raise mark_told(error, Told(min(named), f"ConfigError: {error}", here=True))
 
 
-def different(calls: Mapping[int, str]) -> str:
-    """What is wrong where ranks make different calls, and the remedy."""
+def who_calls(calls: Mapping[int, str]) -> str:
+    """Calls of ranks in words: "rank 0 calls step(), ranks 1, 2 call destroy()"."""
     by_name: dict[str, list[int]] = {}
     for rank, name in sorted(calls.items()):
         by_name.setdefault(name, []).append(rank)
-    told = ", ".join(f"{_ranks(ranks)} {name}" for name, ranks in by_name.items())
+    return ", ".join(f"{_ranks(ranks)} {name}" for name, ranks in by_name.items())
+
+
+def different(calls: Mapping[int, str]) -> str:
+    """What is wrong where ranks make different calls, and the remedy."""
     return (
-        f"{told}: every rank must make the same calls, as often: take them out of what only some ranks come to, such "
-        "as `if rank == 0:` (files are written once all the same), and give all ranks as many batches"
+        f"{who_calls(calls)}: every rank must make the same calls, as often: take them out of what only some ranks "
+        "come to, such as `if rank == 0:` (files are written once all the same), and give all ranks as many batches"
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ds_hydra.ranks.calling import different
+from ds_hydra.ranks.calling import different, who_calls
 from ds_hydra.watchdog.connection import Connection, encoded
 from ds_hydra.watchdog.door import Door
 from ds_hydra.watchdog.tree import Call, Peer, Verdict, different_calls
@@ -196,10 +196,13 @@ class Side:
 
     def _left(self, peer: Peer) -> Verdict:
         steps = f"{peer.step} step{'s' * (peer.step != 1)}"
+        calls = self.dog.known_calls()
+        meanwhile = f"while {who_calls(calls)}" if calls else "and the others go on"
         text = (
-            f"rank {peer.rank}'s script ended after {steps}, or destroyed its engine, and the others go on: give all "
-            "ranks as many batches (drop_last, an even sampler), or call engine.step() without a batch on a rank that "
-            "has none, train_batch([]), and engine([]) in an evaluation"
+            f"rank {peer.rank}'s script ended after {steps}, or destroyed its engine, {meanwhile}: every rank must "
+            "make the same calls, as often: take them out of what only some ranks come to, such as `if rank == 0:`, "
+            "and give all ranks as many batches (drop_last, an even sampler), or call engine.step() without a batch "
+            "on a rank that has none, train_batch([]), and engine([]) in an evaluation"
         )
         return Verdict(peer.rank, text, _LEFT_TURNS, None, code=ConfigError.exit_code)
 

@@ -278,6 +278,12 @@ class Watchdog:
         call = next((one for one in waiting if one is not None), None)
         return {"beat": [step, activity]} if call is None else {"beat": [step, activity], "call": call}
 
+    def known_calls(self) -> dict[int, str]:
+        """By rank, the calls in which ranks wait for others, as far as this one knows."""
+        found = {peer.call.rank: peer.call.name for peer in self.peers.values() if peer.call is not None}
+        own = self._calling().waiting
+        return found | ({self.rank: own} if own else {})
+
     def look_at_itself(self, now: float) -> None:
         """Once a turn: note in which call this rank waits, and tell the others if it stands still."""
         calling = self._calling()

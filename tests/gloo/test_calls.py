@@ -223,3 +223,21 @@ def test_a_rank_whose_script_ends_is_told_with_the_right_number_of_steps(how: st
     assert all_told(found).count(f"rank 1's script ended after {steps}") == 1, all_told(found)
     assert "drop_last" in all_told(found)
     assert "Restart" not in all_told(found)
+
+
+def test_a_save_by_one_rank_is_named_where_the_other_ranks_script_has_ended() -> None:
+    def program(rank: int, place: Path) -> None:
+        engine = small_engine(rank, faults=FAULTS, data=None, context_length=128, timeout_seconds=60)
+        HANDED["train_batch()"](engine, place)
+        if rank == 0:
+            engine.save_checkpoint(str(place))
+        else:
+            time.sleep(1)
+            mark_fault(place)
+
+    found = ends(program, 2)
+    assert codes(found) == [78, 0], all_told(found)
+    assert max(end.seconds for end in found) < 5.0
+    told = all_told(found)
+    assert told.count("rank 1's script ended after 1 step, or destroyed its engine, while rank 0 calls save_check") == 1
+    assert "`if rank == 0:`" in told
