@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ds_hydra.config.checks import AUTO
 from ds_hydra.config.deepspeed_keys import REFUSED, TOLD, asks_for_something
-from ds_hydra.config.hosts import ACCELERATE, CALLS, STEPS, filled_in
+from ds_hydra.config.hosts import ACCELERATE, CALLS, STEPS, autos, filled_in
 from ds_hydra.config.zero_block import CHANGES_RESULTS, KINDS, ZERO_SETTINGS
 
 KEPT, DROPPED = "kept", "dropped"
@@ -166,8 +166,8 @@ def _of(keys: list[str], why: str) -> str:
 
 def _fill(config: dict[str, Any], host: str, said: Callable[[str], Any]) -> Iterator[Row]:
     """Each "auto" that nobody fills in becomes what the script says, or DeepSpeed's default."""
-    left = set(_autos(filled_in(config, host), ""))
-    filled = [place for place in _autos(config, "") if place not in left]
+    left = set(autos(filled_in(config, host), ""))
+    filled = [place for place in autos(config, "") if place not in left]
     if filled:
         by = "Accelerate" if host == ACCELERATE else "transformers"
         yield Row(f'"{AUTO}", {len(filled)} times', KEPT, f"{', '.join(filled)}: {by} fills them in")
@@ -184,11 +184,3 @@ def _fill(config: dict[str, Any], host: str, said: Callable[[str], Any]) -> Iter
             del block[key]
             default = f"default is {_DEFAULTS[key]}" if key in _DEFAULTS else "own default holds"
             yield Row(f'{place} "{AUTO}"', DROPPED, f"nobody fills it in here; DeepSpeed's {default}")
-
-
-def _autos(settings: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    for key, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from _autos(value, f"{prefix}{key}.")
-        elif isinstance(value, str) and value == AUTO:
-            yield f"{prefix}{key}"

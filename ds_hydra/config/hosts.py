@@ -72,7 +72,7 @@ def _at(config: Mapping[str, Any], place: str) -> Any:
 
 def refuse_auto(settings: Mapping[str, Any], host: str | None) -> None:
     """Raise ConfigError, naming each place, where a value is "auto" that nobody fills in."""
-    places = sorted(_autos(settings, ""))
+    places = sorted(autos(settings, ""))
     if places:
         raise ConfigError(
             f'config: {", ".join(places)} {"are" if len(places) > 1 else "is"} "{AUTO}": {_remedy(host)}, or leave the '
@@ -84,9 +84,10 @@ def _remedy(host: str | None) -> str:
     return f"{host} does not fill that in; write the value" if host in FILLED else AUTO_REMEDY
 
 
-def _autos(settings: Mapping[str, Any], prefix: str) -> Iterator[str]:
+def autos(settings: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    """The places of settings that are "auto", blocks within blocks, each behind `prefix`."""
     for key, value in settings.items():
         if isinstance(value, Mapping):
-            yield from _autos(value, f"{prefix}{key}.")
+            yield from autos(value, f"{prefix}{key}.")
         elif isinstance(value, str) and value == AUTO:
             yield f"{prefix}{key}"
