@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: forked ranks share the cores
 
@@ -38,6 +39,24 @@ def _what_stays_is_not_visited() -> None:
     under test asks for, takes up to a second if it visits all of that."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _accelerate_forgets() -> Iterator[None]:
+    """What Accelerate keeps of a process, once asked, and hands over in the environment: else ranks that a later test
+    forks take themselves for the only one, as this process is."""
+    if state := sys.modules.get("accelerate.state"):
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
+    before = _names_of_accelerate()
+    yield
+    for name in _names_of_accelerate():
+        del os.environ[name]
+    os.environ.update(before)
+
+
+def _names_of_accelerate() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
