@@ -31,15 +31,13 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from ds_hydra.pipe.reach import Reach
 from ds_hydra.pipe.rows import position_ids
 from ds_hydra.zero_hetero.nodes import NodeSize, largest_node
-
-if TYPE_CHECKING:
-    from ds_hydra.pipe.contexts import Reach
 
 
 def most_of_room(nodes: int) -> float:

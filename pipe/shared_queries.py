@@ -32,9 +32,9 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from ds_hydra.pipe.contexts import Reach
 from ds_hydra.pipe.head_sharing import RowPart, row_parts
 from ds_hydra.pipe.overlapped import AllToAll, start, wait
+from ds_hydra.pipe.reach import Reach
 from ds_hydra.pipe.rows import Pack
 from ds_hydra.pipe.ulysses import ByHeads, Hop, Part, Team
 

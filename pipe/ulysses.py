@@ -40,9 +40,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ds_hydra.pipe.contexts import ALL, Reach
 from ds_hydra.pipe.head_sharing import RowPart, head_parts
 from ds_hydra.pipe.overlapped import AllToAll, start, wait
+from ds_hydra.pipe.reach import ALL, Reach
 from ds_hydra.pipe.rows import Pack, cut_heads
 
 if TYPE_CHECKING:

@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.rivals.memory import MemoryModel
 from ds_hydra.commands.figures import figures_parser, finish, print_table
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.table_file import read_table_file
@@ -31,6 +30,7 @@ from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.planner.selection import Planner
 from ds_hydra.profiling.entry import entry_from_record
 from ds_hydra.profiling.fit import NAMES, Point, fit_points
+from ds_hydra.rivals.memory import MemoryModel
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tools import aims
 

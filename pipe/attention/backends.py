@@ -20,9 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ds_hydra.pipe.attention.sinks import OnCpu, OnGpu, gpu_works, has_log_sum_exp, visible, with_sinks
-from ds_hydra.pipe.contexts import Context, Reach
+from ds_hydra.pipe.contexts import Context
 from ds_hydra.pipe.dropout import AttentionDropout
 from ds_hydra.pipe.pinned import on_device
+from ds_hydra.pipe.reach import Reach
 from ds_hydra.pipe.rows import Pack
 from ds_hydra.pipe.ulysses import HeadGroup, over_heads
 from ds_hydra.zero_hetero.errors import ConfigError

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ds_hydra.pipe.attention.backends import Segments
-from ds_hydra.pipe.contexts import Reach
 from ds_hydra.pipe.dropout import AttentionDropout
 from ds_hydra.pipe.head_sharing import RowPart
+from ds_hydra.pipe.reach import Reach
 from ds_hydra.pipe.rows import Pack
 
 KeysAndValues = tuple[Tensor, Tensor]

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.rivals.waits import WaitingCost
 from tools.systems.cells import Cell
 from tools.systems.dealt import busiest_ms, dealt
 from tools.systems.measure import DEALT, measure
-from tools.systems.waits import WaitingCost
 
 
 def _group(units: int, *, message: float = 0.0, a: float = 0.0) -> SchemeCost:

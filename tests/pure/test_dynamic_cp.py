@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.rivals.dynamic_cp import Group, Turn, balanced_turns, packed_turns
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.rivals.as_made import AS_MADE, Units, as_made
+from ds_hydra.rivals.dynamic_cp import Group, Turn, balanced_turns, packed_turns
 from ds_hydra.zero_hetero.errors import PlanError
-from tools.systems.as_made import AS_MADE, Units, as_made
 from tools.systems.cells import Cell
 
 CELL = Cell("7b", 8, 16384, 40_000, "CommonCrawl")

@@ -33,6 +33,7 @@ LAYERS = (
     ("ds_hydra/planner/proposal", "ds_hydra/config"),
     ("ds_hydra/host", "ds_hydra/profiling"),
     ("ds_hydra/checkpoint", "ds_hydra/self_check", "ds_hydra/simulate"),
+    ("ds_hydra/rivals",),
     ("ds_hydra/engine",),
     ("ds_hydra/emulate",),
     ("ds_hydra",),

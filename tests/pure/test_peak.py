@@ -15,9 +15,9 @@ from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.peak import Peak, believed, peak_tflops, square_of
 from ds_hydra.costs.table_file import load_table, read_table_file, table_file_from_record
 from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.rivals.costs import Way, table_of
 from ds_hydra.zero_hetero.errors import ConfigError
 from tools.systems.cells import Cell
-from tools.systems.costs import Way, table_of
 
 PUBLISHED = {"7b": ("pp2", 1.37240947e-06), "32b": ("pp4", 9.39192752e-07)}  # what the shipped tables had
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_hydra.pipe.contexts import Context, Reach, computed_again
+from ds_hydra.pipe.contexts import Context, computed_again
 from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.reach import Reach
 from ds_hydra.profiling.stage_memory import measure_activations
 from tests.support.families import build_model
 

@@ -14,13 +14,13 @@ import ds_hydra.planner.kernels as product
 from benchmarks.rivals import kernels
 from benchmarks.rivals.dispatch import ComparedDispatch
 from benchmarks.rivals.hydraulis import HydraulisPlanner
-from benchmarks.rivals.memory import MemoryModel
 from benchmarks.rivals.proposal import propose_by_program
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.planner import validate_plan
 from ds_hydra.planner.exact.programs import dispatch_ms, pack_exactly
 from ds_hydra.planner.kernels.arrays import Scheme
+from ds_hydra.rivals.memory import MemoryModel
 from ds_hydra.zero_hetero.errors import PlanError
 from tests.support.planner_cases import POOL, TABLES, a800_batch
 

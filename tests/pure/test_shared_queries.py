@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_hydra.pipe.contexts import Reach
 from ds_hydra.pipe.head_sharing import most_of_room, row_parts
+from ds_hydra.pipe.reach import Reach
 from ds_hydra.pipe.rows import position_ids
 from ds_hydra.planner.pipelines import row_order
 

@@ -18,10 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_hydra.data.tokens import TokenSequence
 from ds_hydra.pipe.attention.backends import varlen_attention
-from ds_hydra.pipe.contexts import Context, Contexts, Reach, computed_again
+from ds_hydra.pipe.contexts import Context, Contexts, computed_again
 from ds_hydra.pipe.dropout import AttentionDropout, token_keys
 from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.placement import place_pipeline
+from ds_hydra.pipe.reach import Reach
 from ds_hydra.pipe.rows import Chunk, Pack, position_ids
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
 from ds_hydra.pipe.stage import StagePlace

@@ -17,20 +17,21 @@ from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner import PhasedPlanner, validate_plan
 from ds_hydra.planner.fixed_layout import in_turn, packed
+from ds_hydra.rivals.as_made import AS_MADE
+from ds_hydra.rivals.costs import Way, measured, table_of
+from ds_hydra.rivals.hindsight import Configuration, hindsight
+from ds_hydra.rivals.static import OPTIONS, by_load
+from ds_hydra.rivals.waits import TwoHopCost, WaitingCost, waits_of
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tools import aims, bench_spaces
 from tools.bench_spaces import over_smaller
 from tools.bench_systems import kept_cells, run_cells
-from tools.systems.as_made import AS_MADE
 from tools.systems.cells import LONG_CELLS, WIDE_CELLS, Cell, all_cells
 from tools.systems.chunking import chunks, mesh_of
-from tools.systems.costs import Way, measured, table_of
 from tools.systems.curves import FACTORS, Point
 from tools.systems.groups import mixes_of_groups
-from tools.systems.hindsight import Configuration, hindsight
 from tools.systems.measure import DEALT, NAMES, OURS, RIVALS, SAME_LAYOUT, Measured, Simulators, measure
 from tools.systems.plots import draw_curves, draw_systems
-from tools.systems.static import OPTIONS, by_load
 from tools.systems.switching import layouts
 from tools.systems.verdicts import (
     BALANCED,
@@ -43,7 +44,6 @@ from tools.systems.verdicts import (
     published_rows,
     system_rows,
 )
-from tools.systems.waits import TwoHopCost, WaitingCost, waits_of
 
 ROOT = Path(__file__).parents[2]
 CELL = Cell("7b", 8, 16384, 40_000, "CommonCrawl")
@@ -53,11 +53,12 @@ COST = SchemeCost(ParallelScheme(1, 4), a=1.0, b=0.0, c=0.0, max_length=1000)
 
 def test_measured_schemes_hold_what_was_published() -> None:
     for model, gpus in (("7b", 16), ("32b", 64)):
-        assert measured(model, gpus).costs == CostTable.load(shipped(f"a800-{model}")).costs
+        found = measured(Cell(model, gpus, 32768, 200_000, "CommonCrawl"))
+        assert found.costs == CostTable.load(shipped(f"a800-{model}")).costs
 
 
 def test_derived_costs_favour_the_rival_by_no_more_than_what_is_said() -> None:
-    base, degree = measured("32b", 64)[ParallelScheme(8)], 2
+    base, degree = measured(Cell("32b", 64, 32768, 200_000, "CommonCrawl"))[ParallelScheme(8)], 2
     ring = table_of(FLAGSHIP, Way((1, degree)))[ParallelScheme(8, 1, degree)]
     assert (ring.a, ring.b, ring.c) == (base.a / 2, base.b / 2, base.c)
     assert ring.max_length // degree == pytest.approx(base.max_length, abs=1)
@@ -191,11 +192,11 @@ def test_hindsight_takes_the_fastest_and_refuses_what_cannot_hold_the_batches() 
         raise PlanError("too long")
 
     with pytest.raises(PlanError, match="no configuration holds these batches: too long"):
-        hindsight([Configuration("none", measured("7b", 8), refuse)], BATCHES, lambda *_: 0.0)
+        hindsight([Configuration("none", measured(CELL), refuse)], BATCHES, lambda *_: 0.0)
 
 
 def test_hotspa_has_the_best_layouts_and_borders_of_two_phases() -> None:
-    table = measured(CELL.model, CELL.gpus)
+    table = measured(CELL)
     found = next(one for one in RIVALS["HotSPa"](CELL, BATCHES) if one.text.count(" then ") == 1)
     seen = sum(found.plan(step, batch).predicted_ms for step, batch in enumerate(BATCHES))
     every = []

@@ -8,8 +8,8 @@ import pytest
 
 from ds_hydra.costs.peak import believed
 from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.rivals.costs import BETWEEN, Way, cluster_of, measured, table_of
 from tools.systems.cells import LONG_CELLS, WIDE_CELLS, Cell
-from tools.systems.costs import BETWEEN, Way, cluster_of, measured, table_of
 from tools.systems.devices import FIT, H100, NVLINK, found_of, of_h100
 from tools.systems.rates import peak_tflops
 
@@ -37,7 +37,7 @@ def test_the_h100_table_keeps_to_what_was_published_and_says_what_is_derived() -
 def test_links_between_nodes_and_inside_them_are_those_of_the_cell() -> None:
     slow = replace(CELL, between=12.0)
     for cell, between, inside in ((CELL, 25e9, 1.0), (slow, 12e9, 1.0), (WIDE_CELLS[5], 50e9, NVLINK)):
-        links = cluster_of(cell, measured(cell.model, cell.gpus)).links
+        links = cluster_of(cell, measured(cell)).links
         assert links.between == BETWEEN._replace(bytes_per_s=between)
         assert links.inside.bytes_per_s == pytest.approx(inside * 1.5e11)
     here, there = ParallelScheme(2, 4, 2), ParallelScheme(8, 1, 2)  # inside a node, and over two

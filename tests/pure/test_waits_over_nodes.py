@@ -6,9 +6,9 @@ import pytest
 
 from ds_hydra.costs.cost_table import SchemeCost
 from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.rivals.waits import crossing, two_hops_ms
 from tools.systems.cells import LONG_CELLS, WIDE_CELLS
 from tools.systems.ours import all_schemes
-from tools.systems.waits import crossing, two_hops_ms
 
 
 def test_of_a_row_over_two_nodes_crosses_what_one_holds_and_the_other_needs() -> None:

@@ -13,9 +13,9 @@ from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner.fixed_layout import packed, packed_in_turn, step_plan
 from ds_hydra.planner.kernels.problem import Batch
+from ds_hydra.rivals.costs import measured
+from ds_hydra.rivals.hindsight import Configuration, Lengths, StepMs, hindsight, planned_by
 from tools.systems.cells import Cell
-from tools.systems.costs import measured
-from tools.systems.hindsight import Configuration, Lengths, StepMs, hindsight, planned_by
 from tools.systems.measure import Simulators
 from tools.systems.ours import settings
 from tools.systems.published import hydraulis
@@ -38,7 +38,7 @@ def ablation(cell: Cell, steps: int) -> list[dict[str, object]]:
 
 
 def _ideas(cell: Cell, ms: StepMs) -> Iterator[tuple[str, Iterator[Configuration]]]:
-    table = measured(cell.model, cell.gpus)
+    table = measured(cell)
     fixed = [one for one in layouts(cell, table) if table[one.pipelines[0]].max_length >= cell.context]
 
     def each(strategies: Sequence[StrategyShape]) -> Iterator[Configuration]:

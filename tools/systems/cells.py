@@ -5,9 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ds_hydra.commands.shipped import FOLDER
 from ds_hydra.data.length_sources import WEB_PAGES, read_lengths, sample_batches
+from ds_hydra.rivals.setting import RivalModel
+from tools.systems.devices import base_model, found_of, inside_of
 
 MIXES = {
     "CommonCrawl": WEB_PAGES,
@@ -44,6 +47,11 @@ class Cell:
         text += f" GQA {self.keys:g}" if self.keys < 1.0 else ""
         return text + (f" {self.between:g} GB/s" if self.between != _BETWEEN else "")
 
+    @property
+    def of_model(self) -> RivalModel:
+        """What costs of all systems are derived from."""
+        return rival_model(self.model)
+
     def lengths(self, seed: int) -> list[int]:
         """A sample of the data: tokens of sequences within the context."""
         return [int(x) for x in read_lengths(MIXES[self.mix], self.context, _SAMPLE, seed).lengths]
@@ -57,6 +65,12 @@ class Cell:
         """The batches that are reported, or others."""
         drawn = sample_batches(self.lengths(seed), self.tokens, steps, seed, self.context)
         return [[int(x) for x in batch] for batch in drawn]
+
+
+@lru_cache(maxsize=16)
+def rival_model(model: str) -> RivalModel:
+    """A model by its name in cells."""
+    return RivalModel.of_shipped(f"a800-{base_model(model)}", found_of(model), inside_of(model))
 
 
 LONG_CELLS = (

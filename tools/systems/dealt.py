@@ -29,7 +29,7 @@ from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.plan.phase import PipelinePlan
 from ds_hydra.plan.simulate import simulate_pipeline
 from ds_hydra.plan.step_plan import StepPlan
-from tools.systems.waits import WaitingCost
+from ds_hydra.rivals.waits import WaitingCost
 
 
 @dataclass(frozen=True, slots=True)

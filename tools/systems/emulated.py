@@ -10,16 +10,16 @@ from ds_hydra.commands.shipped import shipped
 from ds_hydra.costs.table_file import read_table_file
 from ds_hydra.data.sampler import TokenBudgetSampler
 from ds_hydra.emulate.cluster import emulate_plans
+from ds_hydra.rivals.costs import NODE, Way, measured
+from ds_hydra.rivals.hindsight import hindsight
+from ds_hydra.rivals.static import megatron
 from ds_hydra.simulate.links import LinkModel
 from ds_hydra.simulate.llama import shipped_job
 from ds_hydra.simulate.step import Simulator
 from tools.systems.cells import CONTEXTS, EVALUATED, SHORT_MIXES, Cell
-from tools.systems.costs import NODE, Way, measured
-from tools.systems.hindsight import hindsight
 from tools.systems.measure import OURS, STATIC, Simulators
 from tools.systems.ours import settings
 from tools.systems.rates import tflops
-from tools.systems.static import megatron
 
 CELLS = tuple(Cell("7b", 16, context, 100_000, mix) for context in CONTEXTS for mix in SHORT_MIXES)
 _SEQUENCES = 20_000
@@ -35,13 +35,13 @@ def emulated(cell: Cell, steps: int, *, timeout_s: float) -> Iterator[dict[str, 
     sampler = TokenBudgetSampler(lengths, cell.tokens)
     batches = [sampler.batch_lengths(step) for step in range(steps)]
     static = hindsight(megatron(cell, (Way(),)), batches, lambda plan, _: plan.predicted_ms)
-    ours = next(settings(cell, measured(cell.model, cell.gpus), Simulators(cell).ms))
+    ours = next(settings(cell, measured(cell), Simulators(cell).ms))
     ms: dict[str, float] = {}
     for name, configuration in ((OURS, ours), (STATIC, static.configuration)):
         plans = [replace(configuration.plan(step, batches[step]), sequence_ids=tuple(sampler.batch(step)))
                  for step in range(steps)]  # fmt: skip
         used = list(dict.fromkeys(phase.shape for plan in plans for phase in plan.phases))
-        found = replace(read_table_file(shipped(f"a800-{cell.model}")), table=measured(cell.model, cell.gpus))
+        found = replace(read_table_file(shipped(f"a800-{cell.model}")), table=measured(cell))
         job = shipped_job(f"a800-{cell.model}", found, LinkModel(NODE), cell.gpus, used)
         done = emulate_plans(job, plans, lengths, cell.tokens, timeout_s=timeout_s)
         simulator = Simulator(job)

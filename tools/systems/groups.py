@@ -22,11 +22,11 @@ from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.planner import Planner
 from ds_hydra.planner.proposal.propose import QUICK, propose_strategies
+from ds_hydra.rivals.costs import Way, powers_of_two, table_of
+from ds_hydra.rivals.hindsight import Configuration, Lengths, planned_by
+from ds_hydra.rivals.static import OPTIONS
 from ds_hydra.zero_hetero.errors import PlanError
 from tools.systems.cells import Cell
-from tools.systems.costs import Way, powers_of_two, table_of
-from tools.systems.hindsight import Configuration, Lengths, planned_by
-from tools.systems.static import OPTIONS
 
 _MOST_OF_A_SIZE = 2  # groups of one size in a step, beside those of another
 _TURNS, _LOOKED_AT = 2, 3  # by how many batches each

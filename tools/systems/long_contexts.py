@@ -11,11 +11,11 @@ from ds_hydra.pipe.shape import PipelineShape, StrategyShape
 from ds_hydra.planner.chunked_space import ChunkedSpace
 from ds_hydra.planner.exact.counts import continuous_ms, scheme_of
 from ds_hydra.planner.proposal.spaces import wider_shapes
+from ds_hydra.rivals.costs import NODE
+from ds_hydra.rivals.hindsight import Lengths
 from tools import aims
 from tools.systems.cells import Cell
-from tools.systems.costs import NODE
 from tools.systems.devices import base_model
-from tools.systems.hindsight import Lengths
 from tools.systems.ours import LAYERS, all_schemes
 
 

@@ -22,21 +22,21 @@ from ds_hydra.plan.validate import validate_plan
 from ds_hydra.planner.exact.counts import continuous_ms
 from ds_hydra.planner.kernels.problem import Batch, scheme_arrays
 from ds_hydra.report.calibration import StageLoad
+from ds_hydra.rivals.as_made import AS_MADE, as_made
+from ds_hydra.rivals.costs import cluster_of
+from ds_hydra.rivals.hindsight import Chosen, Configuration, Lengths, hindsight
+from ds_hydra.rivals.static import batch_rebalance, deepspeed, megatron, with_our_assignment
+from ds_hydra.rivals.waits import WaitingCost
 from ds_hydra.simulate.step import Simulator
 from ds_hydra.zero_hetero.errors import PlanError
-from tools.systems.as_made import AS_MADE, as_made
 from tools.systems.cells import LONG_CELLS, Cell
-from tools.systems.costs import cluster_of
 from tools.systems.dealt import dealt, dealt_out_ms
 from tools.systems.groups import dynamic_context_parallel, flexsp, hybrid_data_parallel
-from tools.systems.hindsight import Chosen, Configuration, Lengths, hindsight
 from tools.systems.long_contexts import chunked_bound_ms
 from tools.systems.ours import all_schemes, ds_hydra
 from tools.systems.published import hydraulis, infinipipe
 from tools.systems.rates import tflops
-from tools.systems.static import batch_rebalance, deepspeed, megatron, with_our_assignment
 from tools.systems.switching import hetu_b, hotspa
-from tools.systems.waits import WaitingCost
 
 OURS, STATIC, SAME_LAYOUT = "ds-hydra", "Megatron-LM", "its layout, our assignment"
 System = Callable[[Cell, Sequence[Lengths]], Iterator[Configuration]]

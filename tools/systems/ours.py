@@ -12,13 +12,13 @@ from ds_hydra.plan.schemes import MOST_SHARING
 from ds_hydra.planner import Planner, PlannerOptions
 from ds_hydra.planner.proposal.propose import Wider, propose_strategies
 from ds_hydra.planner.proposal.spaces import wider_shapes
+from ds_hydra.rivals.costs import NODE, Way, averaged, cluster_of, measured, table_of, with_keys
+from ds_hydra.rivals.hindsight import Configuration, StepMs, hindsight, planned_by
 from ds_hydra.simulate.exposed import exposed_ms
 from ds_hydra.simulate.job import SimulatedJob
 from ds_hydra.zero_hetero.errors import PlanError
 from tools.systems.cells import SEEN_BEFORE, Cell
-from tools.systems.costs import NODE, Way, averaged, cluster_of, measured, table_of, with_keys
 from tools.systems.devices import base_model
-from tools.systems.hindsight import Configuration, StepMs, hindsight, planned_by
 
 LAYERS = {"7b": 32, "32b": 60}
 _TRIED = 3  # batches by which ours is set up
@@ -80,7 +80,7 @@ def all_schemes(cell: Cell) -> CostTable:
 
     Pipelines are searched by a, b and c alone, so there what messages leave exposed in the mean of other data is in b.
     """
-    plain, more = measured(cell.model, cell.gpus), table_of(cell, Way(_ULYSSES, ulysses=True, overlapped=True))
+    plain, more = measured(cell), table_of(cell, Way(_ULYSSES, ulysses=True, overlapped=True))
     known = set(plain.schemes)
     added = [cost for cost in more.costs if cost.scheme not in known and _is_used(cost)]
     lengths = cell.lengths(SEEN_BEFORE)

@@ -14,12 +14,12 @@ from ds_hydra.plan.simulate import simulated_ms
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.plan.validate import check_room, modelled_ms
 from ds_hydra.plan.works import has_formula
+from ds_hydra.rivals.costs import NODE, Way, measured, powers_of_two, table_of
+from ds_hydra.rivals.hindsight import Configuration, Lengths, PlanStep, planned_by
+from ds_hydra.rivals.static import by_load
 from ds_hydra.zero_hetero.errors import PlanError
 from tools.systems.cells import Cell
 from tools.systems.chunking import chunks, mesh_of
-from tools.systems.costs import NODE, Way, measured, powers_of_two, table_of
-from tools.systems.hindsight import Configuration, Lengths, PlanStep, planned_by
-from tools.systems.static import by_load
 
 # The strategies of its repository's README, for 32B on 64 GPUs (github.com/lhy101/Hydraulis).
 HYDRAULIS_POOL = (
@@ -36,7 +36,7 @@ def hydraulis(cell: Cell) -> Iterator[Configuration]:
     Proposed for the lengths of the very batches that are reported, with c in T(l) and without; for 32B on 64 GPUs also
     the strategies that its authors published. Schemes are the measured ones: it has no CP.
     """
-    table = measured(cell.model, cell.gpus)
+    table = measured(cell)
     pools = [
         (
             text,

@@ -9,11 +9,11 @@ from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner import PhasedPlanner, Planner
+from ds_hydra.rivals.costs import measured
+from ds_hydra.rivals.hindsight import Configuration, Lengths, PlanStep, planned_by
+from ds_hydra.rivals.static import OPTIONS
 from ds_hydra.zero_hetero.errors import PlanError
 from tools.systems.cells import Cell
-from tools.systems.costs import measured
-from tools.systems.hindsight import Configuration, Lengths, PlanStep, planned_by
-from tools.systems.static import OPTIONS
 
 _BORDERS = (4096, 8192, 16384)  # where buckets of lengths may end below the context; the papers have 4K and 16K
 _MOST_PHASES = 3  # HotSPa's strategies in the papers
@@ -28,7 +28,7 @@ def hotspa(cell: Cell, batches: Sequence[Lengths]) -> Iterator[Configuration]:
     For every number of buckets the borders and layouts that are best for these batches; our planner deals out and
     packs within a phase. What switching takes is not in these times but in those of the simulated step.
     """
-    table = measured(cell.model, cell.gpus)
+    table = measured(cell)
     edges = [0, *(border for border in _BORDERS if border < cell.context), cell.context]
     best = {
         (low, high): _best_layout(cell, table, batches, low, high) for low, high in itertools.combinations(edges, 2)
@@ -87,7 +87,7 @@ def hetu_b(cell: Cell, batches: Sequence[Lengths]) -> Iterator[Configuration]:
     As its tables 11 and 12 have them: one or two pipelines for long sequences, all others of one scheme. Strategies and
     border are the best for these batches; our planner deals out and packs.
     """
-    table = measured(cell.model, cell.gpus)
+    table = measured(cell)
     family = list(dict.fromkeys(long_and_short(cell, table)))
     for border in (border for border in _BORDERS if border < cell.context):
         above = [batch for batch in batches if max(batch) > border]

@@ -1,11 +1,11 @@
-"""Costs of the schemes that each system may use, on a cell's GPUs. Pure: no torch.
+"""Costs of the schemes that each system may use, on a job's GPUs. Pure: no torch.
 
 [Note: costs of other systems]
 Measured are T(l) of <TP, PP> (Hydraulis' tables for LLaMA on A800), and by FlexSP the bandwidth of all-to-alls by the
 number of GPUs and what a micro-batch takes under ZeRO-3 besides its tokens. All else follows from them, and what is
 left out is left out in the rival's favour:
 
-  MaxLen            the formula of Hydraulis, appendix C.1, with its constants and the cell's number of GPUs; for
+  MaxLen            the formula of Hydraulis, appendix C.1, with its constants and the job's number of GPUs; for
                     ZeRO-3 with all states sharded over all GPUs
   TP 1, PP 1        not measured for either model: PP times a, b and c of the measured TP 1 scheme with the least PP
   more stages       a, b and c of the deepest measured scheme of this TP, in proportion
@@ -29,7 +29,6 @@ left out is left out in the rival's favour:
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -37,25 +36,19 @@ from functools import lru_cache
 
 import numpy as np
 
-from benchmarks.rivals.memory import MemoryModel
-from ds_hydra.commands.shipped import FOLDER
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.pipe.head_sharing import head_parts, near_ranks
 from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.rivals.setting import Setting
+from ds_hydra.rivals.waits import TwoHopCost, WaitingCost, fields_of, waits_of
 from ds_hydra.simulate.job import SimulatedJob
 from ds_hydra.simulate.links import BETWEEN, INSIDE, LinkModel
-from ds_hydra.simulate.llama import shipped_cluster
-from tools.systems.cells import Cell
-from tools.systems.devices import base_model, found_of, inside_of
-from tools.systems.waits import TwoHopCost, WaitingCost, fields_of, waits_of
+from ds_hydra.simulate.llama import llama_plan
 
 NODE = 8  # GPUs
 # 10^9 bytes a second of each GPU in an all-to-all over so many, rows of 4096 tokens (FlexSP, branch flexsp of
 # PKU-DAIR/Hetu-Galvatron, galvatron/flexsp_solver/solver.py, Apache-2.0).
 ALL_TO_ALL = {2: 119.54, 4: 104.07, 8: 96.5, 16: 20.01, 32: 10.53, 64: 7.77}
-# TP 8 and 16 were measured for the model of 52 heads, which none of them divides: 64 of the same size are meant.
-_HEADS = {"7b": 32, "32b": 64}
-ZERO_3_MS = {"7b": 629.3563, "32b": 2789.3644}  # of a micro-batch; the same source, b1 of GPT 7B and 30B
 _RING = 6  # keys and values forward, again backward, and their gradients
 _TENSORS = 8  # queries, keys, values and outputs, forward and backward
 _BYTES = 2  # BF16
@@ -76,28 +69,21 @@ class Way:
     stages: tuple[int, ...] = ()  # further numbers of stages
 
 
-@lru_cache(maxsize=8)
-def _constants(model: str) -> dict[str, float]:
-    known = json.loads((FOLDER / "a800_memory.json").read_text(encoding="utf-8"))["models"]
-    found: dict[str, float] = known[base_model(model)]
-    return found
+@lru_cache(maxsize=64)
+def measured(setting: Setting) -> CostTable:
+    """The measured schemes that fit the job's GPUs, with MaxLen for that number."""
+    found = setting.of_model.found.table
+    costs = [cost for cost in found.costs if cost.scheme.num_ranks <= setting.gpus]
+    return CostTable(tuple(_limited(costs, setting, Way())), found.source)
 
 
 @lru_cache(maxsize=64)
-def measured(model: str, gpus: int) -> CostTable:
-    """The measured schemes that fit so many GPUs, with MaxLen for that number."""
-    found = found_of(model).table
-    costs = [cost for cost in found.costs if cost.scheme.num_ranks <= gpus]
-    return CostTable(tuple(_limited(costs, model, gpus, Way(), found)), found.source)
-
-
-@lru_cache(maxsize=64)
-def table_of(cell: Cell, way: Way) -> CostTable:
-    """All schemes within the cell's GPUs that the measured ones become that way [Note: costs of other systems]."""
-    found = found_of(cell.model).table
-    wanted = [cost for base in _more_stages(found, way) for cost in _shared(cell, base, way)]
-    fitting = [cost for cost in wanted if cost.scheme.num_ranks <= cell.gpus]
-    return CostTable(tuple(_limited(fitting, cell.model, cell.gpus, way, found)), found.source)
+def table_of(setting: Setting, way: Way) -> CostTable:
+    """All schemes within the job's GPUs that the measured ones become that way [Note: costs of other systems]."""
+    found = setting.of_model.found.table
+    wanted = [cost for base in _more_stages(found, way) for cost in _shared(setting, base, way)]
+    fitting = [cost for cost in wanted if cost.scheme.num_ranks <= setting.gpus]
+    return CostTable(tuple(_limited(fitting, setting, way)), found.source)
 
 
 def _more_stages(found: CostTable, way: Way) -> Iterator[SchemeCost]:
@@ -126,54 +112,55 @@ def _from(cost: SchemeCost, how: str) -> str:
     return f"{cost.derived or f'measured {cost.scheme}'}, {how}"
 
 
-def _shared(cell: Cell, base: SchemeCost, way: Way) -> Iterator[SchemeCost]:
+def _shared(setting: Setting, base: SchemeCost, way: Way) -> Iterator[SchemeCost]:
     """A scheme with its sequences shared by 1, 2, ... times as many ranks."""
     shares = base.shares
     assert shares is not None, "the tables have shares"
-    base = with_keys(base, cell.keys)
+    base = with_keys(base, setting.keys)
     more = (1.0 + shares.forward.a, 1.0 + shares.forward.b, 1.0 + shares.forward.c) if way.checkpointing else (1, 1, 1)
-    alone = max_length(cell.model, cell.gpus, ParallelScheme(base.uniform.tp, base.scheme.pp), kept=_kept(base, way))
+    unit = ParallelScheme(base.uniform.tp, base.scheme.pp)
+    alone = setting.of_model.max_length(setting.gpus, unit, kept=_kept(base, way))
     of_unit = replace(base, a=more[0] * base.a, b=more[1] * base.b)
     if math.isfinite(way.alone_ms):
         alone = min(alone, int(of_unit.tokens_in(way.alone_ms / base.scheme.pp)))
-    heads = _HEADS[base_model(cell.model)] // base.uniform.tp
+    heads = setting.of_model.published.heads // base.uniform.tp
     for degree in way.degrees:
         scheme = ParallelScheme(base.uniform.tp, base.scheme.pp, degree)
         a, b, c = more[0] * base.a / degree, more[1] * base.b / degree, more[2] * base.c
         if way.zero_3 and not way.hidden_gathers:
-            c = ZERO_3_MS[base_model(cell.model)] / base.scheme.pp
+            c = setting.of_model.published.zero_3_ms / base.scheme.pp
         kind = "Ulysses" if way.ulysses else "a ring"
         how = [f"{kind} of {degree}"] * (degree > 1) + ["all layers computed again"] * way.checkpointing
         derived = _from(base, " and ".join(how)) if how else base.derived
         known = base.max_length, base.util_length, base.shares, derived
         if not way.ulysses and degree > 1:
-            ring = _ring_ms(cell, base, degree)
+            ring = _ring_ms(setting, base, degree)
             yield WaitingCost(scheme, a, b, c, *known, message=ring, alone=max(0, alone) if way.by_length else 0)
             continue
-        if degree > heads or (heads % degree and not _shares_queries(cell, scheme)):
+        if degree > heads or (heads % degree and not _shares_queries(setting, scheme)):
             continue
         if not way.overlapped or degree == 1:
-            yield SchemeCost(scheme, a, b + _all_to_all_ms(cell, base, degree, degree), c, *known)
+            yield SchemeCost(scheme, a, b + _all_to_all_ms(setting, base, degree, degree), c, *known)
             continue
-        tokens = cell.tokens * base.uniform.tp / cell.gpus  # of a rank in the step
+        tokens = setting.tokens * base.uniform.tp / setting.gpus  # of a rank in the step
         tokens = int(tokens / math.ceil(tokens / max(1, alone)))
-        yield _overlapping(cell, base, SchemeCost(scheme, a, b, c, *known), tokens)
+        yield _overlapping(setting, base, SchemeCost(scheme, a, b, c, *known), tokens)
 
 
-def _shares_queries(cell: Cell, scheme: ParallelScheme) -> bool:
+def _shares_queries(setting: Setting, scheme: ParallelScheme) -> bool:
     """Whether whole nodes share the queries of a pipeline's one stage, and their ranks the heads."""
-    every = _HEADS[base_model(cell.model)]
+    every = setting.of_model.published.heads
     near = near_ranks(scheme.sp, scheme.tp, NODE)
-    parts = head_parts(scheme.sp, every, max(1, round(cell.keys * every)), scheme.tp, near=near)
+    parts = head_parts(scheme.sp, every, max(1, round(setting.keys * every)), scheme.tp, near=near)
     return scheme.pp == 1 and 0 < near == parts
 
 
-def _overlapping(cell: Cell, base: SchemeCost, cost: SchemeCost, tokens: int) -> WaitingCost:
+def _overlapping(setting: Setting, base: SchemeCost, cost: SchemeCost, tokens: int) -> WaitingCost:
     """What ours pays besides for a scheme, in which a rank has so many tokens at once."""
     scheme = cost.uniform
-    every, tp, degree = _HEADS[base_model(cell.model)], scheme.tp, scheme.sp
-    of_keys = max(1, round(cell.keys * every))
-    near, k = near_ranks(degree, tp, NODE), _constants(cell.model)
+    every, tp, degree = setting.of_model.published.heads, scheme.tp, scheme.sp
+    of_keys = max(1, round(setting.keys * every))
+    near, k = near_ranks(degree, tp, NODE), setting.of_model.shape
 
     def shared_by(ranks: int) -> tuple[int, int]:
         """Heads and key heads of a rank where so many share them."""
@@ -182,14 +169,14 @@ def _overlapping(cell: Cell, base: SchemeCost, cost: SchemeCost, tokens: int) ->
     def one_hop() -> WaitingCost:
         own, of_rank = shared_by(degree)
         return WaitingCost(
-            *fields_of(cost), message=_all_to_all_ms(cell, base, degree, degree), waits=waits_of(tokens, own, of_rank),
-            heads=own, kv_heads=of_rank,
+            *fields_of(cost), message=_all_to_all_ms(setting, base, degree, degree),
+            waits=waits_of(tokens, own, of_rank), heads=own, kv_heads=of_rank,
         )  # fmt: skip
 
     if not near:
         return one_hop()
     # A token's queries, there and their gradients back, from one rank to one.
-    between = 1e3 * 2 * _BYTES * k["hidden"] / (tp * near) * k["layers"] / scheme.pp / (1e9 * cell.between)
+    between = 1e3 * 2 * _BYTES * k.hidden / (tp * near) * k.layers / scheme.pp / (1e9 * setting.between)
 
     def two_hops(sharers: int, over_all: WaitingCost | None = None) -> WaitingCost:
         if sharers == degree > 2 * near:  # each rank sends to those of several nodes at once
@@ -197,8 +184,8 @@ def _overlapping(cell: Cell, base: SchemeCost, cost: SchemeCost, tokens: int) ->
         own, of_rank = shared_by(sharers)
         return TwoHopCost(
             *fields_of(cost), heads=own, kv_heads=of_rank, nodes=degree // near, by_heads=sharers == degree,
-            inside=_all_to_all_ms(cell, base, degree, near, copies=sharers), between=between,
-            keys=max(cell.keys, min(1.0, tp * sharers / every)), over_all=over_all,
+            inside=_all_to_all_ms(setting, base, degree, near, copies=sharers), between=between,
+            keys=max(setting.keys, min(1.0, tp * sharers / every)), over_all=over_all,
         )  # fmt: skip
 
     frugal, not_frugal = (head_parts(degree, every, of_keys, tp, near=near, sliced=one) for one in (True, False))
@@ -221,31 +208,31 @@ def _kept(cost: SchemeCost, way: Way) -> float:
     return cost.shares.recomputed if way.checkpointing and cost.shares is not None else 1.0
 
 
-def _ring_ms(cell: Cell, base: SchemeCost, degree: int) -> float:
+def _ring_ms(setting: Setting, base: SchemeCost, degree: int) -> float:
     """What the ring takes for a token of a sequence on one stage, in ms: its slowest hop decides."""
-    k, tp = _constants(cell.model), base.uniform.tp
-    of_layer = cell.keys * _RING * _BYTES * k["hidden"] / tp * (degree - 1) / degree
-    rate = inside_of(cell.model).bytes_per_s if tp * degree <= NODE else 1e9 * cell.between
-    return 1e3 * of_layer * k["layers"] / base.scheme.pp / rate
+    k, tp = setting.of_model.shape, base.uniform.tp
+    of_layer = setting.keys * _RING * _BYTES * k.hidden / tp * (degree - 1) / degree
+    rate = setting.of_model.inside.bytes_per_s if tp * degree <= NODE else 1e9 * setting.between
+    return 1e3 * of_layer * k.layers / base.scheme.pp / rate
 
 
-def _all_to_all_ms(cell: Cell, base: SchemeCost, degree: int, sharers: int, copies: int = 0) -> float:
+def _all_to_all_ms(setting: Setting, base: SchemeCost, degree: int, sharers: int, copies: int = 0) -> float:
     """What the all-to-alls of a token take one stage, in ms, where so many of its ranks share the heads; ranks that
     share a head of keys all receive it: the sharers, or so many as `copies` says."""
     if sharers == 1:
         return 0.0
-    k, tp = _constants(cell.model), base.uniform.tp
+    k, tp = setting.of_model.shape, base.uniform.tp
     # Where TP groups fill nodes, as large a part of the bytes leaves the node as with Ulysses over TP * degree GPUs.
     across = sharers if tp * sharers <= NODE else tp * sharers
-    keys = min(1.0, max(cell.keys, tp * (copies or sharers) / _HEADS[base_model(cell.model)]))
-    of_layer = (0.5 + 0.5 * keys) * _TENSORS * _BYTES * k["hidden"] / (tp * degree)
+    keys = min(1.0, max(setting.keys, tp * (copies or sharers) / setting.of_model.published.heads))
+    of_layer = (0.5 + 0.5 * keys) * _TENSORS * _BYTES * k.hidden / (tp * degree)
     gpus, rate = next(row for row in sorted(ALL_TO_ALL.items()) if row[0] >= min(across, max(ALL_TO_ALL)))
     rate *= (
-        cell.between * 1e9 / BETWEEN.bytes_per_s
+        setting.between * 1e9 / BETWEEN.bytes_per_s
         if gpus > NODE
-        else (inside_of(cell.model).bytes_per_s / INSIDE.bytes_per_s)
+        else (setting.of_model.inside.bytes_per_s / INSIDE.bytes_per_s)
     )
-    return 1e3 * of_layer * k["layers"] / base.scheme.pp / (1e9 * rate)
+    return 1e3 * of_layer * k.layers / base.scheme.pp / (1e9 * rate)
 
 
 def with_keys(cost: SchemeCost, keys: float) -> SchemeCost:
@@ -256,30 +243,18 @@ def with_keys(cost: SchemeCost, keys: float) -> SchemeCost:
     return replace(cost, shares=replace(cost.shares, context=keys * cost.shares.context))
 
 
-def _limited(costs: Iterable[SchemeCost], model: str, gpus: int, way: Way, found: CostTable) -> Iterator[SchemeCost]:
+def _limited(costs: Iterable[SchemeCost], setting: Setting, way: Way) -> Iterator[SchemeCost]:
     """The schemes that hold something, with the tokens that they hold."""
-    activations: dict[str, float] = _constants(model)["activation_bytes"]  # type: ignore[assignment]
+    model = setting.of_model
     for cost in costs:
         kept = _kept(cost, way)
         if isinstance(cost, TwoHopCost) and not cost.by_heads and cost.over_all is None:
             # Nodes keep keys and values of all, and the first one more queries and outputs than it holds tokens.
             more = math.sqrt(cost.nodes) - 1.0 + cost.keys * (cost.nodes - 1)
-            kept += 2 * _BYTES * more / activations[str(cost.uniform.tp)]
-        most = max_length(model, gpus, cost.uniform, kept=kept, zero_3=way.zero_3)
+            kept += 2 * _BYTES * more / model.sizes.activations[cost.uniform.tp]
+        most = model.max_length(setting.gpus, cost.uniform, kept=kept, zero_3=way.zero_3)
         if most >= 1:
             yield replace(cost, max_length=most, util_length=min(cost.util_length, most))
-
-
-def max_length(model: str, gpus: int, scheme: ParallelScheme, *, kept: float = 1.0, zero_3: bool = False) -> int:
-    """MaxLen in tokens by appendix C.1; `kept`: share of the activations. 0 or less where states do not fit."""
-    k = _constants(model)
-    activations: dict[str, float] = k["activation_bytes"]  # type: ignore[assignment]
-    device = k["device_bytes"] - k["safe_bytes"] - k["gap_bytes"]
-    memory = MemoryModel(
-        int(k["hidden"]), int(k["layers"]), int(k["vocab"]), device, gpus, kept * activations[str(scheme.tp)],
-        k["state_bytes"], 1.0 if zero_3 else k["sharded_share"],
-    )  # fmt: skip
-    return memory.max_length(scheme)
 
 
 def powers_of_two(most: int) -> tuple[int, ...]:
@@ -287,8 +262,9 @@ def powers_of_two(most: int) -> tuple[int, ...]:
     return tuple(1 << n for n in range(most.bit_length()) if 1 << n <= most)
 
 
-def cluster_of(cell: Cell, table: CostTable) -> SimulatedJob:
-    """The cell's model and GPUs, with these costs and the links that all systems are simulated with."""
-    found = replace(found_of(cell.model), table=table)
-    links = LinkModel(NODE, inside_of(cell.model), BETWEEN._replace(bytes_per_s=1e9 * cell.between))
-    return shipped_cluster(f"a800-{base_model(cell.model)}", found, links, cell.gpus)
+def cluster_of(setting: Setting, table: CostTable) -> SimulatedJob:
+    """The job's model and GPUs, with these costs and the links that all systems are simulated with."""
+    model = setting.of_model
+    links = LinkModel(NODE, model.inside, BETWEEN._replace(bytes_per_s=1e9 * setting.between))
+    found = replace(model.found, table=table)
+    return SimulatedJob(llama_plan(model.shape), model.shape.hidden, found, links, setting.gpus)

@@ -1,4 +1,4 @@
-"""Dynamic context parallelism as Megatron-Core's schedulers really make it: a cell in, what its steps take out.
+"""Dynamic context parallelism as Megatron-Core's schedulers really make it: a job in, what its steps take out.
 
 Beside the idealised systems of `groups`, whose groups form without a wait. Units, checkpointing and the most tokens of
 a sequence on a unit are the best in hindsight. Computing and rings cost what they do there, but each sequence that
@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from benchmarks.rivals.dynamic_cp import Turn, balanced_turns, packed_turns
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
+from ds_hydra.rivals.costs import Way, cluster_of, measured, powers_of_two, table_of
+from ds_hydra.rivals.dynamic_cp import Turn, balanced_turns, packed_turns
+from ds_hydra.rivals.hindsight import Lengths
+from ds_hydra.rivals.setting import Setting
 from ds_hydra.simulate.exposed import exposed_ms
 from ds_hydra.zero_hetero.errors import PlanError
-from tools.systems.cells import Cell
-from tools.systems.costs import Way, cluster_of, measured, powers_of_two, table_of
-from tools.systems.hindsight import Lengths
 
 _SCREENED, _FINALISTS = 4, 2  # batches on which all set-ups are compared; set-ups that are compared on all batches
 _PARTS = (1, 2, 4, 8)  # of MaxLen: the most tokens of a sequence on a unit
@@ -101,38 +101,38 @@ class Made(NamedTuple):
         return statistics.fmean(1.0 - statistics.fmean(one.busy) / one.ms for one in self.ran)
 
 
-def as_made(cell: Cell, batches: Sequence[Lengths], name: str) -> Made:
+def as_made(setting: Setting, batches: Sequence[Lengths], name: str) -> Made:
     """A scheduler's steps with the best of all set-ups. PlanError where none holds all batches."""
     run, order = AS_MADE[name], sorted(range(len(batches)), key=lambda step: -max(batches[step]))
     few = [order[round(at * (len(order) - 1) / (_SCREENED - 1))] for at in range(_SCREENED)]
     ranked: list[tuple[float, int, Units]] = []
-    for number, units in enumerate(_set_ups(cell, pipelines=run is Units.packed)):
+    for number, units in enumerate(_set_ups(setting, pipelines=run is Units.packed)):
         try:
             ranked.append((sum(run(units, batches[step]).ms for step in few), number, units))
         except PlanError:
             continue
     found: list[Made] = []
     for _, _, units in sorted(ranked, key=lambda row: row[:2])[:_FINALISTS]:
-        job, layout = cluster_of(cell, units.table), StrategyShape.of([units.unit] * units.count)
-        exposed = exposed_ms(job, layout, cell.tokens)
+        job, layout = cluster_of(setting, units.table), StrategyShape.of([units.unit] * units.count)
+        exposed = exposed_ms(job, layout, setting.tokens)
         found.append(Made(units, tuple(run(units, batch) for batch in batches), exposed))
     if not found:
-        raise PlanError(f"no units of {cell} hold all batches")
+        raise PlanError(f"no units of {setting} hold all batches")
     return min(found, key=lambda made: sum(one.ms for one in made.ran) + len(made.ran) * made.exposed_ms)
 
 
-def _set_ups(cell: Cell, *, pipelines: bool) -> Iterator[Units]:
+def _set_ups(setting: Setting, *, pipelines: bool) -> Iterator[Units]:
     """All units that the context fits; of several stages only where `pipelines` are allowed."""
-    all_units = {cell.gpus // scheme.num_ranks for scheme in measured(cell.model, cell.gpus).schemes}
-    degrees = tuple(sorted({*powers_of_two(cell.gpus), *all_units}))
+    all_units = {setting.gpus // scheme.num_ranks for scheme in measured(setting).schemes}
+    degrees = tuple(sorted({*powers_of_two(setting.gpus), *all_units}))
     for checkpointing in (False, True):
-        table = table_of(cell, Way(degrees, checkpointing=checkpointing))
+        table = table_of(setting, Way(degrees, checkpointing=checkpointing))
         for scheme in table.schemes:
             assert isinstance(scheme, ParallelScheme), "the tables have no others"
-            count = cell.gpus // scheme.num_ranks
-            if scheme.sp > 1 or cell.gpus % scheme.num_ranks or (scheme.pp > 1 and not pipelines):
+            count = setting.gpus // scheme.num_ranks
+            if scheme.sp > 1 or setting.gpus % scheme.num_ranks or (scheme.pp > 1 and not pipelines):
                 continue
             for part in _PARTS:
                 most = int(table[scheme].max_length) // part
-                if most * (1 << (count.bit_length() - 1)) >= cell.context:
+                if most * (1 << (count.bit_length() - 1)) >= setting.context:
                     yield Units(scheme, count, most, checkpointing, table)

@@ -6,10 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-from benchmarks.rivals.hydraulis import HydraulisPlanner
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.plan.step_plan import StepPlan
-from ds_hydra.planner import PhasedPlanner, Planner
 from ds_hydra.zero_hetero.errors import PlanError
 
 Lengths = Sequence[int]
@@ -22,6 +20,12 @@ class StepMs(Protocol):
     def __call__(self, plan: StepPlan, table: CostTable) -> float: ...
 
 
+class PlansSteps(Protocol):
+    """Plans steps, as `Planner` does."""
+
+    def plan(self, step: int, sequence_ids: Sequence[int], lengths: Sequence[int]) -> StepPlan: ...
+
+
 class Configuration(NamedTuple):
     """One way to set a system up: a text for readers, its costs, and how it plans a step of these lengths."""
 
@@ -30,7 +34,7 @@ class Configuration(NamedTuple):
     plan: PlanStep
 
 
-def planned_by(text: str, table: CostTable, planner: Planner | PhasedPlanner | HydraulisPlanner) -> Configuration:
+def planned_by(text: str, table: CostTable, planner: PlansSteps) -> Configuration:
     """A configuration whose steps such a planner plans."""
     return Configuration(text, table, lambda step, lengths: planner.plan(step, range(len(lengths)), lengths))
 

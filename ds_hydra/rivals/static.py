@@ -16,34 +16,34 @@ from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner import Planner, PlannerOptions
 from ds_hydra.planner.fixed_layout import packed, packed_in_turn, step_plan
-from tools.systems.cells import Cell
-from tools.systems.costs import Way, powers_of_two, table_of
-from tools.systems.hindsight import Configuration, PlanStep, planned_by
+from ds_hydra.rivals.costs import Way, powers_of_two, table_of
+from ds_hydra.rivals.hindsight import Configuration, PlanStep, planned_by
+from ds_hydra.rivals.setting import Setting
 
 OPTIONS = PlannerOptions(kernels="compiled", no_slices="other systems run whole sequences", layers=0)
 
 
-def megatron(cell: Cell, ways: Iterable[Way] | None = None) -> Iterator[Configuration]:
+def megatron(setting: Setting, ways: Iterable[Way] | None = None) -> Iterator[Configuration]:
     """Megatron-LM: TP, PP and CP, with and without checkpointing, or what `ways` say.
 
     Sequences are packed first fit decreasing to the context, or to all that memory holds, and the packs dealt out in
     turn (Hydraulis, section 8.4: "max-length packing and even dispatching").
     """
-    return _packed_full(cell, _with_checkpointing(Way(powers_of_two(cell.gpus))) if ways is None else ways)
+    return _packed_full(setting, _with_checkpointing(Way(powers_of_two(setting.gpus))) if ways is None else ways)
 
 
-def deepspeed(cell: Cell) -> Iterator[Configuration]:
+def deepspeed(setting: Setting) -> Iterator[Configuration]:
     """DeepSpeed: Ulysses and ZeRO-3, with and without checkpointing; packed and dealt out as Megatron-LM's batches."""
-    return _packed_full(cell, _ulysses_ways(cell))
+    return _packed_full(setting, _ulysses_ways(setting))
 
 
-def batch_rebalance(cell: Cell) -> Iterator[Configuration]:
+def batch_rebalance(setting: Setting) -> Iterator[Configuration]:
     """Hugging Face's `batch_rebalance` (transformers, pull request 47340) over DeepSpeed's layouts.
 
     A step's sequences are dealt so that all data parallel ranks get equal work, and packed to what memory holds; its
     sampler pads and balances tokens, this one balances times and packs, which is better.
     """
-    for text, table, cost, strategy in _layouts(cell, _ulysses_ways(cell)):
+    for text, table, cost, strategy in _layouts(setting, _ulysses_ways(setting)):
         yield Configuration(text, table, _rebalanced(strategy, cost, table))
 
 
@@ -52,8 +52,8 @@ def with_our_assignment(strategy: StrategyShape, table: CostTable) -> Configurat
     return planned_by(str(strategy), table, Planner(table, [strategy], OPTIONS))
 
 
-def _ulysses_ways(cell: Cell) -> Iterator[Way]:
-    return _with_checkpointing(Way(powers_of_two(cell.gpus), ulysses=True, zero_3=True))
+def _ulysses_ways(setting: Setting) -> Iterator[Way]:
+    return _with_checkpointing(Way(powers_of_two(setting.gpus), ulysses=True, zero_3=True))
 
 
 def _with_checkpointing(way: Way) -> Iterator[Way]:
@@ -62,25 +62,25 @@ def _with_checkpointing(way: Way) -> Iterator[Way]:
     yield replace(way, checkpointing=True)
 
 
-def _layouts(cell: Cell, ways: Iterable[Way]) -> Iterator[tuple[str, CostTable, SchemeCost, StrategyShape]]:
+def _layouts(setting: Setting, ways: Iterable[Way]) -> Iterator[tuple[str, CostTable, SchemeCost, StrategyShape]]:
     """(text, table, costs, strategy) of every scheme that divides the GPUs and holds the context."""
     for way in ways:
-        table = table_of(cell, way)
+        table = table_of(setting, way)
         for cost in table.costs:
             scheme = cost.uniform
             # ZeRO-3 stands instead of TP and PP; TP reaches out of a node only where it fills several.
             if way.zero_3 and (scheme.tp, scheme.pp) != (1, 1):
                 continue
-            if cell.gpus % scheme.num_ranks or cost.max_length < cell.context:
+            if setting.gpus % scheme.num_ranks or cost.max_length < setting.context:
                 continue
-            strategy = StrategyShape.of([scheme] * (cell.gpus // scheme.num_ranks))
+            strategy = StrategyShape.of([scheme] * (setting.gpus // scheme.num_ranks))
             yield f"{strategy}{' AC' if way.checkpointing else ''}", table, cost, strategy
 
 
-def _packed_full(cell: Cell, ways: Iterable[Way]) -> Iterator[Configuration]:
+def _packed_full(setting: Setting, ways: Iterable[Way]) -> Iterator[Configuration]:
     """Every layout with sequences packed to the context, and to all that memory holds, and dealt out in turn."""
-    for text, table, cost, strategy in _layouts(cell, ways):
-        for capacity in sorted({cell.context, cost.max_length}):
+    for text, table, cost, strategy in _layouts(setting, ways):
+        for capacity in sorted({setting.context, cost.max_length}):
             plan = partial(packed_in_turn, strategy=strategy, table=table, capacity=capacity)
             yield Configuration(f"{text}, packed to {capacity}", table, plan)
 
