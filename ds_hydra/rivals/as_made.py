@@ -1,6 +1,6 @@
 """Dynamic context parallelism as Megatron-Core's schedulers really make it: a job in, what its steps take out.
 
-Beside the idealised systems of `groups`, whose groups form without a wait. Units, checkpointing and the most tokens of
+Beside the idealised systems of `groups`, whose groups form without a wait. Units, recomputation and the most tokens of
 a sequence on a unit are the best in hindsight. Computing and rings cost what they do there, but each sequence that
 several units share pays for its ring. Pulls and pushes are those of the same units without groups. Pure: torch comes
 with Megatron-Core when it is used.
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
-from ds_hydra.rivals.costs import Way, cluster_of, measured, powers_of_two, table_of
+from ds_hydra.rivals.costs import Recomputed, Way, cluster_of, measured, powers_of_two, table_of
 from ds_hydra.rivals.dynamic_cp import Turn, balanced_turns, packed_turns
 from ds_hydra.rivals.hindsight import Lengths
 from ds_hydra.rivals.setting import Setting
@@ -40,11 +40,11 @@ class Units:
     unit: ParallelScheme
     count: int
     most: int
-    checkpointing: bool
+    again: Recomputed
     table: CostTable
 
     def __str__(self) -> str:
-        return f"{self.count}*{self.unit}{' AC' if self.checkpointing else ''}, {self.most} tokens of a sequence"
+        return f"{self.count}*{self.unit}{self.again.value}, {self.most} tokens of a sequence"
 
     def ms(self, units: int, lengths: Lengths) -> float:
         """One micro-batch of a group of so many units."""
@@ -125,8 +125,8 @@ def _set_ups(setting: Setting, *, pipelines: bool) -> Iterator[Units]:
     """All units that the context fits; of several stages only where `pipelines` are allowed."""
     all_units = {setting.gpus // scheme.num_ranks for scheme in measured(setting).schemes}
     degrees = tuple(sorted({*powers_of_two(setting.gpus), *all_units}))
-    for checkpointing in (False, True):
-        table = table_of(setting, Way(degrees, checkpointing=checkpointing))
+    for again in Recomputed:
+        table = table_of(setting, Way(degrees, again=again))
         for scheme in table.schemes:
             assert isinstance(scheme, ParallelScheme), "the tables have no others"
             count = setting.gpus // scheme.num_ranks
@@ -135,4 +135,4 @@ def _set_ups(setting: Setting, *, pipelines: bool) -> Iterator[Units]:
             for part in _PARTS:
                 most = int(table[scheme].max_length) // part
                 if most * (1 << (count.bit_length() - 1)) >= setting.context:
-                    yield Units(scheme, count, most, checkpointing, table)
+                    yield Units(scheme, count, most, again, table)

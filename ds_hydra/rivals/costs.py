@@ -23,8 +23,11 @@ left out is left out in the rival's favour:
                     the node only [Note: rows over nodes]
   ZeRO-3            c is FlexSP's, 0.63 s (GPT 7B) and 2.79 s (30B) for each micro-batch, parameters' gathers included;
                     with `hidden_gathers` it is that of <TP, PP>, as if they took no time at all
-  checkpointing     all layers are computed again: the forward's share of T(l) more; of the activations a token keeps
-                    what `Shares.recomputed` says, and a layer's own while it is computed counts as nothing
+  recomputation     all layers are computed again: the forward's share of T(l) more; of the activations a token keeps
+                    what `Shares.recomputed` says, and a layer's own while it is computed counts as nothing. Or norms
+                    and the MLP's activation only: of 32 bytes a hidden unit and layer a token of a LLaMA keeps 22.7,
+                    two inputs of matrix products (4) and the MLP's inner one (5.4) less, for 4 % more of b, an
+                    assumption in the rival's favour
 """
 
 from __future__ import annotations
@@ -32,11 +35,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import lru_cache
 
 import numpy as np
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.costs.shares import Shares, Terms
 from ds_hydra.pipe.head_sharing import head_parts, near_ranks
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.rivals.setting import Setting
@@ -52,6 +57,25 @@ ALL_TO_ALL = {2: 119.54, 4: 104.07, 8: 96.5, 16: 20.01, 32: 10.53, 64: 7.77}
 _RING = 6  # keys and values forward, again backward, and their gradients
 _TENSORS = 8  # queries, keys, values and outputs, forward and backward
 _BYTES = 2  # BF16
+_SOME_KEPT, _SOME_AGAIN = 22.7 / 32, 1.04  # where norms and the MLP's activation are computed again
+
+
+class Recomputed(Enum):
+    """What the backward computes again; the value is what texts of set-ups say."""
+
+    NOTHING = ""
+    SOME = " selective AC"
+    ALL = " AC"
+
+    def kept(self, shares: Shares) -> float:
+        """Share of the activations that stays until the backward."""
+        return {Recomputed.NOTHING: 1.0, Recomputed.SOME: _SOME_KEPT, Recomputed.ALL: shares.recomputed}[self]
+
+    def times(self, shares: Shares) -> Terms:
+        """How many times a, b and c it takes."""
+        if self is Recomputed.ALL:
+            return Terms(*(1.0 + share for share in shares.forward))
+        return Terms(1.0, _SOME_AGAIN if self is Recomputed.SOME else 1.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -65,7 +89,7 @@ class Way:
     alone_ms: float = math.inf  # so much time
     zero_3: bool = False
     hidden_gathers: bool = False
-    checkpointing: bool = False
+    again: Recomputed = Recomputed.NOTHING
     stages: tuple[int, ...] = ()  # further numbers of stages
 
 
@@ -117,20 +141,20 @@ def _shared(setting: Setting, base: SchemeCost, way: Way) -> Iterator[SchemeCost
     shares = base.shares
     assert shares is not None, "the tables have shares"
     base = with_keys(base, setting.keys)
-    more = (1.0 + shares.forward.a, 1.0 + shares.forward.b, 1.0 + shares.forward.c) if way.checkpointing else (1, 1, 1)
+    more = way.again.times(shares)
     unit = ParallelScheme(base.uniform.tp, base.scheme.pp)
-    alone = setting.of_model.max_length(setting.gpus, unit, kept=_kept(base, way))
-    of_unit = replace(base, a=more[0] * base.a, b=more[1] * base.b)
+    alone = setting.of_model.max_length(setting.gpus, unit, kept=way.again.kept(shares))
+    of_unit = replace(base, a=more.a * base.a, b=more.b * base.b)
     if math.isfinite(way.alone_ms):
         alone = min(alone, int(of_unit.tokens_in(way.alone_ms / base.scheme.pp)))
     heads = setting.of_model.published.heads // base.uniform.tp
     for degree in way.degrees:
         scheme = ParallelScheme(base.uniform.tp, base.scheme.pp, degree)
-        a, b, c = more[0] * base.a / degree, more[1] * base.b / degree, more[2] * base.c
+        a, b, c = more.a * base.a / degree, more.b * base.b / degree, more.c * base.c
         if way.zero_3 and not way.hidden_gathers:
             c = setting.of_model.published.zero_3_ms / base.scheme.pp
         kind = "Ulysses" if way.ulysses else "a ring"
-        how = [f"{kind} of {degree}"] * (degree > 1) + ["all layers computed again"] * way.checkpointing
+        how = [f"{kind} of {degree}"] * (degree > 1) + [f"with{way.again.value}"] * bool(way.again.value)
         derived = _from(base, " and ".join(how)) if how else base.derived
         known = base.max_length, base.util_length, base.shares, derived
         if not way.ulysses and degree > 1:
@@ -203,11 +227,6 @@ def averaged(cost: SchemeCost, lengths: Sequence[int]) -> SchemeCost:
     return replace(alone, b=alone.b + waits, derived=f"{cost.derived}, waits for messages in b")
 
 
-def _kept(cost: SchemeCost, way: Way) -> float:
-    """Share of the activations that stays until the backward."""
-    return cost.shares.recomputed if way.checkpointing and cost.shares is not None else 1.0
-
-
 def _ring_ms(setting: Setting, base: SchemeCost, degree: int) -> float:
     """What the ring takes for a token of a sequence on one stage, in ms: its slowest hop decides."""
     k, tp = setting.of_model.shape, base.uniform.tp
@@ -247,7 +266,8 @@ def _limited(costs: Iterable[SchemeCost], setting: Setting, way: Way) -> Iterato
     """The schemes that hold something, with the tokens that they hold."""
     model = setting.of_model
     for cost in costs:
-        kept = _kept(cost, way)
+        assert cost.shares is not None, "the tables have shares"
+        kept = way.again.kept(cost.shares)
         if isinstance(cost, TwoHopCost) and not cost.by_heads and cost.over_all is None:
             # Nodes keep keys and values of all, and the first one more queries and outputs than it holds tokens.
             more = math.sqrt(cost.nodes) - 1.0 + cost.keys * (cost.nodes - 1)

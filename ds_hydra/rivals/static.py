@@ -1,4 +1,4 @@
-"""Systems of one layout for all steps: Megatron-LM, DeepSpeed, Hugging Face; and the same layouts with our assignment.
+"""Systems of one layout for all steps: Megatron-LM, DeepSpeed, Hugging Face; such layouts with our assignment.
 
 Every layout is one scheme on as many pipelines as the GPUs hold, and must hold a sequence of the whole context, as a
 job that is set up before its data is seen must.
@@ -16,7 +16,7 @@ from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner import Planner, PlannerOptions
 from ds_hydra.planner.fixed_layout import packed, packed_in_turn, step_plan
-from ds_hydra.rivals.costs import Way, powers_of_two, table_of
+from ds_hydra.rivals.costs import Recomputed, Way, powers_of_two, table_of
 from ds_hydra.rivals.hindsight import Configuration, PlanStep, planned_by
 from ds_hydra.rivals.setting import Setting
 
@@ -24,16 +24,17 @@ OPTIONS = PlannerOptions(kernels="compiled", no_slices="other systems run whole 
 
 
 def megatron(setting: Setting, ways: Iterable[Way] | None = None) -> Iterator[Configuration]:
-    """Megatron-LM: TP, PP and CP, with and without checkpointing, or what `ways` say.
+    """Megatron-LM: TP, PP and CP by rings or all-to-alls, with any recomputation, or what `ways` say.
 
-    Sequences are packed first fit decreasing to the context, or to all that memory holds, and the packs dealt out in
-    turn (Hydraulis, section 8.4: "max-length packing and even dispatching").
+    Its all-to-alls (`cp_comm_type` "a2a") are Ulysses, which nothing hides. Sequences are packed first fit decreasing
+    to the context, or to all that memory holds, and the packs dealt out in turn (Hydraulis, section 8.4: "max-length
+    packing and even dispatching").
     """
-    return _packed_full(setting, _with_checkpointing(Way(powers_of_two(setting.gpus))) if ways is None else ways)
+    return _packed_full(setting, _megatron_ways(setting) if ways is None else ways)
 
 
 def deepspeed(setting: Setting) -> Iterator[Configuration]:
-    """DeepSpeed: Ulysses and ZeRO-3, with and without checkpointing; packed and dealt out as Megatron-LM's batches."""
+    """DeepSpeed: Ulysses and ZeRO-3, with any recomputation; packed and dealt out as Megatron-LM's batches."""
     return _packed_full(setting, _ulysses_ways(setting))
 
 
@@ -52,18 +53,30 @@ def with_our_assignment(strategy: StrategyShape, table: CostTable) -> Configurat
     return planned_by(str(strategy), table, Planner(table, [strategy], OPTIONS))
 
 
+def balanced(setting: Setting) -> Iterator[Configuration]:
+    """Every layout of Megatron-LM's kinds, with our assignment: none of them need be the best where packs are dealt out
+    in turn."""
+    for text, table, _, strategy in _layouts(setting, _megatron_ways(setting)):
+        yield with_our_assignment(strategy, table)._replace(text=text)
+
+
+def _megatron_ways(setting: Setting) -> Iterator[Way]:
+    for ulysses in (False, True):
+        yield from _with_recomputation(Way(powers_of_two(setting.gpus), ulysses=ulysses))
+
+
 def _ulysses_ways(setting: Setting) -> Iterator[Way]:
-    return _with_checkpointing(Way(powers_of_two(setting.gpus), ulysses=True, zero_3=True))
+    return _with_recomputation(Way(powers_of_two(setting.gpus), ulysses=True, zero_3=True))
 
 
-def _with_checkpointing(way: Way) -> Iterator[Way]:
-    """A way, and the same with checkpointing."""
-    yield way
-    yield replace(way, checkpointing=True)
+def _with_recomputation(way: Way) -> Iterator[Way]:
+    """A way with nothing computed again, and with all that may be."""
+    return (replace(way, again=again) for again in Recomputed)
 
 
 def _layouts(setting: Setting, ways: Iterable[Way]) -> Iterator[tuple[str, CostTable, SchemeCost, StrategyShape]]:
-    """(text, table, costs, strategy) of every scheme that divides the GPUs and holds the context."""
+    """(text, table, costs, strategy) of every scheme that divides the GPUs and holds the context, each once."""
+    known: set[tuple[StrategyShape, Way]] = set()
     for way in ways:
         table = table_of(setting, way)
         for cost in table.costs:
@@ -74,7 +87,13 @@ def _layouts(setting: Setting, ways: Iterable[Way]) -> Iterator[tuple[str, CostT
             if setting.gpus % scheme.num_ranks or cost.max_length < setting.context:
                 continue
             strategy = StrategyShape.of([scheme] * (setting.gpus // scheme.num_ranks))
-            yield f"{strategy}{' AC' if way.checkpointing else ''}", table, cost, strategy
+            # Where nobody shares a sequence it does not matter how that would be done.
+            shared = scheme.sp > 1
+            one = strategy, way if shared else replace(way, ulysses=way.zero_3)
+            if one not in known:
+                known.add(one)
+                how = f" {'Ulysses' if way.ulysses else 'ring'}" if shared else ""
+                yield f"{strategy}{how}{way.again.value}", table, cost, strategy
 
 
 def _packed_full(setting: Setting, ways: Iterable[Way]) -> Iterator[Configuration]:

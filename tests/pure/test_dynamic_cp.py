@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.rivals.as_made import AS_MADE, Units, as_made
+from ds_hydra.rivals.costs import Recomputed
 from ds_hydra.rivals.dynamic_cp import Group, Turn, balanced_turns, packed_turns
 from ds_hydra.zero_hetero.errors import PlanError
 from tools.systems.cells import Cell
@@ -68,7 +69,7 @@ def _units(count: int) -> Units:
     table = CostTable(
         tuple(SchemeCost(ParallelScheme(sp=n), a=0.0, b=1.0 / n, c=10.0, max_length=1000 * n) for n in (1, 2, 4))
     )
-    return Units(ParallelScheme(), count, 100, False, table)
+    return Units(ParallelScheme(), count, 100, Recomputed.NOTHING, table)
 
 
 def test_all_units_wait_after_a_turn_of_the_first_and_only_groups_for_their_members_under_the_second() -> None:

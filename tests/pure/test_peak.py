@@ -15,7 +15,7 @@ from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.peak import Peak, believed, peak_tflops, square_of
 from ds_hydra.costs.table_file import load_table, read_table_file, table_file_from_record
 from ds_hydra.pipe.shape import ParallelScheme
-from ds_hydra.rivals.costs import Way, table_of
+from ds_hydra.rivals.costs import Recomputed, Way, table_of
 from ds_hydra.zero_hetero.errors import ConfigError
 from tools.systems.cells import Cell
 
@@ -105,7 +105,7 @@ def test_no_shipped_or_derived_row_is_above_the_peak_and_each_says_where_it_is_f
     found = read_table_file(shipped(f"a800-{model}"))
     assert found.peak is not None
     degrees, cell = (1, 2, 4, 8, 16), Cell(model, 64, 131072, 800_000, "pretraining")
-    ways = [Way(degrees, ulysses=u, checkpointing=c, stages=(8, 16)) for u in (False, True) for c in (False, True)]
+    ways = [Way(degrees, ulysses=u, again=c, stages=(8, 16)) for u in (False, True) for c in Recomputed]
     for table, of in [(found.table, None), *((table_of(cell, way), way) for way in ways)]:
         for cost in table.costs:
             assert found.peak.tflops(square_of(cost)) <= found.peak.device_flops / 1e12, cost

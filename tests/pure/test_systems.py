@@ -18,9 +18,9 @@ from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner import PhasedPlanner, validate_plan
 from ds_hydra.planner.fixed_layout import in_turn, packed
 from ds_hydra.rivals.as_made import AS_MADE
-from ds_hydra.rivals.costs import Way, measured, table_of
+from ds_hydra.rivals.costs import Recomputed, Way, measured, table_of
 from ds_hydra.rivals.hindsight import Configuration, hindsight
-from ds_hydra.rivals.static import OPTIONS, by_load
+from ds_hydra.rivals.static import OPTIONS, balanced, by_load
 from ds_hydra.rivals.waits import TwoHopCost, WaitingCost, waits_of
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tools import aims, bench_spaces
@@ -98,9 +98,12 @@ def test_derived_costs_favour_the_rival_by_no_more_than_what_is_said() -> None:
     # Its ranks have 500 tokens of this row, too few for more than one group: nothing overlaps.
     alone = ours.in_rows.load_ms([1000]) - ours.without_waits.load_ms([1000])
     assert alone == pytest.approx(1000 * messages)
-    again = table_of(FLAGSHIP, Way((1,), checkpointing=True))[ParallelScheme(8)]
+    again = table_of(FLAGSHIP, Way((1,), again=Recomputed.ALL))[ParallelScheme(8)]
     assert again.a == pytest.approx(base.a * 4 / 3)
     assert 5 < again.max_length / base.max_length < 6
+    some = table_of(FLAGSHIP, Way((1,), again=Recomputed.SOME))[ParallelScheme(8)]
+    assert (some.a, some.b / base.b, some.c) == pytest.approx((base.a, 1.04, base.c))
+    assert some.max_length / base.max_length == pytest.approx(32 / 22.7, rel=1e-3)
 
 
 @pytest.mark.parametrize(("tokens", "heads", "kv_heads"), [(400, 8, 8), (2048, 8, 8), (2600, 8, 8), (9000, 16, 16),
@@ -313,3 +316,9 @@ def test_times_are_those_of_the_simulator_with_pulls_and_pushes() -> None:
     configuration = next(RIVALS["Megatron-LM"](CELL, BATCHES))
     plan = configuration.plan(0, BATCHES[0])
     assert Simulators(CELL).ms(plan, configuration.table) > plan.predicted_ms
+
+
+def test_fixed_layouts_have_rings_and_all_to_alls_once_each_with_any_recomputation() -> None:
+    texts = [one.text for one in balanced(CELL)]
+    assert len(texts) == len(set(texts))
+    assert {"4*tp2", "pp4sp2 ring", "pp4sp2 Ulysses selective AC", "pp4sp2 Ulysses AC"} <= set(texts), texts

@@ -22,7 +22,7 @@ from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.planner import Planner
 from ds_hydra.planner.proposal.propose import QUICK, propose_strategies
-from ds_hydra.rivals.costs import Way, powers_of_two, table_of
+from ds_hydra.rivals.costs import Recomputed, Way, powers_of_two, table_of
 from ds_hydra.rivals.hindsight import Configuration, Lengths, planned_by
 from ds_hydra.rivals.static import OPTIONS
 from ds_hydra.zero_hetero.errors import PlanError
@@ -45,13 +45,13 @@ def hybrid_data_parallel(cell: Cell, batches: Sequence[Lengths]) -> Iterator[Con
 
 
 def flexsp(cell: Cell) -> Iterator[Configuration]:
-    """FlexSP: Ulysses groups of different sizes in a step, with ZeRO-3, with and without checkpointing.
+    """FlexSP: Ulysses groups of different sizes in a step, with ZeRO-3, with any recomputation.
 
     Its solver has five seconds a step; here a proposal for the very batches that are reported and our search stand for
     it, which leave less to be gained.
     """
-    for checkpointing in (False, True):
-        way = Way(powers_of_two(cell.gpus), ulysses=True, zero_3=True, checkpointing=checkpointing)
+    for again in Recomputed:
+        way = Way(powers_of_two(cell.gpus), ulysses=True, zero_3=True, again=again)
         table = of_unit(table_of(cell, way), 1, 1)
         if table is None or table.max_length < cell.context:
             continue
@@ -60,13 +60,13 @@ def flexsp(cell: Cell) -> Iterator[Configuration]:
         shapes |= dict.fromkeys(
             propose_strategies(table, cell.gpus, cell.reported_lengths, cell.tokens, cell.context, effort=QUICK)
         )
-        yield planned(f"ulysses{' AC' if checkpointing else ''}", table, holding(shapes, table, cell.context))
+        yield planned(f"ulysses{again.value}", table, holding(shapes, table, cell.context))
 
 
 def _grouped(cell: Cell, degrees: tuple[int, ...], batches: Sequence[Lengths]) -> Iterator[Configuration]:
     least: Sequence[float] = [math.inf] * _LOOKED_AT  # what the best units so far take for each batch
-    for checkpointing in (False, True):
-        way = Way(degrees, by_length=True, checkpointing=checkpointing)
+    for again in Recomputed:
+        way = Way(degrees, by_length=True, again=again)
         for tp, pp in dict.fromkeys((scheme.tp, scheme.pp) for scheme in table_of(cell, way).schemes):
             found = _of_units(cell, way, tp, pp)
             taken: list[float] = []
@@ -87,7 +87,7 @@ def _of_units(cell: Cell, way: Way, tp: int, pp: int) -> Configuration | None:
         return None
     sizes = _spread([scheme.sp for scheme in own.schemes if scheme.sp <= count])
     shapes = holding(mixes_of_groups(count, ParallelScheme(tp, pp), sizes), own, cell.context)
-    return planned(f"{ParallelScheme(tp, pp)}{' AC' if way.checkpointing else ''}", own, shapes) if shapes else None
+    return planned(f"{ParallelScheme(tp, pp)}{way.again.value}", own, shapes) if shapes else None
 
 
 def _taken_ms(configuration: Configuration, batches: Sequence[Lengths], least: Sequence[float]) -> list[float]:
