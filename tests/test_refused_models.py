@@ -64,6 +64,21 @@ def view_of_parameter(model: Any) -> None:
     model.model.rows = model.model.embed_tokens.weight[3:5]
 
 
+def weight_of_another(model: Any) -> None:
+    """As scripts do that begin layer 1 as layer 0."""
+    model.model.layers[1].mlp.up_proj.weight = nn.Parameter(model.model.layers[0].mlp.up_proj.weight.data)
+
+
+def view_in_a_closure(model: Any) -> None:
+    rows = model.model.norm.weight.data[8:]
+    model.model.norm.register_forward_hook(lambda module, args, out: out * rows.mean())
+
+
+def norms_that_meet(model: Any) -> None:
+    both = torch.ones(2 * 64 - 1)
+    model.model.norm.weight, model.model.layers[2].input_layernorm.weight = map(nn.Parameter, (both[:64], both[63:]))
+
+
 def parallel_lists(model: Any) -> None:
     """Layers whose residual connection passes the next layer by."""
     first = model.model.layers[0]
@@ -133,7 +148,12 @@ WHOLE = [  # refused under every strategy
     (lambda: hard_model("masked language model"), r"BertSelfAttention is not causal .*is_decoder=True"),
     (lambda: hard("embeddings of another width (OPT-350m)", layerdrop=0.1), r"layerdrop 0\.1\).*set layerdrop to 0"),
     (lambda: llama(hook_by_global), r"forward hook 'hook' of model\.layers\.1\.mlp refers to .* by a global name"),
-    (lambda: llama(view_of_parameter), r"model\.rows is a view of one of the model's parameters.*in forward"),
+    (lambda: llama(view_of_parameter), r"embed_tokens\.weight and the attribute rows of model share memory.*forward"),
+    (lambda: llama(weight_of_another), r"layers\.0\.mlp\.up_proj\.weight and .*layers\.1\S* share memory.*one nn\.Par"),
+    (lambda: llama(lambda m: m.model.register_buffer("rows", m.lm_head.weight.data[3:5])), "lm_head.* and model.rows"),
+    (lambda: llama(view_in_a_closure), r"model\.norm\.weight and .*hook's of model\.norm's rows share memory"),
+    (lambda: llama(norms_that_meet), r"model\.norm\.weight and model\.layers\.2\.input_layernorm\.weight share memory"),
+    (lambda: llama(lambda m: setattr(m.model.norm, "weight", nn.Parameter(torch.ones(1).expand(64)))), "expanded view"),
     (lambda: llama(lambda m: setattr(m.model, "lock", threading.Lock())), r"attribute model\.lock .*cannot be copied"),
     (lambda: llama(lambda m: setattr(m, "lm_head", None)), "no language modelling head"),
     (lambda: llama(fewer_layers), r"no module list of the \d layers that its config says, .*model\.layers has 1"),

@@ -20,25 +20,35 @@ _DEPTH = 6  # in each other
 
 def state_of(held: Any, name: str) -> dict[str, Any]:
     """The plain values and tensors that it holds; tensors by how often they were written to."""
-    found: dict[str, Any] = {}
+    return {at: _version(value) for at, value in leaves_of(held, name)}
+
+
+def leaves_of(held: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """The plain values, tensors and iterators that it holds, and the numbers of entries of what holds them."""
+    count = 0
     seen: set[int] = set()
     left: list[tuple[str, Any, int]] = [(name, held, 0)]
-    while left and len(found) < _MOST:
+    while left and count < _MOST:
         name, value, depth = left.pop()
-        if value is None or isinstance(value, bool | int | float | complex | str | bytes):
-            found[name] = value
-        elif isinstance(value, Tensor):
-            found[name] = (id(value), value._version)
-        elif isinstance(value, np.ndarray):
-            found[name] = (id(value), value.tobytes() if value.nbytes <= 1 << 20 else float(value.ravel()[0]))
-        elif hasattr(type(value), "__next__") and not isinstance(value, IOBase):
-            found[name] = object()  # an iterator is there to be called, and what it gives next cannot be told
+        plain = value is None or isinstance(value, bool | int | float | complex | str | bytes | Tensor | np.ndarray)
+        if plain or (hasattr(type(value), "__next__") and not isinstance(value, IOBase)):
+            count += 1
+            yield name, value
         elif depth < _DEPTH and id(value) not in seen:
             seen.add(id(value))
             inside = list(_inside(value, name))
-            found[f"the number of entries of {name}"] = len(inside)
+            count += 1
+            yield f"the number of entries of {name}", len(inside)
             left += [(path, part, depth + 1) for path, part in inside]
-    return found
+
+
+def _version(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return id(value), value._version
+    if isinstance(value, np.ndarray):
+        return id(value), value.tobytes() if value.nbytes <= 1 << 20 else float(value.ravel()[0])
+    # An iterator is there to be called, and what it gives next cannot be told.
+    return object() if hasattr(type(value), "__next__") else value
 
 
 def _inside(value: Any, name: str) -> Iterator[tuple[str, Any]]:

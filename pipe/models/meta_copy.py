@@ -35,7 +35,9 @@ def copy_to_meta(model: Any) -> Any:
     for parameter in model.parameters():
         hollow = torch.empty_like(parameter, device="meta", requires_grad=False)
         memo[id(parameter)] = nn.Parameter(hollow, requires_grad=parameter.requires_grad)
-    memo |= _plain_copies(model, memo)
+    # Tensors with a history, such as what an old `weight_norm` leaves as `weight`, are not copied by Python's rules.
+    memo |= {id(value): value.detach().clone() for module in model.modules() for value in vars(module).values()
+             if isinstance(value, Tensor) and not value.is_leaf}  # fmt: skip
     # Most of a module's attributes are empty dictionaries of hooks, on which copying would spend most of its time.
     memo |= {id(value): OrderedDict() for module in model.modules() for value in vars(module).values()
              if type(value) is OrderedDict and not value}  # fmt: skip
@@ -65,23 +67,6 @@ def in_place_of(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
     for hook in (parameter._backward_hooks or {}).values():
         new.register_hook(hook)
     return new
-
-
-def _plain_copies(model: nn.Module, memo: dict[int, Any]) -> dict[int, Tensor]:
-    """Copies of the tensor attributes with a history, such as what an old `weight_norm` leaves as `weight`."""
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters() if parameter.numel()}
-    copies: dict[int, Tensor] = {}
-    for name, module in model.named_modules():
-        for key, value in vars(module).items():
-            if not isinstance(value, Tensor) or id(value) in memo or value.is_leaf:
-                continue
-            if value.device.type != "meta" and value.untyped_storage().data_ptr() in own:
-                raise ConfigError(
-                    f"{name}.{key} is a view of one of the model's parameters, which would stay at its old value "
-                    "while the parameter is trained: compute it in forward()"
-                )
-            copies[id(value)] = value.detach().clone()
-    return copies
 
 
 def _what_cannot_be_copied(model: nn.Module, memo: dict[int, Any], error: Exception) -> str:

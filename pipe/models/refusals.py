@@ -14,6 +14,7 @@ from ds_hydra.pipe.adapters import head_of
 from ds_hydra.pipe.attention.interface import CHUNKED
 from ds_hydra.pipe.model_plan import ParamSpec
 from ds_hydra.pipe.models.adapted import refuse_adapters
+from ds_hydra.pipe.models.shared_memory import refuse_shared_memory
 from ds_hydra.pipe.models.whose_code import (
     HOOKS,
     called_by,
@@ -68,6 +69,7 @@ def refuse_parameters(model: nn.Module) -> None:
             )
         if not parameter.numel():
             raise ConfigError(f"{name} has the shape {tuple(parameter.shape)} and no element to share: remove it")
+    refuse_shared_memory(model)
 
 
 def may_mix_otherwise(model: Any) -> bool:

@@ -80,17 +80,21 @@ class _Reading(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _numbers(model: nn.Module) -> dict[str, Any]:
-    """The plain values that the forward's own code could count calls in, and reads, by where they are."""
-    held: list[tuple[str, Any]] = []
+def held_by(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """What modules hold beside parameters, buffers and modules, and the scripts' functions that they run, by where."""
     for path, module in model.named_modules():
         where = f" of {path}" if path else ""
-        held += [(f"the attribute {key}{where}", value) for key, value in vars(module).items() if key not in TORCHS]
-        held += [(f"a hook's{where}", hook) for key in HOOKS for hook in getattr(module, key).values()]
-        held += [(one.__qualname__, one) for one in own_functions(type(module).forward)]
+        yield from ((f"the attribute {key}{where}", one) for key, one in vars(module).items() if key not in TORCHS)
+        yield from ((f"a hook's{where}", hook) for key in HOOKS for hook in (getattr(module, key) or {}).values())
+    for forward in dict.fromkeys(type(module).forward for module in model.modules()):
+        yield from ((one.__qualname__, one) for one in own_functions(forward))
+
+
+def _numbers(model: nn.Module) -> dict[str, Any]:
+    """The plain values that the forward's own code could count calls in, and reads, by where they are."""
     found: dict[str, Any] = {}
     read: set[str] = set()
-    for name, value in held:
+    for name, value in held_by(model):
         own = own_functions(value)
         read |= {used for one in own for used in names_read(one.__code__)}
         if not isinstance(value, nn.Module | PretrainedConfig) and (own or function_of(value) is None):

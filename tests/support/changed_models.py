@@ -145,6 +145,17 @@ def _shared_layers(model: Any) -> None:
     model.model.layers[2].mlp = model.model.layers[0].mlp
 
 
+def _parts_of_one_memory(model: Any) -> None:
+    """Weights of a layer one after the other, and of two others column beside column: they do not meet."""
+    layer, (one, other) = model.model.layers[0], (model.model.layers[at].mlp.up_proj for at in (1, 2))
+    weights = [linear.weight for linear in layer.modules() if isinstance(linear, nn.Linear)]
+    flat = torch.cat([weight.detach().flatten() for weight in weights])
+    for weight, part in zip(weights, flat.split([weight.numel() for weight in weights]), strict=True):
+        weight.data = part.view(weight.shape)
+    both = torch.stack((one.weight.detach(), other.weight.detach()), dim=-1)
+    one.weight, other.weight = nn.Parameter(both[..., 0]), nn.Parameter(both[..., 1])
+
+
 # Name -> what is done to a Llama. Tensor parallel ranks take those of the first table, not those of the second.
 CHANGED: Mapping[str, Change] = {
     "replaced activations": _activation,
@@ -157,6 +168,7 @@ CHANGED: Mapping[str, Change] = {
     "parameters beside linear layers": _bare_parameters,
     "no final norm": _no_final_norm,
     "layers that share weights": _shared_layers,
+    "weights that are parts of one memory": _parts_of_one_memory,
 }
 CHANGED_LINEARS: Mapping[str, Change] = {
     "weight norm": _weight_norm,
