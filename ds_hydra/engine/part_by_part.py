@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
@@ -34,15 +35,14 @@ class EngineInParts(EngineWithWeights):
 
         `meets`: first with a message of its own that compares the calls of all ranks [Note: one call on all ranks].
         """
-        part = call.part
 
         def met() -> Result:
             self.meet()
-            return part()
+            return call.part()
 
+        made = replace(call, part=met) if meets else call
         with self.crew.calling(name):
-            call.part = met if meets else part
-            return call.part() if self.going_on is None else self.going_on.call(call)
+            return made.part() if self.going_on is None else self.going_on.call(made)
 
     def forward_backward(
         self,

@@ -14,6 +14,7 @@ from ds_hydra.data.order import Order
 from ds_hydra.engine.joined import Joined, able_to_join, joins_by
 from ds_hydra.engine.plan_telling import tell_plan
 from ds_hydra.engine.pre_step import Callback, PreStepCallback, plan_of
+from ds_hydra.engine.short_data import ShortData
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.runnable import check_runnable
 from ds_hydra.plan.validate import check_safe, validate_plan
@@ -68,6 +69,7 @@ class PlanSource:
         self.tables: tuple[tuple[int, CostTable], ...] = ((0, recipe.table),)  # with the step that each holds from
         self.joined: tuple[Joined, ...] = ()
         self._before = ""  # digest of the recipe by which the job planned that this one goes on from
+        self._short_data = ShortData(config.context_length if channel.rank == 0 else None)
         self._set_planner()
         self._pre_step = self._start(producer)
 
@@ -193,6 +195,7 @@ class PlanSource:
         PlanError is raised on all ranks where no strategy holds the longest sequence.
         """
         batch = _Batch(step, tuple(range(first, first + len(lengths))), lengths)
+        self._short_data.see(step, lengths)
         with self._activity(f"waiting for plan {step + 1}"):
             return self._share(step, batch, lambda waiting: self._planned(batch, waiting))
 

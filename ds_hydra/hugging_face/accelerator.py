@@ -78,17 +78,18 @@ class HydraAccelerator(Accelerator):
 
     def __init__(self, *args: Any, loss_fn: TokenLoss | None = None, **kwargs: Any):
         self._loss_fn = loss_fn
+        cpu = bool(kwargs.get("cpu")) or parse_flag_from_env(_USE_CPU)
         launched = "LOCAL_RANK" in os.environ and not torch.accelerator.is_available()
-        if (kwargs.get("cpu") or parse_flag_from_env(_USE_CPU)) and _names_the_block(kwargs):
-            if torch.accelerator.is_available():
+        if (cpu or launched) and _names_the_block(kwargs):
+            if cpu and torch.accelerator.is_available():
                 raise ConfigError(
                     f"Accelerator(cpu=True), or {_USE_CPU}: Accelerate then trains without DeepSpeed, and the config's "
                     'block "hydra" would have no effect; remove it, or the block'
                 )
             kwargs.pop("cpu", None)  # there is nothing but CPUs
             os.environ.pop(_USE_CPU, None)
-        if launched and _names_the_block(kwargs):
-            PartialState(cpu=True)  # else Accelerate takes launched ranks without a GPU for processes alone
+            if launched:
+                PartialState(cpu=True)  # else Accelerate takes launched ranks without a GPU for processes alone
         super().__init__(*args, **kwargs)
 
     def _prepare_deepspeed(self, *args: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 import ds_hydra.engine.engine  # noqa: F401
+from ds_hydra.engine.short_data import STEPS as STEPS_SEEN
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
@@ -211,3 +213,26 @@ def test_sizes_that_nothing_tells_are_asked_for(data: Any, missing: str) -> None
 
     for text in run_ranks(run, 2):
         assert f"{missing} is missing" in text
+
+
+@pytest.mark.parametrize(("longest", "told"), [(8, 1), (9, 0)])
+def test_steps_that_are_all_short_are_told_once(longest: int, told: int) -> None:
+    """An eighth of the context, in the first steps; what comes later is not waited for."""
+
+    def run(rank: int) -> list[str]:
+        lines: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("ds_hydra").addHandler(handler)
+        engine = small_engine(rank, data=None, strategies=["2*tp1"], context_length=64, planner={"ahead": 0})
+        for step in range(STEPS_SEEN + 2):
+            engine.train_batch([[5] * (longest if step == 3 else 7)])
+        return [line for line in lines if "context_length" in line]
+
+    first, second = run_ranks(run, 2)
+    assert (len(first), len(second)) == (told, 0)
+    for line in first:
+        assert (
+            "the longest of the 100 sequences of the first 50 steps has 8 tokens, and hydra.context_length is 64"
+            in line
+        )
