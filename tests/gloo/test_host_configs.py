@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,9 +22,19 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 import ds_hydra.engine.engine  # noqa: F401
 from ds_hydra.hugging_face.host_configs import for_engine
 from ds_hydra.testing import free_port, run_ranks
-from tests.support.host_jobs import FIRST_LOSS, HOSTS, job, printed_block, save_tiny_model
-from tests.support.pages import ROOT
-from tests.support.small_job import LENGTHS
+from tests.support.pages import ROOT, printed_block
+from tests.support.printed_hosts import (
+    ACCELERATE,
+    BY_TRAINER,
+    FIRST_LOSS,
+    LENGTHS,
+    ROWS,
+    SFT,
+    SMALL,
+    TRAINER,
+    one_step,
+    save_model,
+)
 
 AUTO: dict[str, Any] = {
     "train_batch_size": "auto",
@@ -103,33 +114,35 @@ def test_a_model_is_loaded_whole_under_stage_3(form: Callable[..., Any], tmp_pat
 
 
 @pytest.mark.drawn
-@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("host", [*BY_TRAINER, ACCELERATE])
 @pytest.mark.parametrize("zero", ["none", "3"])
 def test_a_step_is_trained_with_the_block_as_printed(host: str, zero: str, tmp_path: Path) -> None:
-    save_tiny_model(tmp_path)
+    save_model(tmp_path / "model", **SMALL)
     config = AUTO | ZERO[zero] | printed_block()
-    for logged, updates in run_ranks(job, 2, host, config, tmp_path, timeout=300):
+    for found in run_ranks(one_step, 2, host, config, "model", str(tmp_path), timeout=300):
+        logged = found.logged
         assert logged["loss"] == pytest.approx(FIRST_LOSS[host], abs=0.05)
-        assert updates == 1
-        if host != "Accelerator":
+        assert found.steps == 1
+        if host != ACCELERATE:
             assert logged["hydra/strategy"] in ("2*tp1", "tp2", "sp2", "pp2")
             assert logged["hydra/step_ms"] > 0 <= logged["hydra/wait"] < 1
-        if host == "SFTTrainer":
-            assert 8 * min(LENGTHS) < logged["num_tokens"] < 8 * max(LENGTHS)
+        if host == SFT:
+            assert 2 * ROWS * min(LENGTHS) < logged["num_tokens"] < 2 * ROWS * max(LENGTHS)
 
 
 @pytest.mark.drawn
-@pytest.mark.parametrize("host", ["Trainer", "Accelerator"])
+@pytest.mark.parametrize("host", [TRAINER, ACCELERATE])
 def test_so_is_one_that_accelerates_launcher_names_the_config_of(host: str, tmp_path: Path) -> None:
-    save_tiny_model(tmp_path)
+    save_model(tmp_path / "model", **SMALL)
     options = (
         f"--use_deepspeed --num_processes 2 --num_machines 1 --mixed_precision no --main_process_port {free_port()}"
     )
     config = as_path(AUTO | ZERO["3"] | printed_block(), tmp_path)
     done = subprocess.run(
         [sys.executable, "-m", "accelerate.commands.launch", *options.split(), "--deepspeed_config_file", config,
-         "-m", "tests.support.host_jobs", host, str(tmp_path)],
-        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
+         "-m", "tests.support.printed_hosts", host, str(tmp_path / "model")],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300,
+        check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     losses = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("LOSS ")]

@@ -24,12 +24,10 @@ from ds_hydra.testing import run_ranks
 from tests.support.pages import PLACES, ROOT, printed
 from tests.support.printed_hosts import (
     ACCELERATE,
+    BY_TRAINER,
     CALLS,
     DATA,
-    DPO,
-    GRPO,
     ROWS,
-    SFT,
     TRAINER,
     load_model,
     one_step,
@@ -38,7 +36,6 @@ from tests.support.printed_hosts import (
 from tests.support.small_job import find_before_forks
 from tests.support.sources import USUAL, in_place_of_looking
 
-BY_TRAINER = (TRAINER, SFT, DPO, GRPO)
 ALL = (CALLS, DATA, *BY_TRAINER, ACCELERATE)
 
 
@@ -251,7 +248,7 @@ def check(case: Case, tiny: Tiny, tmp_path: Path) -> None:
         ranks = run_ranks(one_step, case.row.ranks, *job, timeout=300)
     for found in ranks:
         assert found.steps == 1
-        assert math.isfinite(found.loss)
+        assert math.isfinite(found.logged["loss"])
         expected = parse_config({"hydra": config["hydra"]})
         assert expected is not None
         for name in config["hydra"]:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 import ds_hydra.engine.engine  # noqa: F401
 from ds_hydra.config.deepspeed_keys import BATCH_KEYS
 from ds_hydra.testing import run_ranks
-from tests.support.host_jobs import FIRST_LOSS, printed_block, save_tiny_model
-from tests.support.host_jobs import job as trainer_job
+from tests.support.pages import printed_block
+from tests.support.printed_hosts import FIRST_LOSS, SMALL, TRAINER, one_step, save_model
 from tests.support.public_configs import CONFIGS
 from tests.support.small_job import find_before_forks, sequences, small_config, small_engine, small_source
 
@@ -73,8 +73,8 @@ def test_it_trains_as_with_zero_1(name: str, num_ranks: int) -> None:
     "name", ["transformers ZeRO-3, offloaded", "LLaMA-Factory z2_autotp", "transformers with Ulysses"]
 )
 def test_a_trainer_makes_an_update_with_it(name: str, tmp_path: Path) -> None:
-    save_tiny_model(tmp_path)
+    save_model(tmp_path / "model", **SMALL)
     config = {**CONFIGS[name].config, **printed_block(), "activation_checkpointing": {"number_checkpoints": "auto"}}
-    for logged, updates in run_ranks(trainer_job, 2, "Trainer", config, tmp_path, timeout=300):
-        assert logged["loss"] == pytest.approx(FIRST_LOSS["Trainer"], abs=0.05)
-        assert updates == 1
+    for found in run_ranks(one_step, 2, TRAINER, config, "model", str(tmp_path), timeout=300):
+        assert found.logged["loss"] == pytest.approx(FIRST_LOSS[TRAINER], abs=0.05)
+        assert found.steps == 1

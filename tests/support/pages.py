@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
+
+import hjson
 
 from ds_hydra.config.deepspeed_settings import KNOWN_SETTINGS
 from ds_hydra.config.describe import settings
@@ -37,6 +40,12 @@ def blocks() -> Iterator[Block]:
         for found in _FENCED.finditer((ROOT / page).read_text("utf-8")):
             if not found[2].startswith("{"):  # a directive of MyST
                 yield Block(page, found[2], found[3], found[1] or "")
+
+
+def printed_block(page: str = "README.md") -> dict[str, Any]:
+    """The first block "hydra" that a page prints, with its key."""
+    found = next(block.text for block in blocks() if block.page == page and block.text.startswith('"hydra"'))
+    return dict(hjson.loads("{" + found + "}"))
 
 
 PLACES = {part for one in settings() for part in accumulate(one.place.replace("[]", "").split("."), "{}.{}".format)}

@@ -1,10 +1,13 @@
-"""One step of a tiny job through each host that a config may be for; what the engine then has in force, out."""
+"""One step of a tiny job through each host that a config may be for; what the engine then has in force, and what the
+host logs, out."""
 
 from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,21 +18,30 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrainingArguments
-from trl import DPOConfig, GRPOConfig, SFTConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+    TrainingArguments,
+)
+from trl import DPOConfig, GRPOConfig, RewardConfig, RLOOConfig, SFTConfig
 
 import ds_hydra
 from ds_hydra.config.read import read_config
 from ds_hydra.hugging_face import HydraAccelerator, HydraTrainer
-from ds_hydra.hugging_face.scores import HydraDPOTrainer, HydraGRPOTrainer
+from ds_hydra.hugging_face.reward import HydraRewardTrainer
+from ds_hydra.hugging_face.scores import HydraDPOTrainer, HydraGRPOTrainer, HydraRLOOTrainer
 from ds_hydra.hugging_face.sft import HydraSFTTrainer
 from ds_hydra.testing import rank_environment
 from tests.support.trainers import collate
 
 CALLS, DATA, TRAINER, SFT = "three calls", "train_batch", "Trainer", "SFTTrainer"
-DPO, GRPO, ACCELERATE = "DPOTrainer", "GRPOTrainer", "Accelerate"
+DPO, GRPO, RLOO, REWARD = "DPOTrainer", "GRPOTrainer", "RLOOTrainer", "RewardTrainer"
+ACCELERATE = "Accelerate"
 WORDS, POSITIONS = 97, 32768
 ROWS = 2  # of a batch of a rank
+SMALL = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 48}
 LENGTHS = (3, 60, 17, 9, 33, 5, 12, 48, 700)
 
 
@@ -64,7 +76,10 @@ def load_model(folder: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def _calls(config: str, folder: str) -> tuple[Any, float]:
+Logged = dict[str, float]
+
+
+def _calls(config: Any, folder: str) -> tuple[Any, Logged]:
     ds_hydra.init_distributed()
     model = load_model(folder)
     engine = ds_hydra.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
@@ -75,63 +90,76 @@ def _calls(config: str, folder: str) -> tuple[Any, float]:
         engine.step()
         if engine.global_steps:
             break
-    return engine, float(loss)
+    return engine, {"loss": float(loss)}
 
 
-def _data(config: str, folder: str) -> tuple[Any, float]:
+def _data(config: Any, folder: str) -> tuple[Any, Logged]:
     data = sequences(2 * int(read_config(config=config)["hydra"]["tokens_per_step"]))
     engine = ds_hydra.initialize(model=load_model(folder), training_data=data, config=config)[0]
-    return engine, float(engine.train_batch())
+    return engine, {"loss": float(engine.train_batch())}
 
 
-def _settings(config: str, **own: Any) -> dict[str, Any]:
+def _settings(config: Any, **own: Any) -> dict[str, Any]:
+    whole = {} if config is None else read_config(config=config)
     return {
         "output_dir": "trained", "deepspeed": config, "max_steps": 1, "per_device_train_batch_size": ROWS,
         "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True, "logging_steps": 1,
-        "bf16": (read_config(config=config).get("bf16") or {}).get("enabled") is True, **own,
+        "bf16": (whole.get("bf16") or {}).get("enabled") is True, **own,
     }  # fmt: skip
 
 
-def _trained(trainer: Any) -> tuple[Any, float]:
-    found = trainer.train().training_loss
-    return trainer.deepspeed, found
+def _trained(trainer: Any) -> tuple[Any, Logged]:
+    trainer.train()
+    return trainer.deepspeed, trainer.state.log_history[0]
 
 
-def _trainer(config: str, folder: str) -> tuple[Any, float]:
+def _trainer(config: Any, folder: str) -> tuple[Any, Logged]:
     arguments = TrainingArguments(**_settings(config))
     return _trained(HydraTrainer(load_model(folder), arguments, data_collator=collate, train_dataset=sequences()))  # type: ignore[arg-type]
 
 
-def _of_trl(config: str, **own: Any) -> dict[str, Any]:
+def _of_trl(config: Any, **own: Any) -> dict[str, Any]:
     return _settings(config, gradient_checkpointing=False, **own)
 
 
-def _sft(config: str, folder: str) -> tuple[Any, float]:
+def _sft(config: Any, folder: str) -> tuple[Any, Logged]:
     data = Dataset.from_list([{"text": _text(number, LENGTHS[number % 8])} for number in range(36)])
     return _trained(HydraSFTTrainer(folder, SFTConfig(**_of_trl(config)), train_dataset=data))
 
 
-def _dpo(config: str, folder: str) -> tuple[Any, float]:
-    data = Dataset.from_list([
+def _pairs() -> Dataset:
+    return Dataset.from_list([
         {"prompt": _text(n, 3 + n % 5), "chosen": " " + _text(n + 5, 2 + n % 7), "rejected": " " + _text(n + 9, 3)}
         for n in range(24)
     ])  # fmt: skip
-    return _trained(HydraDPOTrainer(folder, args=DPOConfig(**_of_trl(config)), train_dataset=data))
 
 
-def _grpo(config: str, folder: str) -> tuple[Any, float]:
+def _dpo(config: Any, folder: str) -> tuple[Any, Logged]:
+    return _trained(HydraDPOTrainer(folder, args=DPOConfig(**_of_trl(config)), train_dataset=_pairs()))
+
+
+def _reward_model(config: Any, folder: str) -> tuple[Any, Logged]:
+    torch.manual_seed(0)  # of the head, which the folder has not
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    own = RewardConfig(**_of_trl(config))
+    return _trained(HydraRewardTrainer(model, args=own, train_dataset=_pairs(), processing_class=tokenizer))
+
+
+def _by_policy(trainer: Any, settings: Any, config: Any, folder: str) -> tuple[Any, Logged]:
     data = Dataset.from_list([{"prompt": _text(number, 3 + number % 5)} for number in range(24)])
     own = {"num_generations": 2, "max_completion_length": 4}
-    return _trained(HydraGRPOTrainer(folder, _reward, GRPOConfig(**_of_trl(config, **own)), train_dataset=data))
+    return _trained(trainer(folder, _rewards, settings(**_of_trl(config, **own)), train_dataset=data))
 
 
-def _reward(completions: list[str], **_: Any) -> list[float]:
+def _rewards(completions: list[str], **_: Any) -> list[float]:
     return [float(len(words)) for words in completions]
 
 
-def _accelerate(config: str, folder: str) -> tuple[Any, float]:
+def _accelerate(config: Any, folder: str) -> tuple[Any, Logged]:
+    """Without a config by the one that its launcher names in the environment."""
     cpu = not torch.accelerator.is_available()
-    accelerator = HydraAccelerator(cpu=cpu, deepspeed_plugin=DeepSpeedPlugin(config))
+    accelerator = HydraAccelerator(cpu=cpu, **{} if config is None else {"deepspeed_plugin": DeepSpeedPlugin(config)})
     model = load_model(folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader: Any = DataLoader(sequences(), batch_size=ROWS, collate_fn=collate)  # type: ignore[arg-type]
@@ -145,17 +173,33 @@ def _accelerate(config: str, folder: str) -> tuple[Any, float]:
             optimizer.zero_grad()
         if accelerator.sync_gradients:
             break
-    return model, float(loss)
+    return model, {"loss": float(loss)}
 
 
-HOSTS: dict[str, Callable[[str, str], tuple[Any, float]]] = {
-    CALLS: _calls, DATA: _data, TRAINER: _trainer, SFT: _sft, DPO: _dpo, GRPO: _grpo, ACCELERATE: _accelerate,
+HOSTS: dict[str, Callable[[Any, str], tuple[Any, Logged]]] = {
+    CALLS: _calls, DATA: _data, TRAINER: _trainer, SFT: _sft, DPO: _dpo,
+    GRPO: partial(_by_policy, HydraGRPOTrainer, GRPOConfig), RLOO: partial(_by_policy, HydraRLOOTrainer, RLOOConfig),
+    REWARD: _reward_model, ACCELERATE: _accelerate,
 }  # fmt: skip
+BY_TRAINER = (TRAINER, SFT, DPO, GRPO, RLOO, REWARD)
+
+FIRST_LOSS = {
+    **dict.fromkeys((TRAINER, SFT, ACCELERATE), math.log(WORDS)),
+    **dict.fromkeys((DPO, REWARD), math.log(2)),  # the model is its own reference; new heads rate all alike
+    **dict.fromkeys((GRPO, RLOO), 0.0),  # advantages of a group have the mean 0
+}
+"""What the first update logs of random weights, to about 0.05."""
 
 
-def one_step(rank: int, host: str, config: str, model: str, folder: str) -> SimpleNamespace:
-    """On a forked rank whose folder of work is `folder`: the settings of the engine's block, its steps, its loss."""
+def one_step(rank: int, host: str, config: Any, model: str, folder: str) -> SimpleNamespace:
+    """On a forked rank whose folder of work is `folder`: the settings of the engine's block, its steps, what the host
+    logs."""
     rank_environment(rank)
     os.chdir(folder)
-    engine, loss = HOSTS[host](config, model)
-    return SimpleNamespace(block=engine.hydra_config, steps=engine.global_steps, loss=loss)
+    engine, logged = HOSTS[host](config, model)
+    return SimpleNamespace(block=engine.hydra_config, steps=engine.global_steps, logged=logged)
+
+
+if __name__ == "__main__":
+    # One write, which other ranks' lines do not cut.
+    sys.stdout.write(f"LOSS {HOSTS[sys.argv[1]](None, sys.argv[2])[1]['loss']}\n")

@@ -29,8 +29,9 @@ USUAL = StageOptions(token_sharding=True, functions="auto", sp_overlap=True)  # 
 def in_place_of_looking(known: ModelSource) -> Iterator[None]:
     """Engines within it take a source under the usual settings for models that differ in their values only.
 
-    Under other settings, with another loss, and for a model of other parameters, the source is found anew. What is
-    known needs no name by which ranks would tell each other of it: to make one takes half as long as all else.
+    Under other settings, with another loss, for a model of other parameters and where strategies spread experts, the
+    source is found anew. What is known needs no name by which ranks would tell each other of it: to make one takes half
+    as long as all else.
     """
     assert isinstance(known, CausalLM)
     alike = {(spec.name, spec.shape, spec.trainable, known.dtype) for one in known.plan.buckets for spec in one.params}
@@ -41,7 +42,9 @@ def in_place_of_looking(known: ModelSource) -> Iterator[None]:
         return options == USUAL and own == alike
 
     def find(model: Any, options: StageOptions, **arguments: Any) -> ModelSource:
-        if arguments.get("loss_fn") is not (None if known.valued else known.token_loss) or not is_known(model, options):
+        stages = (stage for shape in arguments.get("shapes", ()) for one in shape.pipelines for stage in one.stages)
+        other = arguments.get("loss_fn") is not (None if known.valued else known.token_loss)
+        if other or not is_known(model, options) or any(stage.ep > 1 for stage in stages):
             return model_source(model, options, **arguments)
         found = copy.copy(known)
         named = base_of(model).named_parameters()
