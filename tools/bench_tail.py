@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from ds_hydra.commands.figures import figures_parser, finish, print_table
 from tools import aims
 from tools.systems.cells import Cell
-from tools.systems.measure import OURS, SAME_LAYOUT, STATIC, measure
+from tools.systems.measure import OURS, FIXED, STATIC, measure
 
 WITHOUT, WITH = (Cell("7b", 32, context, 400_000, "tail") for context in (32_768, 65_536))
 SYSTEMS = (STATIC, "DeepSpeed", "HotSPa", "FlexSP", "InfiniPipe", OURS)
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for system in systems
         for name, one in ((f"{cell.context} {key}", value) for key, value in measure(cell, steps, system).items())
     }
-    names = [name for name in (STATIC, SAME_LAYOUT, *SYSTEMS[1:]) if f"{WITH.context} {name}" in found]
+    names = [name for name in (STATIC, FIXED, *SYSTEMS[1:]) if f"{WITH.context} {name}" in found]
     rows, missed = [], []
     ours = found[f"{WITH.context} {OURS}"].mean_ms
     for name in names:

@@ -3,9 +3,10 @@
 [Note: costs that can be true]
 Attention to all tokens before takes a model some FLOPs for each token and each of these: 7 * width a layer, two
 products forward and five backward, half of each masked. A row that implies more of them in a second than its ranks'
-devices compute is wrong, however well it fits the lengths that it was measured at. So is, most likely, one whose a *
-ranks is half or twice that of schemes with as many heads on a rank: where the square is 1 % of the time, a fit does not
-see it. In short sequences that does no harm, but all that is derived from the row runs long ones.
+devices compute is wrong, however well it fits the lengths that it was measured at; three quarters of the peak, counted
+without the backward's own forward, are the most that kernels reach. So is, most likely, one whose a * ranks is 1.4
+times apart from that of schemes with as many heads on a rank: where the square is 1 % of the time, a fit does not see
+it. In short sequences that does no harm, but all that is derived from the row runs long ones.
 
 An example: 60 layers of width 6,656 take 2.8e6 FLOPs a token^2. At 0.94e-6 ms on each of 4 ranks that is 744 TFLOP/s a
 rank, of an A800's 312; `tp2pp2` next to it has 187.
@@ -25,7 +26,8 @@ from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.zero_hetero.errors import ConfigError
 
-MOST_APART = 2.0  # times the a * ranks of its siblings
+MOST_APART, SIBLINGS_APART = 2.0, 1.4  # times the a * ranks of other schemes, and of those with as many heads on a rank
+ATTENTION_OF_PEAK = 0.75  # of causal attention by model FLOPs, six of the seven products: what no kernel has passed
 SEEN = 0.2  # of a micro-batch's time: less of a square is hardly seen by a fit
 CAUSAL_FLOPS = 7.0  # FLOPs of a layer for each token, token before and unit of width, the masked half left out
 
@@ -61,7 +63,7 @@ class Peak:
     @property
     def least(self) -> float:
         """The least a * ranks, in ms a token^2."""
-        return 1e3 * self.attention_flops / self.device_flops
+        return 1e3 * self.attention_flops * 6 / 7 / (ATTENTION_OF_PEAK * self.device_flops)
 
     def tflops(self, square: float) -> float:
         """TFLOP/s of a rank in attention, for an a * ranks in ms a token^2."""
@@ -120,12 +122,14 @@ def _doubt(scheme: ParallelScheme, rows: dict[ParallelScheme, float], peak: Peak
     square = rows[scheme]
     if peak is not None and square < peak.least:
         rate = f"{peak.tflops(square):,.0f} TFLOP/s of attention on each device" if square else "no time for attention"
-        return f"{rate}, where {peak.device or 'one'} has {peak.device_flops / 1e12:.0f} at most"
+        most = f"{peak.tflops(peak.least):,.0f} of its {peak.device_flops / 1e12:.0f}"
+        return f"{rate}, where {peak.device or 'one'} reaches {most}"
     possible = [other for other, its in rows.items() if peak is None or its >= peak.least]
     alike = [other for other in possible if _heads(other) == _heads(scheme)]
     # Of two that differ the lower one is doubted: an attention that is too cheap is what plans run into.
     middle = median_high(rows[other] for other in (alike if len(alike) > 2 else possible))
-    if is_fixed or middle / MOST_APART <= square <= MOST_APART * middle or middle == 0.0:
+    apart = SIBLINGS_APART if peak is not None and len(alike) > 2 else MOST_APART
+    if is_fixed or middle / apart <= square <= apart * middle or middle == 0.0:
         return ""
     whose = "schemes with as many heads on a rank have" if len(alike) > 2 else "the others have"
     return f"{square / middle:.2g} times the a * ranks that {whose}"

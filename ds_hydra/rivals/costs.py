@@ -200,7 +200,7 @@ def _overlapping(setting: Setting, base: SchemeCost, cost: SchemeCost, tokens: i
     if not near:
         return one_hop()
     # A token's queries, there and their gradients back, from one rank to one.
-    between = 1e3 * 2 * _BYTES * k.hidden / (tp * near) * k.layers / scheme.pp / (1e9 * setting.between)
+    between = 1e3 * 2 * _BYTES * (k.width or k.hidden) / (tp * near) * k.layers / scheme.pp / (1e9 * setting.between)
 
     def two_hops(sharers: int, over_all: WaitingCost | None = None) -> WaitingCost:
         if sharers == degree > 2 * near:  # each rank sends to those of several nodes at once
@@ -230,7 +230,7 @@ def averaged(cost: SchemeCost, lengths: Sequence[int]) -> SchemeCost:
 def _ring_ms(setting: Setting, base: SchemeCost, degree: int) -> float:
     """What the ring takes for a token of a sequence on one stage, in ms: its slowest hop decides."""
     k, tp = setting.of_model.shape, base.uniform.tp
-    of_layer = setting.keys * _RING * _BYTES * k.hidden / tp * (degree - 1) / degree
+    of_layer = setting.keys * _RING * _BYTES * (k.width or k.hidden) / tp * (degree - 1) / degree
     rate = setting.of_model.inside.bytes_per_s if tp * degree <= NODE else 1e9 * setting.between
     return 1e3 * of_layer * k.layers / base.scheme.pp / rate
 
@@ -244,7 +244,7 @@ def _all_to_all_ms(setting: Setting, base: SchemeCost, degree: int, sharers: int
     # Where TP groups fill nodes, as large a part of the bytes leaves the node as with Ulysses over TP * degree GPUs.
     across = sharers if tp * sharers <= NODE else tp * sharers
     keys = min(1.0, max(setting.keys, tp * (copies or sharers) / setting.of_model.published.heads))
-    of_layer = (0.5 + 0.5 * keys) * _TENSORS * _BYTES * k.hidden / (tp * degree)
+    of_layer = (0.5 + 0.5 * keys) * _TENSORS * _BYTES * (k.width or k.hidden) / (tp * degree)
     gpus, rate = next(row for row in sorted(ALL_TO_ALL.items()) if row[0] >= min(across, max(ALL_TO_ALL)))
     rate *= (
         setting.between * 1e9 / BETWEEN.bytes_per_s

@@ -87,16 +87,16 @@ def llama_plan(shape: ModelShape) -> ModelPlan:
 
     Weights of heads may be cut anywhere: published tables have schemes, such as TP 8 of 52 heads, that no real run has.
     """
-    hidden, inner, width = shape.hidden, shape.intermediate, shape.hidden // shape.heads
-    keys = shape.kv_heads * width
+    hidden, inner, queries = shape.hidden, shape.intermediate, shape.width or shape.hidden
+    keys = shape.kv_heads * queries // shape.heads
 
     def layer(index: int) -> tuple[ParamSpec, ...]:
         of = f"layers.{index}."
         return (
-            ParamSpec(f"{of}q", (hidden, hidden), ShardRule(0)),
+            ParamSpec(f"{of}q", (queries, hidden), ShardRule(0)),
             ParamSpec(f"{of}k", (keys, hidden), ShardRule(0)),
             ParamSpec(f"{of}v", (keys, hidden), ShardRule(0)),
-            ParamSpec(f"{of}o", (hidden, hidden), ShardRule(1)),
+            ParamSpec(f"{of}o", (hidden, queries), ShardRule(1)),
             ParamSpec(f"{of}gate", (inner, hidden), ShardRule(0)),
             ParamSpec(f"{of}up", (inner, hidden), ShardRule(0)),
             ParamSpec(f"{of}down", (hidden, inner), ShardRule(1)),

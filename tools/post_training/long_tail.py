@@ -78,8 +78,8 @@ def updates(model: str, steps: int, *, systems: bool) -> Update:
     dynamic = None
     if systems:
         cell = Cell(model, GPUS, CONTEXT, TOKENS, "rollouts")
-        of = {name: measure(cell, steps, name)[name].mean_ms for name in (OURS, "dynamic CP")}
-        dynamic = of["dynamic CP"] / of[OURS]
+        of = {name: measure(cell, steps, name)[name].mean_ms for name in (OURS, "ideal dynamic CP")}
+        dynamic = of["ideal dynamic CP"] / of[OURS]
     return Update(
         model, float(np.mean(list(map(len, batches)))), ours, float(np.median(waited)) / ours,
         counts, tokens, bound, dynamic,

@@ -58,7 +58,7 @@ def _ideas(cell: Cell, ms: StepMs) -> Iterator[tuple[str, Iterator[Configuration
     yield "(c) one heterogeneous strategy", each(list(dict.fromkeys(mixed)))
     yield "(d) another strategy in each step: Hydraulis", hydraulis(cell)
     for ours in settings(cell, table, ms):
-        yield f"our proposal, bounds and assignment: {ours.text}", iter([ours])
+        yield f"our proposal, bounds and assignment: {ours.configuration.text}", iter([ours.configuration])
 
 
 def _full(step: int, lengths: Lengths, *, strategy: StrategyShape, table: CostTable) -> StepPlan:

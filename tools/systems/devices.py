@@ -1,120 +1,215 @@
-"""Models and devices that are compared: a name in, its measured or fitted table and its sizes out. Pure: no torch.
+"""Models and devices that are compared: a name in, its measured or derived table and its sizes out. Pure: no torch.
 
-[Note: an H100 table]
-Nobody has published T(l) of <TP, PP> on H100s. What is published is tokens a second of dense models under FSDP, by
-length (llm-foundry, `scripts/train/benchmarking`, H100-80GB, BF16, 8 GPUs, MPT, activation checkpointing where it says
-so). Those are one scheme, TP 1, of two models. From them:
+[Note: tables of devices]
+T(l) of <TP, PP> is published for LLaMA 7B and 32B on A800s alone. For other models, and for H100s and H200s, a table is
+derived from two numbers of the device, TFLOP/s of causal attention and of the rest, as jobs have reached them in steps:
 
-  a, b of TP 1      fitted to these figures: seconds a token = b + a * length. Checkpointing is taken off a by the ratio
-                    that the 3B model shows (1.22), off b by what the one figure of the 7B model without it leaves
-  32B               from the 30B model, a in proportion to width * layers, b to parameters
-  a, b of others    the A800's, times what TP 1 has of them: its messages of TP, which is what b is above that of TP 1,
-                    over NVLink of 900 in place of 400 GB/s
-  c                 not published: two thirds of the A800's, an assumption
-  MaxLen, shares    the A800's: as many bytes, the same kernels
-  links             as the data sheets: NVLink as above, a card of 400 Gb/s for each GPU
+  a of TP 1    6 * width * attending layers over the rate of attention. Other schemes differ from it as in the A800
+               table of the nearest size, since ranks with fewer heads are slower
+  b of TP 1    6 * parameters of a token over the rate of the rest
+  b of others  messages of TP besides: what the A800 table has of them, by hidden * layers, over NVLink of the device
+  c            the A800's by the layer; two thirds of it on newer devices. Never measured for this engine: cells with
+               "c" in their names say what it decides
+  MaxLen       the formula of the A800 tables, by parameters, hidden * layers and the device's memory
+  ZeRO-3       what a micro-batch takes besides, by parameters and links between nodes
+  A800s        the rates of its own table of the nearest size
 
-`FIT` tells how far the fitted points are off. Only a and b of TP 1 rest on measurements.
+`MODELS` has a mixture of experts and a hybrid. Experts count as one wide MLP of which a token computes its share, at
+the rate of dense products, and are pulled by all, as no system here spreads them; layers without attention take time
+by the token alone. That favours all systems alike. `tools.systems.published_rates` compares tables with public runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from statistics import fmean
-from typing import NamedTuple
-
-import numpy as np
+from itertools import combinations
 
 from ds_hydra.commands.shipped import shipped
 from ds_hydra.costs.analytic import ModelShape
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.costs.peak import Peak
+from ds_hydra.costs.peak import ATTENTION_OF_PEAK, CAUSAL_FLOPS, SIBLINGS_APART, Peak, peak_tflops
 from ds_hydra.costs.table_file import TableFile, read_table_file
+from ds_hydra.rivals.setting import PUBLISHED, RivalModel
 from ds_hydra.simulate.links import INSIDE, Speed
-from ds_hydra.simulate.llama import SHIPPED
+from ds_hydra.simulate.llama import SHIPPED, ShippedModel
+from ds_hydra.zero_hetero.errors import ConfigError
 
-H100 = " H100"  # behind a model's name
-NVLINK = 900 / 400  # of an H100's to an A800's
-_C = 2 / 3  # of an A800's
-# Tokens a second of a GPU, by length, with activation checkpointing.
-_MPT_7B = {1024: 10_203.0, 4096: 8_611.0, 8192: 6_935.0, 32768: 3_318.0, 65536: 1_956.0}
-_MPT_13B = {1024: 5_502.0, 4096: 4_717.0, 16384: 2_985.0, 32768: 1_976.0}
-_MPT_30B = {1024: 2_084.0, 2048: 2_002.0, 4096: 1_802.0}
-_WITHOUT = (2048, 10_643.0)  # the 7B model without checkpointing
-_A_AGAIN = 1.22  # a with checkpointing over a without it, of the 3B model
-_WIDTH, _WIDTH_13B, _WIDTH_30B = 6656 * 60, 5120 * 40, 7168 * 48  # width * layers of LLaMA 32B and of MPT
-_PARAMS = 32.51 / 29.96  # of LLaMA 32B over those of MPT 30B
+MODEL_FLOPS = (
+    6.0  # of a layer for each token, token before and unit of width, causal: without the backward's own forward
+)
 
 
-class Fit(NamedTuple):
-    """Milliseconds a token are b + a * length; `off`: the largest relative error of a point."""
+@dataclass(frozen=True)
+class Device:
+    """What a table is derived from: rates in TFLOP/s (0: those of the published table), and where they are from."""
 
-    a: float
-    b: float
-    off: float
+    name: str
+    attention: float
+    rest: float
+    memory_bytes: float
+    nvlink: float  # times an A800's
+    between: float  # GB/s of each GPU between nodes, where ZeRO-3's gathers are
+    c: float  # times an A800's
+    kernel: str
+    software: str
+    date: str
 
-
-def fitted(rates: Mapping[int, float]) -> Fit:
-    """Least squares of relative errors over tokens a second by length."""
-    lengths = np.array(list(rates), dtype=np.float64)
-    seen = 1e3 / np.array(list(rates.values()))
-    design = np.stack([lengths, np.ones(len(lengths))], axis=1)
-    a, b = np.linalg.lstsq(design / seen[:, None], np.ones(len(seen)), rcond=None)[0]
-    return Fit(float(a), float(b), float(np.abs((a * lengths + b) / seen - 1.0).max()))
-
-
-FIT = {"7b": fitted(_MPT_7B), "13b": fitted(_MPT_13B)}
-
-
-def of_h100(model: str) -> tuple[float, float]:
-    """a and b of TP 1 on one H100 without checkpointing, in ms a token^2 and a token [Note: an H100 table]."""
-    small, (length, rate) = FIT["7b"], _WITHOUT
-    b_again = small.b / (1e3 / rate - small.a / _A_AGAIN * length)
-    if model == "7b":
-        return small.a / _A_AGAIN, small.b / b_again
-    of_width = FIT["13b"].a / _WIDTH_13B
-    b = fmean(1e3 / rate - of_width * _WIDTH_30B * length for length, rate in _MPT_30B.items())
-    return of_width * _WIDTH / _A_AGAIN, _PARAMS * b / b_again
+    @property
+    def peak(self) -> float:
+        """TFLOP/s of the data sheet, dense BF16."""
+        found = peak_tflops(self.name)
+        assert found is not None, "its data sheet is known"
+        return found
 
 
-def base_model(model: str) -> str:
-    """The model without its device: "7b" or "32b"."""
-    return model.removesuffix(H100)
+_H = 900 / 400
+_GATHERED = 25.0  # GB/s at which what ZeRO-3 takes was measured
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("A800", 0.0, 0.0, 85_198_897_152, 1.0, 25.0, 1.0, "FlashAttention 2", "Hydraulis' tables of LLaMA",
+               "2024-12"),
+        Device("H100", 447.0, 409.0, 85_198_897_152, _H, 50.0, 2 / 3, "FlashAttention 3 (as on an H200)",
+               "FSDP of Llama-2 7B on 128 H100s, 9,600 tokens/s at 4K (foundation-model-stack/fms-fsdp, issue 89)",
+               "2024-06"),
+        Device("H200", 447.0, 463.0, 150e9, _H, 50.0, 2 / 3, "FlashAttention 3",
+               "DeepSpeed ZeRO-2 of Llama-3.1 8B on 8 H200s, 461 TFLOP/s at 8K, torch 2.13 (stas00/ml-engineering)",
+               "2026-08"),
+    )
+}  # fmt: skip
+"""From the oldest to the newest."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes, the A800 table that it stands on, and of how many heads a rank's share is taken."""
+
+    shape: ModelShape
+    base: str
+    heads: int
+    attending: int = 0  # layers with attention; 0: all
+
+    @property
+    def square(self) -> float:
+        """Units of width times layers that attention takes time for."""
+        return (self.shape.width or self.shape.hidden) * (self.attending or self.shape.layers)
+
+    @property
+    def of_layer(self) -> float:
+        """Parameters of a layer over hidden^2."""
+        shape = self.shape
+        return (shape.params - 2 * shape.vocab * shape.hidden) / (shape.layers * shape.hidden**2)
+
+    @property
+    def active(self) -> float:
+        """Parameters that a token is computed with; a row of the embeddings is looked up."""
+        return (self.shape.active or self.shape.params) - self.shape.vocab * self.shape.hidden
+
+
+# TP 8 and 16 were measured for the model of 52 heads, which none of them divides: 64 of the same size are meant.
+MODELS = {
+    "7b": Model(SHIPPED["a800-7b"].shape, "7b", 32),
+    "32b": Model(SHIPPED["a800-32b"].shape, "32b", 64),
+    # Llama-3.1 8B and 70B, Qwen3-30B-A3B and Qwen3.5-27B, of which every fourth layer attends, as published.
+    "8b": Model(ModelShape(4096, 32, 32, 8, 14336, 128_256, 8_030_261_248), "7b", 32),
+    "70b": Model(ModelShape(8192, 80, 64, 8, 28672, 128_256, 70_553_706_496), "32b", 64),
+    "a3b": Model(
+        ModelShape(2048, 48, 32, 4, 128 * 768, 151_936, 30_532_122_624, active=3_345_000_000, width=4096), "7b", 32
+    ),
+    "hybrid": Model(ModelShape(5120, 64, 24, 4, 17408, 248_320, 27_400_000_000, width=6144), "32b", 24, attending=16),
+}
+
+
+def split(model: str) -> tuple[Model, Device]:
+    """ "8b H200" is an 8B model on H200s; "32b" one on A800s."""
+    name, _, device = model.partition(" ")
+    return MODELS[name], DEVICES[device or "A800"]
 
 
 def shape_of(model: str) -> ModelShape:
     """Its sizes."""
-    return SHIPPED[f"a800-{base_model(model)}"].shape
+    return split(model)[0].shape
+
+
+@lru_cache(maxsize=32)
+def rival_model(model: str, c: float = 1.0) -> RivalModel:
+    """What costs of all systems are derived from, with c so many times the table's [Note: tables of devices]."""
+    (found, device), before = split(model), MODELS[split(model)[0].base]
+    sizes, published = SHIPPED[f"a800-{found.base}"], PUBLISHED[f"a800-{found.base}"]
+    table = found_of(model)
+    if c != 1.0:
+        costs = tuple(replace(cost, c=c * cost.c) for cost in table.table.costs)
+        table = replace(table, table=CostTable(costs, table.table.source))
+    own = published._replace(
+        heads=found.heads,
+        zero_3_ms=published.zero_3_ms * found.shape.params / before.shape.params * _GATHERED / device.between,
+        room_bytes=published.room_bytes + (device.memory_bytes - DEVICES["A800"].memory_bytes),
+        state_bytes=published.state_bytes * found.of_layer / before.of_layer,
+    )
+    return RivalModel(ShippedModel(found.shape, sizes.activations), own, table, inside_of(model))
 
 
 def inside_of(model: str) -> Speed:
     """The link between two GPUs of a node."""
-    return INSIDE._replace(bytes_per_s=(NVLINK if model.endswith(H100) else 1.0) * INSIDE.bytes_per_s)
+    return INSIDE._replace(bytes_per_s=split(model)[1].nvlink * INSIDE.bytes_per_s)
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=32)
 def found_of(model: str) -> TableFile:
-    """The table of a model: as shipped for A800s, or what stands for it on H100s."""
-    found = read_table_file(shipped(f"a800-{base_model(model)}"))
-    if model == base_model(model):
-        return found
-    a, b = of_h100(base_model(model))
-    alone = min((cost for cost in found.table.costs if cost.uniform.tp == 1), key=lambda cost: cost.scheme.pp)
+    """The table of a model: as published, or derived [Note: tables of devices]. ConfigError where it cannot be true."""
+    found, device = split(model)
+    published = read_table_file(shipped(f"a800-{found.base}"))
+    if found is MODELS[found.base] and device.name == "A800":
+        return published
+    before, costs = MODELS[found.base], published.table.costs
+    alone = min((cost for cost in costs if cost.uniform.tp == 1), key=lambda cost: cost.scheme.pp)
     ranks = alone.scheme.num_ranks
-    costs = tuple(_on_h100(cost, a / (alone.a * ranks), b, alone.b * ranks) for cost in found.table.costs)
-    peak = Peak.of(shape_of(model).hidden, shape_of(model).layers, "H100")
-    source = f"LLaMA {base_model(model).upper()} on H100-80GB, fitted to tokens a second of MPT (llm-foundry)"
-    return TableFile(CostTable(costs, source), peak=peak)
+    if device.attention:
+        a, b = 1e-9 * MODEL_FLOPS * found.square / device.attention, 1e-9 * MODEL_FLOPS * found.active / device.rest
+    else:
+        a, b = alone.a * ranks * found.square / before.square, alone.b * ranks * found.active / before.active
+    of_messages = found.shape.hidden * found.shape.layers / (before.shape.hidden * before.shape.layers) / device.nvlink
+    of_layers = device.c * found.shape.layers / before.shape.layers
+
+    def derived(cost: SchemeCost) -> SchemeCost:
+        own = cost.scheme.num_ranks
+        messages = of_messages * max(0.0, cost.b * own - alone.b * ranks)
+        return replace(
+            cost, a=a / (alone.a * ranks) * cost.a, b=(b + messages) / own, c=of_layers * cost.c,
+            derived=f"TP 1 of {device.name}s, and messages and c of the A800's",
+        )  # fmt: skip
+
+    table = CostTable(tuple(map(derived, costs)), f"{model}, derived from {device.software}; {device.kernel}")
+    peak = Peak(CAUSAL_FLOPS * found.square, 1e12 * device.peak, device.name)
+    if wrong := impossible(model, table):
+        raise ConfigError(f"the table of {model} cannot be true: {'; '.join(wrong)}")
+    return TableFile(table, peak=peak)
 
 
-def _on_h100(cost: SchemeCost, of_square: float, alone: float, alone_before: float) -> SchemeCost:
-    """An entry of the A800 table with its square so many times as dear, and b of TP 1 `alone` GPU-ms a token in place
-    of `alone_before`."""
-    ranks = cost.scheme.num_ranks
-    messages = max(0.0, cost.b * ranks - alone_before) / NVLINK
-    return replace(
-        cost, a=of_square * cost.a, b=(alone + messages) / ranks, c=_C * cost.c,
-        derived="TP 1 of H100s, and messages and c of the A800's" + (f", {cost.derived}" if cost.derived else ""),
-    )  # fmt: skip
+def impossible(model: str, table: CostTable) -> list[str]:
+    """Why a table cannot be true: attention above the share of the peak that kernels reach, rows with as many heads on
+    a rank too far apart, or slower in any row than the same model on an older device."""
+    found, device = split(model)
+    squares = {cost.uniform: cost.a * cost.scheme.num_ranks for cost in table.costs}
+    wrong = [
+        f"{scheme} has {rate:.0f} TFLOP/s of causal attention, above {ATTENTION_OF_PEAK} of {device.peak:.0f}"
+        for scheme, square in squares.items()
+        if (rate := 1e-9 * MODEL_FLOPS * found.square / square) > ATTENTION_OF_PEAK * device.peak
+    ]
+    wrong += [
+        f"a * ranks of {one} and {other} is {max(apart, 1 / apart):.2f} times apart, above {SIBLINGS_APART}"
+        for one, other in combinations(squares, 2)
+        if one.tp == other.tp and not 1 / SIBLINGS_APART <= (apart := squares[one] / squares[other]) <= SIBLINGS_APART
+    ]
+    newest = list(DEVICES).index(device.name)
+    if newest and model.partition(" ")[0] in MODELS:
+        older = list(DEVICES)[newest - 1]
+        before = {cost.scheme: cost for cost in found_of(f"{model.partition(' ')[0]} {older}").table.costs}
+        wrong += [
+            f"{name} of {cost.scheme} is {own:.3g} ms, on an {older} {its:.3g}"
+            for cost in table.costs if cost.scheme in before
+            for name in ("a", "b", "c")
+            if (own := getattr(cost, name)) > (1 + 1e-9) * (its := getattr(before[cost.scheme], name))
+        ]  # fmt: skip
+    return wrong

@@ -15,8 +15,7 @@ from ds_hydra.rivals.costs import NODE
 from ds_hydra.rivals.hindsight import Lengths
 from tools import aims
 from tools.systems.cells import Cell
-from tools.systems.devices import base_model
-from tools.systems.ours import LAYERS, all_schemes
+from tools.systems.ours import all_schemes, layers_of
 
 
 def chunked_bound_ms(cell: Cell, batches: Sequence[Lengths]) -> float:
@@ -25,7 +24,7 @@ def chunked_bound_ms(cell: Cell, batches: Sequence[Lengths]) -> float:
 
     Over schemes with SP inside nodes on stages: over two nodes it takes more GPU-seconds than it saves.
     """
-    table, layers = all_schemes(cell), LAYERS[base_model(cell.model)]
+    table, layers = all_schemes(cell), layers_of(cell)
     inside = [s for s in wider_shapes(table, num_layers=layers) if scheme_of(s).tp * scheme_of(s).sp <= NODE]
     shapes = [*inside, *(PipelineShape.of(scheme) for scheme in table.schemes if scheme.pp == 1)]
     space = ChunkedSpace(table, [StrategyShape((shape,)) for shape in shapes], slices=True, layers=layers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import multiprocessing
 import statistics
@@ -25,27 +26,35 @@ from ds_hydra.report.calibration import StageLoad
 from ds_hydra.rivals.as_made import AS_MADE, as_made
 from ds_hydra.rivals.costs import cluster_of
 from ds_hydra.rivals.hindsight import Chosen, Configuration, Lengths, hindsight
-from ds_hydra.rivals.static import batch_rebalance, deepspeed, megatron, with_our_assignment
+from ds_hydra.rivals.static import balanced, batch_rebalance, deepspeed, megatron
 from ds_hydra.rivals.waits import WaitingCost
 from ds_hydra.simulate.step import Simulator
 from ds_hydra.zero_hetero.errors import PlanError
 from tools.systems.cells import LONG_CELLS, Cell
 from tools.systems.dealt import dealt, dealt_out_ms
 from tools.systems.groups import dynamic_context_parallel, flexsp, hybrid_data_parallel
+from tools.systems.jitter import jitter_ms
 from tools.systems.long_contexts import chunked_bound_ms
-from tools.systems.ours import all_schemes, ds_hydra
+from tools.systems.ours import all_schemes, composed, ds_hydra, one_layout, one_mix
 from tools.systems.published import hydraulis, infinipipe
 from tools.systems.rates import tflops
 from tools.systems.switching import hetu_b, hotspa
 
-OURS, STATIC, SAME_LAYOUT = "ds-hydra", "Megatron-LM", "its layout, our assignment"
+OURS, STATIC, FIXED = "ds-hydra", "Megatron-LM", "best fixed, balanced"
+# Our engine with less: one layout in every step, of whole sequences or in slices and V's; one mix in every step; and
+# with strategies that HiGHS composes, as a job has them.
+ONE_WHOLE, ONE_CHUNKED, ONE_MIX, COMPOSED = "one layout, whole", "one layout, V", "one mix", "ds-hydra, composed"
+OWN = (ONE_WHOLE, ONE_CHUNKED, ONE_MIX, COMPOSED)
 System = Callable[[Cell, Sequence[Lengths]], Iterator[Configuration]]
+# What nobody ships: groups of any units form without a wait, and short sequences are shared for nothing.
+IDEAL = ("ideal dynamic CP", "ideal hybrid DP")
 RIVALS: dict[str, System] = {
     STATIC: lambda cell, _: megatron(cell),
+    FIXED: lambda cell, _: balanced(cell),
     "DeepSpeed": lambda cell, _: deepspeed(cell),
     "batch_rebalance": lambda cell, _: batch_rebalance(cell),
-    "dynamic CP": dynamic_context_parallel,
-    "hybrid DP": hybrid_data_parallel,
+    "ideal dynamic CP": dynamic_context_parallel,
+    "ideal hybrid DP": hybrid_data_parallel,
     "HotSPa": hotspa,
     "FlexSP": lambda cell, _: flexsp(cell),
     "Hetu-B": hetu_b,
@@ -53,9 +62,10 @@ RIVALS: dict[str, System] = {
     "InfiniPipe": lambda cell, _: infinipipe(cell),
 }
 # The same plans with short sequences dealt out whole, beside those that share them for nothing [Note: dealt out].
-DEALT = {name: f"{name}, dealt out" for name in ("dynamic CP", "hybrid DP")}
-NAMES = (OURS, STATIC, SAME_LAYOUT, *list(RIVALS)[1:], *DEALT.values(), *AS_MADE)
-BY_THEMSELVES = tuple(name for name in NAMES if name not in {SAME_LAYOUT, *DEALT.values()})  # others come with these
+DEALT = {name: f"{name}, dealt out" for name in IDEAL}
+NAMES = (OURS, *RIVALS, *DEALT.values(), *AS_MADE, *OWN)
+_WITH_OTHERS = {*DEALT.values(), ONE_CHUNKED, ONE_MIX, COMPOSED}
+BY_THEMSELVES = tuple(name for name in NAMES if name not in _WITH_OTHERS)
 _TASKS_OF_A_WORKER = 48  # then another process takes its place, without what it has kept
 
 
@@ -134,38 +144,60 @@ class Simulators:
         if id(table) not in self._known:
             self._known[id(table)] = table, _RowSimulator(cluster_of(self._cell, table))
         step = self._known[id(table)][1].step(plan)
+        times = iter(simulate_plan(plan, table))
+        noise = sum(jitter_ms(list(itertools.islice(times, len(phase.pipelines)))) for phase in plan.phases)
         waits = 0.0
         if any(isinstance(cost, WaitingCost) for cost in table.costs):
             with_waits, without = (CostTable(tuple(map(of, table.costs))) for of in (_in_rows, _without_waits))
             waits = plan.total_ms(simulate_plan(plan, with_waits)) - plan.total_ms(simulate_plan(plan, without))
-        return Simulated(1e3 * step.step_s, step.bubble_share, waits)
+        return Simulated(1e3 * step.step_s + noise, step.bubble_share, waits)
 
 
 def measure(cell: Cell, steps: int, name: str) -> dict[str, Measured]:
-    """What a system takes for the batches of a cell; nothing where it cannot be set up. The static layout comes with
-    the same under our assignment, and groups that share everything with the same dealt out."""
+    """What a system takes for the batches of a cell; nothing where it cannot be set up. Groups that share everything
+    come with the same dealt out, and ours with what it has less of, or more."""
     batches, simulators = cell.batches(steps), Simulators(cell)
     found: dict[str, Measured] = {}
     began = time.thread_time()
     if name == OURS:
-        chosen = _all_planned(ds_hydra(cell, simulators.ms), batches)
-    elif name == SAME_LAYOUT or name in DEALT.values():
+        return _ours(cell, batches, simulators)
+    if name == ONE_WHOLE:
+        return _one_layouts(cell, batches, simulators)
+    if name not in BY_THEMSELVES:
         return {}
-    else:
-        try:
-            if name in AS_MADE:
-                return {name: _made(name, cell, batches)}
-            chosen = hindsight(RIVALS[name](cell, batches), batches, simulators.ms)
-        except PlanError as error:
-            print(f"  {cell}: {name} is left out: {error}", flush=True)
-            return {}
+    try:
+        if name in AS_MADE:
+            return {name: _made(name, cell, batches)}
+        chosen = hindsight(RIVALS[name](cell, batches), batches, simulators.ms)
+    except PlanError as error:
+        print(f"  {cell}: {name} is left out: {error}", flush=True)
+        return {}
     found[name] = _measured(name, chosen, simulators, cell, time.thread_time() - began)
-    if name == STATIC:
-        (shape,) = {plan.phases[0].shape for plan in chosen.plans}
-        same = with_our_assignment(shape, chosen.configuration.table)
-        found[SAME_LAYOUT] = _measured(SAME_LAYOUT, _all_planned(same, batches), simulators, cell, 0.0)
     if name in DEALT:
         found[DEALT[name]] = _dealt_out(found[name], chosen, cell)
+    return found
+
+
+def _ours(cell: Cell, batches: Sequence[Lengths], simulators: Simulators) -> dict[str, Measured]:
+    """Ours; with one mix in every step; and with strategies that HiGHS composes."""
+    began = time.thread_time()
+    ours = ds_hydra(cell, simulators.ms)
+    chosen = _all_planned(ours.configuration, batches)
+    found = {OURS: _measured(OURS, chosen, simulators, cell, time.thread_time() - began)}
+    mix = hindsight(one_mix(cell, ours, chosen.plans, simulators.ms), batches, simulators.ms)
+    found[ONE_MIX] = _measured(ONE_MIX, mix, simulators, cell, 0.0)
+    with_highs = _all_planned(composed(cell, ours, simulators.ms), batches)
+    return found | {COMPOSED: _measured(COMPOSED, with_highs, simulators, cell, 0.0)}
+
+
+def _one_layouts(cell: Cell, batches: Sequence[Lengths], simulators: Simulators) -> dict[str, Measured]:
+    """The best layouts of pipelines of one shape, those that hold the batches."""
+    found = {}
+    for name, chunked in ((ONE_WHOLE, False), (ONE_CHUNKED, True)):
+        began = time.thread_time()
+        with contextlib.suppress(PlanError):
+            chosen = hindsight(one_layout(cell, simulators.ms, chunked=chunked), batches, simulators.ms)
+            found[name] = _measured(name, chosen, simulators, cell, time.thread_time() - began)
     return found
 
 
@@ -252,7 +284,7 @@ def _dealt_out(shared: Measured, chosen: Chosen, cell: Cell) -> Measured:
 def _made(name: str, cell: Cell, batches: Sequence[Lengths]) -> Measured:
     """A system whose steps are no plans of ours. PlanError where nothing holds the batches."""
     began, made = time.thread_time(), as_made(cell, batches, name)
-    step_ms = tuple(one.ms + made.exposed_ms for one in made.ran)
+    step_ms = tuple(one.ms + made.exposed_ms + jitter_ms(one.busy) for one in made.ran)
     return Measured(
         name, str(made.units), step_ms, statistics.fmean(one.ms for one in made.ran), made.gap, made.idle,
         {f"{made.units.count}*{made.units.unit}": len(step_ms)}, time.thread_time() - began,

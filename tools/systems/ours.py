@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.pipe.shape import StrategyShape
+from ds_hydra.pipe.shape import PipelineShape, StrategyShape
 from ds_hydra.plan.schemes import MOST_SHARING
+from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner import Planner, PlannerOptions
 from ds_hydra.planner.proposal.propose import Wider, propose_strategies
 from ds_hydra.planner.proposal.spaces import wider_shapes
@@ -18,34 +21,81 @@ from ds_hydra.simulate.exposed import exposed_ms
 from ds_hydra.simulate.job import SimulatedJob
 from ds_hydra.zero_hetero.errors import PlanError
 from tools.systems.cells import SEEN_BEFORE, Cell
-from tools.systems.devices import base_model
 
-LAYERS = {"7b": 32, "32b": 60}
 _TRIED = 3  # batches by which ours is set up
+_CLOSE, _MIXES = 1.08, 3  # layouts of one shape that are looked at: so many times the best on one batch; and mixes
 _ULYSSES = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # 24 GPUs, three nodes, share queries [Note: heads inside a node]
 _MOST = 60  # of whole sequences, which are quick to plan
 
 
-def ds_hydra(cell: Cell, ms: StepMs) -> Configuration:
+class Ours(NamedTuple):
+    """A way to set our planner up: its candidates, and layers of the model where it may cut sequences and compute
+    layers again (0: it may not)."""
+
+    configuration: Configuration
+    strategies: tuple[StrategyShape, ...]
+    layers: int
+
+
+def ds_hydra(cell: Cell, ms: StepMs) -> Ours:
     """The best of what `"strategies": "auto"` can be asked for, by steps of other data, simulated with their transfers.
 
     Whole sequences under 1F1B, or with slices, split backwards and V's besides; on the measured schemes of TP and PP,
     and with Ulysses on them: of up to two nodes where there are several stages. One stage may be three nodes that share
     queries.
     """
-    return hindsight(settings(cell, all_schemes(cell), ms), cell.batches(_TRIED, SEEN_BEFORE), ms).configuration
+    tried = list(settings(cell, all_schemes(cell), ms))
+    best = hindsight((one.configuration for one in tried), cell.batches(_TRIED, SEEN_BEFORE), ms).configuration
+    return next(one for one in tried if one.configuration is best)
 
 
-def settings(cell: Cell, table: CostTable, ms: StepMs) -> Iterator[Configuration]:
+def settings(cell: Cell, table: CostTable, ms: StepMs) -> Iterator[Ours]:
     """What a job may choose from: plans of whole sequences only, or chunked pipelines besides."""
-    layers = LAYERS[base_model(cell.model)]
+    layers = layers_of(cell)
     whole: tuple[StrategyShape, ...] = ()
     if max(cost.max_length for cost in table.costs) >= cell.context:
         whole = _proposed(cell, table, count=_MOST)
-        yield _configured(cell, table, whole, ms, layers=0)
+        yield Ours(_configured(cell, table, whole, ms, layers=0), whole, 0)
     wider = Wider(wider_shapes(table, num_layers=layers), layers=layers, plain=False)
-    more = _proposed(cell, table, wider=wider)
-    yield _configured(cell, table, tuple(dict.fromkeys((*whole, *more))), ms, layers=layers)
+    more = tuple(dict.fromkeys((*whole, *_proposed(cell, table, wider=wider))))
+    yield Ours(_configured(cell, table, more, ms, layers=layers), more, layers)
+
+
+def composed(cell: Cell, ours: Ours, ms: StepMs) -> Configuration:
+    """The same with HiGHS, which composes strategies for the very batch, as a job has it."""
+    table = ours.configuration.table
+    return _configured(cell, table, ours.strategies, ms, layers=ours.layers, highs="composes")
+
+
+def one_mix(cell: Cell, ours: Ours, plans: Sequence[StepPlan], ms: StepMs) -> Iterator[Configuration]:
+    """The same with one and the same mix of pipelines in every step: those that it chose most often."""
+    chosen = Counter(plan.phases[0].shape for plan in plans)
+    for strategy, _ in chosen.most_common(_MIXES):
+        one = _configured(cell, ours.configuration.table, (strategy,), ms, layers=ours.layers)
+        yield one._replace(text=str(strategy))
+
+
+def layers_of(cell: Cell) -> int:
+    """Of the cell's model."""
+    return cell.of_model.shape.layers
+
+
+def one_layout(cell: Cell, ms: StepMs, *, chunked: bool) -> Iterator[Configuration]:
+    """Our engine with pipelines of one shape in every step, sequences dealt out and packed by our planner: of whole
+    sequences, or in slices and V's. Those that are close to the best on one batch."""
+    table, layers = all_schemes(cell), layers_of(cell) if chunked else 0
+    shapes = wider_shapes(table, num_layers=layers) if chunked else map(PipelineShape.of, table.schemes)
+    batch = max(cell.batches(_TRIED, SEEN_BEFORE), key=max)
+    found: list[tuple[float, Configuration]] = []
+    for shape in shapes:
+        if cell.gpus % shape.num_ranks:
+            continue
+        strategy = StrategyShape((shape,) * (cell.gpus // shape.num_ranks))
+        configuration = _configured(cell, table, (strategy,), ms, layers=layers)._replace(text=str(strategy))
+        with contextlib.suppress(PlanError):  # it does not hold the batch
+            found.append((ms(configuration.plan(0, batch), table), configuration))
+    best = min((taken for taken, _ in found), default=0.0)
+    return (one for taken, one in sorted(found, key=lambda row: row[0]) if taken <= _CLOSE * best)
 
 
 def spaces(cell: Cell, ms: StepMs) -> Iterator[Configuration]:
@@ -54,7 +104,7 @@ def spaces(cell: Cell, ms: StepMs) -> Iterator[Configuration]:
     Each proposes by itself, and the chunked ones have the whole sequences' strategies besides, as a job's candidates
     have.
     """
-    table, layers = all_schemes(cell), LAYERS[base_model(cell.model)]
+    table, layers = all_schemes(cell), layers_of(cell)
     whole: tuple[StrategyShape, ...] = ()
     for text, one in (("TP and PP", _some(table, sharing=1)), ("and SP", table)):
         if max(cost.max_length for cost in one.costs) >= cell.context:
@@ -102,11 +152,11 @@ def _proposed(cell: Cell, table: CostTable, **more: Any) -> tuple[StrategyShape,
 
 
 def _configured(
-    cell: Cell, table: CostTable, strategies: tuple[StrategyShape, ...], ms: StepMs, *, layers: int
+    cell: Cell, table: CostTable, strategies: tuple[StrategyShape, ...], ms: StepMs, *, layers: int, highs: str = "off"
 ) -> Configuration:
     """Our planner over these strategies; `layers` of the model where it may cut sequences and compute layers again."""
     planner = Planner(
-        table, strategies, PlannerOptions(kernels="compiled", layers=layers),
+        table, strategies, PlannerOptions(kernels="compiled", layers=layers, highs=highs),
         exposed_ms=[_exposed_ms(cell, one) for one in strategies], step_ms=partial(ms, table=table),
     )  # fmt: skip
     degrees = "TP, PP and SP" if any(cost.uniform.sp > 1 for cost in table.costs) else "TP and PP"

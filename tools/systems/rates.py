@@ -9,15 +9,14 @@ import statistics
 from collections.abc import Iterable, Sequence
 
 from tools.systems.cells import Cell
-from tools.systems.devices import found_of, shape_of
+from tools.systems.devices import MODEL_FLOPS, split
 
 
 def model_flops(model: str, lengths: Iterable[int]) -> float:
     """Operations that the model needs for sequences of these lengths, as `analytic.flops_of` counts them: what is
     computed again is not in it."""
-    shape = shape_of(model)
-    weights = shape.params - shape.vocab * shape.hidden  # a row of the embeddings is looked up
-    return sum(6.0 * length * (weights + shape.hidden * shape.layers * length) for length in lengths)
+    found, _ = split(model)
+    return sum(MODEL_FLOPS * length * (found.active + found.square * length) for length in lengths)
 
 
 def tflops(cell: Cell, batches: Sequence[Sequence[int]], step_ms: float) -> float:
@@ -27,6 +26,4 @@ def tflops(cell: Cell, batches: Sequence[Sequence[int]], step_ms: float) -> floa
 
 def peak_tflops(model: str) -> float:
     """What a GPU of the model's table computes at most."""
-    peak = found_of(model).peak
-    assert peak is not None, "shipped tables say it"
-    return peak.device_flops / 1e12
+    return split(model)[1].peak
