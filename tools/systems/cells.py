@@ -94,7 +94,7 @@ WIDE_CELLS = (
     *(replace(FLAGSHIP, between=between) for between in (12.0, 50.0, 100.0)),
     *(replace(FLAGSHIP, c=c) for c in (0.25, 2.0)),
     Cell("7b", 32, 32768, 200_000, "rollouts"),
-    *(Cell("32b", gpus, 32768, 200_000, "pretraining") for gpus in (56, 63)),  # a node fewer, and a rank
+    *(Cell("32b", gpus, 32768, 200_000, "pretraining") for gpus in (56, 60)),  # a node fewer, and half a one
     Cell("32b", 64, 524_288, 4_000_000, "long"),
     Cell("8b", 32, 131_072, 800_000, "pretraining", keys=1 / 4),
     Cell("70b", 64, 32768, 400_000, "pretraining", keys=1 / 8),
