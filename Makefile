@@ -59,7 +59,7 @@ demo-elastic: $(STAMP)
 	$(BIN)/python -m tools.demo_elastic
 
 bench: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench_systems --ablation --curves 10 --emulate 5 \
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench_systems --curves 10 --emulate 5 \
 		--json benchmarks/systems.json --plots benchmarks
 
 first-hour: $(STAMP) kernels

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from ds_hydra.commands.figures import figures_parser, finish, print_table
 from tools import aims
 from tools.systems.cells import Cell
-from tools.systems.measure import OURS, FIXED, STATIC, measure
+from tools.systems.measure import FIXED, OURS, STATIC, measure
 
 WITHOUT, WITH = (Cell("7b", 32, context, 400_000, "tail") for context in (32_768, 65_536))
 SYSTEMS = (STATIC, "DeepSpeed", "HotSPa", "FlexSP", "InfiniPipe", OURS)

@@ -6,37 +6,59 @@ from dataclasses import replace
 
 import pytest
 
+from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.costs.peak import believed
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.rivals.costs import BETWEEN, Way, cluster_of, measured, table_of
-from tools.systems.cells import LONG_CELLS, WIDE_CELLS, Cell
-from tools.systems.devices import FIT, H100, NVLINK, found_of, of_h100
-from tools.systems.rates import peak_tflops
+from tools import aims
+from tools.systems.cells import LONG_CELLS, NEWER_CELLS, Cell
+from tools.systems.devices import DEVICES, MODELS, found_of, impossible, split
+from tools.systems.published_rates import median_off, rate_rows, reached
 
 CELL = LONG_CELLS[0]
 RING, ULYSSES = Way((1, 2, 8)), Way((1, 2, 8), ulysses=True)
 
 
-def test_the_h100_table_keeps_to_what_was_published_and_says_what_is_derived() -> None:
-    """Tokens a second of MPT 7B and 13B within 1 %, no row above the peak, all rows marked."""
-    assert max(fit.off for fit in FIT.values()) < 0.01
-    a, b = of_h100("7b")
-    assert 1e3 / (b + a * 2048) == pytest.approx(10_643, rel=1e-3), "the one figure without checkpointing"
-    for model in ("7b", "32b"):
-        found, before = found_of(model + H100), found_of(model)
-        assert found.peak is not None
-        assert believed(found.table, found.peak)[1] == ()
-        assert all("of H100s" in cost.derived for cost in found.table.costs)
-        for cost, old in zip(found.table.costs, before.table.costs, strict=True):
-            assert cost.scheme == old.scheme
-            assert cost.b < old.b
-            assert (cost.max_length, cost.shares) == (old.max_length, old.shares)
-    assert peak_tflops("32b" + H100) == 989.0
+@pytest.mark.parametrize("model", [f"{model} {device}" for model in MODELS for device in DEVICES])
+def test_tables_can_be_true_and_say_what_is_derived(model: str) -> None:
+    """Each rate is what the device's is, no row is above what kernels reach, and a newer device is not slower."""
+    found, (sizes, device) = found_of(model), split(model)
+    assert found.peak is not None
+    assert believed(found.table, found.peak)[1] == ()
+    alone = min((cost for cost in found.table.costs if cost.uniform.tp == 1), key=lambda cost: cost.scheme.pp)
+    ranks = alone.scheme.num_ranks
+    if device.attention:
+        assert 6e-9 * sizes.square / (alone.a * ranks) == pytest.approx(device.attention)
+        assert 6e-9 * sizes.active / (alone.b * ranks) == pytest.approx(device.rest)
+        assert all(device.name in cost.derived for cost in found.table.costs)
+
+
+def test_tables_that_cannot_be_true_are_refused() -> None:
+    table = found_of("32b H100").table
+
+    def changed(scheme: str, name: str, times: float) -> list[str]:
+        costs = (replace(c, **{name: times * getattr(c, name)}) if str(c.scheme) == scheme else c for c in table.costs)
+        return impossible("32b H100", CostTable(tuple(costs)))
+
+    assert impossible("32b H100", table) == []
+    assert changed("pp4", "a", 0.5) == ["pp4 has 894 TFLOP/s of causal attention, above 0.75 of 989"]
+    assert any("tp2pp4" in line and "times apart" in line for line in changed("tp2pp4", "a", 1.5))
+    (slow,) = changed("pp4", "b", 2.0)
+    assert slow.startswith("b of pp4 is")
+    assert "on an A800" in slow
+
+
+def test_tables_are_within_a_tenth_of_public_runs_that_they_were_not_fitted_to() -> None:
+    rows = rate_rows()
+    assert {row["row"] for row in rows} >= {"1", "2", "3", "4", "5", "6", "7", "16", "19", "20", "21"}
+    assert all(abs(float(str(row["off"]).rstrip("%"))) < 0.2 for row in rows if row["fitted"])
+    assert median_off() <= aims.RATES_OFF
+    assert 0.7 < reached("A800") < 1 <= reached("H200") < 1.1
 
 
 def test_links_between_nodes_and_inside_them_are_those_of_the_cell() -> None:
     slow = replace(CELL, between=12.0)
-    for cell, between, inside in ((CELL, 25e9, 1.0), (slow, 12e9, 1.0), (WIDE_CELLS[5], 50e9, NVLINK)):
+    for cell, between, inside in ((CELL, 25e9, 1.0), (slow, 12e9, 1.0), (NEWER_CELLS[0], 50e9, 900 / 400)):
         links = cluster_of(cell, measured(cell)).links
         assert links.between == BETWEEN._replace(bytes_per_s=between)
         assert links.inside.bytes_per_s == pytest.approx(inside * 1.5e11)

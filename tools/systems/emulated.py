@@ -16,12 +16,12 @@ from ds_hydra.rivals.static import megatron
 from ds_hydra.simulate.links import LinkModel
 from ds_hydra.simulate.llama import shipped_job
 from ds_hydra.simulate.step import Simulator
-from tools.systems.cells import CONTEXTS, EVALUATED, SHORT_MIXES, Cell
+from tools.systems.cells import EVALUATED, SHORT_MIXES, Cell
 from tools.systems.measure import OURS, STATIC, Simulators
 from tools.systems.ours import settings
 from tools.systems.rates import tflops
 
-CELLS = tuple(Cell("7b", 16, context, 100_000, mix) for context in CONTEXTS for mix in SHORT_MIXES)
+CELLS = tuple(Cell("7b", 16, context, 100_000, mix) for context in (16384, 32768) for mix in SHORT_MIXES)
 _SEQUENCES = 20_000
 
 
@@ -35,7 +35,7 @@ def emulated(cell: Cell, steps: int, *, timeout_s: float) -> Iterator[dict[str, 
     sampler = TokenBudgetSampler(lengths, cell.tokens)
     batches = [sampler.batch_lengths(step) for step in range(steps)]
     static = hindsight(megatron(cell, (Way(),)), batches, lambda plan, _: plan.predicted_ms)
-    ours = next(settings(cell, measured(cell), Simulators(cell).ms))
+    ours = next(settings(cell, measured(cell), Simulators(cell).ms)).configuration
     ms: dict[str, float] = {}
     for name, configuration in ((OURS, ours), (STATIC, static.configuration)):
         plans = [replace(configuration.plan(step, batches[step]), sequence_ids=tuple(sampler.batch(step)))

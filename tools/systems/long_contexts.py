@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -13,7 +13,6 @@ from ds_hydra.planner.exact.counts import continuous_ms, scheme_of
 from ds_hydra.planner.proposal.spaces import wider_shapes
 from ds_hydra.rivals.costs import NODE
 from ds_hydra.rivals.hindsight import Lengths
-from tools import aims
 from tools.systems.cells import Cell
 from tools.systems.ours import all_schemes, layers_of
 
@@ -38,25 +37,3 @@ def chunked_bound_ms(cell: Cell, batches: Sequence[Lengths]) -> float:
         with_c = batch.with_work(batch.items.work + full[:, None] * batch.items.tokens)
         found.append(continuous_ms(with_c, arrays, sizes, cell.gpus))
     return statistics.fmean(found)
-
-
-def missed_aims_of_long(
-    cell: Cell, ours: Sequence[float], rivals: Mapping[str, Sequence[float]], bound_ms: float
-) -> list[str]:
-    """The aims of a cell of long contexts that these steps miss, all in ms."""
-    mean = statistics.fmean(ours)
-    missed = [
-        f"{cell}: {name} takes {gain:.3f} of our time, not >= {least}"
-        for name, least in aims.SYSTEM_LONG[cell.mix].items()
-        if name in rivals and (gain := statistics.fmean(rivals[name]) / mean) < least
-    ]
-    most = aims.SYSTEM_LONG_BOUND[cell.mix]
-    if mean > most * bound_ms:
-        missed.append(f"{cell}: {mean / bound_ms:.3f} times the bound, not <= {most}")
-    for name in aims.SYSTEM_LONG_EACH:
-        for step, (one, other) in enumerate(zip(ours, rivals.get(name, ()), strict=False)):
-            if other < aims.SYSTEM_LONG_STEP * one:
-                missed.append(
-                    f"{cell}: in step {step} {name} takes {other / one:.3f} of our time, not >= {aims.SYSTEM_LONG_STEP}"
-                )
-    return missed

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from ds_hydra.report.plots import COLOURS, pyplot
-from tools.systems.cells import MIXES
+from tools.systems.cells import FLAGSHIP
 from tools.systems.curves import SYSTEMS, Point
 from tools.systems.measure import NAMES, OURS
-from tools.systems.verdicts import FLAGSHIP, SHORT_CELLS, Result
+from tools.systems.verdicts import Result
 
 _MOST = 2.5  # gains from here on have the same colour
 _MARKERS = "osv^DPX*<>hdp"
@@ -24,9 +24,6 @@ def draw_systems(results: Sequence[Result], folder: Path) -> list[Path]:
     flagship = next((result for result in results if result.cell == FLAGSHIP), None)
     if flagship is not None:
         drawn.append(_steps(flagship, folder / "systems_flagship.png"))
-    short = [result for result in results if result.cell in SHORT_CELLS]
-    if len({result.cell.gpus for result in short}) > 1:
-        drawn.append(_scaling(short, folder / "systems_scaling.png"))
     return drawn
 
 
@@ -102,38 +99,6 @@ def _steps(result: Result, path: Path) -> Path:
     axes.text(result.bound_ms / 1e3, -0.8, "bound by GPU-seconds", fontsize=7, color="0.3")
     axes.set_yticks(range(len(ordered)), [one.system for one in ordered], fontsize=8)
     axes.set(xlabel="s a step, simulated (bars: mean and deviation)", title=str(result.cell), ylim=(len(ordered), -1.2))
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-    return path
-
-
-def _scaling(results: Sequence[Result], path: Path) -> Path:
-    """Gains by cluster, context and tokens, each the mean over the cells that have it, one panel for each mix."""
-    plt = pyplot()
-    mixes = [mix for mix in MIXES if any(result.cell.mix == mix for result in results)]
-    figure, panels = plt.subplots(1, len(mixes), figsize=(5 * len(mixes), 4), layout="constrained", sharey=True)
-    names = [name for name in NAMES if name != OURS and any(name in result.systems for result in results)]
-    for axes, mix in zip(np.atleast_1d(panels), mixes, strict=True):
-        own = [result for result in results if result.cell.mix == mix]
-        groups = list(dict.fromkeys(f"{result.cell.model}\n{result.cell.gpus} GPUs" for result in own))
-        for index, name in enumerate(names):
-            gains = [
-                np.mean([
-                    result.gain(name) or np.nan for result in own
-                    if f"{result.cell.model}\n{result.cell.gpus} GPUs" == group
-                ])
-                for group in groups
-            ]  # fmt: skip
-            marker, colour = _MARKERS[index % len(_MARKERS)], COLOURS[index % len(COLOURS)]
-            line = "-" if index < len(COLOURS) else "--"
-            axes.plot(range(len(groups)), gains, marker=marker, color=colour, linestyle=line, label=name, linewidth=1.2)
-        axes.axhline(1.0, color="0.4", linewidth=1)
-        axes.set_xticks(range(len(groups)), groups, fontsize=8)
-        axes.set_title(mix)
-    np.atleast_1d(panels)[0].set_ylabel("mean step over that of ds-hydra")
-    figure.legend(
-        *np.atleast_1d(panels)[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize=8
-    )
     figure.savefig(path, dpi=110)
     plt.close(figure)
     return path
