@@ -35,7 +35,8 @@ from tools import aims
 from tools.systems.cells import FLAGSHIP, Cell, chosen_cells
 from tools.systems.curves import curve_figures, curve_row, curves
 from tools.systems.measure import BY_THEMSELVES, NAMES, OURS, bound_ms, measure_cells
-from tools.systems.published_rates import median_off, rate_rows
+from tools.systems.page import page
+from tools.systems.published_rates import NOT_COMPARABLE, device_rows, median_off, rate_rows
 from tools.systems.verdicts import (
     Result,
     cause_row,
@@ -49,7 +50,7 @@ from tools.systems.verdicts import (
     system_rows,
 )
 
-STEPS, QUICK_STEPS = 20, 3
+STEPS, QUICK_STEPS = 10, 3
 _EMULATION_S = 1800.0  # real seconds for one cluster
 
 
@@ -109,6 +110,22 @@ def show_more(title: str, rows: Sequence[Mapping[str, object]]) -> Sequence[Mapp
     return rows
 
 
+def beside(results: Sequence[Result]) -> dict[str, Any]:
+    """Print what follows from the cells; its rows for the file."""
+    show_more("What the others take, over ours", [cell_row(result) for result in results])
+    found = {
+        "published": show_more("Published figures beside ours", published_rows(results)),
+        "rates": show_more("Public runs beside the tables", rate_rows()),
+        "causes": show_more("Gain by cause: before it over with it", [cause_row(result) for result in results]),
+        "pays": show_more("Where a mix pays", pays_rows(results)),
+    }
+    show_more("Tables", device_rows())
+    print("not comparable:", "; ".join(f"rows {rows}, {why}" for rows, why in NOT_COMPARABLE.items()))
+    for line in notes(results):
+        print(line)
+    return found
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code: 0, or 1 if an aim was missed."""
     parser = figures_parser(__doc__, "python -m tools.bench_systems")
@@ -120,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--again", nargs="+", choices=BY_THEMSELVES, default=[], help="resume, but measure these anew")
     parser.add_argument("--curves", type=int, default=0, metavar="STEPS", help="by GPUs, context and tokens a step")
     parser.add_argument("--emulate", type=int, default=0, metavar="STEPS", help="of six cells on the emulated cluster")
-    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw the figures there")
+    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw the figures there, and write systems.md")
     args = parser.parse_args(arguments)
 
     def run() -> int:
@@ -139,14 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 so_far = figures(list((kept | done).values()))
                 args.json.write_text(json.dumps(head | {"cells": so_far}), encoding="utf-8")
         results = list(done.values())
-        show_more("What the others take, over ours", [cell_row(result) for result in results])
-        found = head | {"cells": figures(results)}
-        found["published"] = show_more("Published figures beside ours", published_rows(results))
-        found["rates"] = show_more("Public runs beside the tables", rate_rows())
-        found["causes"] = show_more("Gain by cause: before it over with it", [cause_row(result) for result in results])
-        found["pays"] = show_more("Where a mix pays", pays_rows(results))
-        for line in notes(results):
-            print(line)
+        found = head | {"cells": figures(results)} | beside(results)
         points = list(curves(args.curves, args.workers)) if args.curves else []
         show_more("By GPUs, context and tokens of a step, 7B", [curve_row(point) for point in points])
         found["curves"] = curve_figures(points)
@@ -154,6 +164,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found["emulated"] = show_more("On the emulated cluster", emulated)
         if args.plots:
             from tools.systems.plots import draw_curves, draw_systems  # needs matplotlib
+
+            (args.plots / "systems.md").write_text(page(results, steps), encoding="utf-8")
 
             drawn = draw_systems(results, args.plots)
             for path in [*drawn, draw_curves(points, args.plots)] if points else drawn:

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -136,7 +137,11 @@ class Session:
                 f"no scheme fits: not even one token beside the model states in {device_bytes / 2**30:.2f} GiB a rank; "
                 "use more ranks (--gpus), a larger TP or PP (--schemes), or devices with more memory"
             )
-        source = f"measured by ds-hydra profile on {r.job.device}, {r.num_gpus} ranks"
+        software = ", ".join(f"{library} {version}" for library, version in r.job.versions)
+        source = (
+            f"measured by ds-hydra profile on {r.job.device}, {r.num_gpus} ranks, attention by {r.job.attention}, "
+            f"{software}, {date.today()}"
+        )
         return TableFile(CostTable(tuple(costs), source), r.job, measured,
                          self.links.to_record() if self.links else None, self.step,
                          self.activations, _peak(r))  # fmt: skip

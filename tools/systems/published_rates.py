@@ -15,7 +15,7 @@ import statistics
 from typing import NamedTuple
 
 from ds_hydra.pipe.shape import ParallelScheme
-from tools.systems.devices import MODEL_FLOPS, Model, found_of, split
+from tools.systems.devices import DEVICES, MODEL_FLOPS, Device, Model, found_of, split
 
 _NONE, _ALL, _BUT_ATTENTION, _SECOND = "nothing", "all layers again", "all but attention again", "every second product"
 _AGAIN = {_NONE: (0.0, 0.0), _ALL: (1 / 3, 2 / 7), _BUT_ATTENTION: (1 / 3, 0.0), _SECOND: (1 / 6, 0.0)}
@@ -104,6 +104,19 @@ def median_off() -> float:
     """Of the runs on H100s and H200s that no number was fitted to."""
     rows = [(run, row) for run, row in zip(RUNS, rate_rows(), strict=True) if "A800" not in run.model]
     return statistics.median(abs(float(str(row["off"]).rstrip("%")) / 100) for run, row in rows if not row["fitted"])
+
+
+def device_rows() -> list[dict[str, object]]:
+    """What each device's tables are derived from."""
+    return [
+        {"device": one.name, "attention": _rate(one, one.attention), "the rest": _rate(one, one.rest),
+         "as jobs reach it": f"{reached(one.name):.2f}", "kernel": one.kernel, "from": one.software, "date": one.date}
+        for one in DEVICES.values()
+    ]  # fmt: skip
+
+
+def _rate(device: Device, rate: float) -> str:
+    return f"{rate:.0f} TFLOP/s ({rate / device.peak:.0%})" if rate else "as published"
 
 
 def reached(device: str) -> float:
