@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import queue
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -22,12 +24,13 @@ from ds_hydra.elastic.membership import TURN_S, Membership
 from ds_hydra.elastic.rounds import Patience
 from ds_hydra.elastic.view import Member, Report, View
 from ds_hydra.ranks.together import Texts, agree
-from ds_hydra.watchdog.host import EXIT_CODE, Identity, end_process, kill, listen, own_address, say
+from ds_hydra.watchdog.host import EXIT_CODE, Identity, end_process, kill, listen, own_address, say, stopped
 from ds_hydra.watchdog.watchdog import beat_seconds
 
 logger = logging.getLogger(__name__)
 
 _UNANSWERED = 40  # times that a process which wants to join has asked in vain, one after the other
+_ANSWERS_S = 1.0  # within which a member that is not frozen greets
 _READ_S = 2.0  # within which a token that exists has to be whole
 Store = tuple[tuple[str, int], Any]  # where it listens, and what keeps it open
 
@@ -298,7 +301,7 @@ class MemberAgent:
                 self._inbox.put(m.Opened(epoch, self._store[0]))
                 self._links.wake()
             case m.KillProcess(member):
-                kill(Identity(member.host, member.pid, member.started))
+                threading.Thread(target=end_frozen, args=(member,), daemon=True).start()
             case m.Exit(why):
                 self._leave(why)
 
@@ -320,6 +323,16 @@ class MemberAgent:
             logger.error("no token for the epoch after %d: %s", epoch, error)
             found = None
         self._tell(m.Token(epoch, found))
+
+
+def end_frozen(member: Member) -> None:
+    """Kill a member of this host, unless its agent answers: who asked for that may have been cut off since."""
+    who = Identity(member.host, member.pid, member.started)
+    if not stopped(who):
+        with contextlib.suppress(OSError), socket.create_connection(member.address, timeout=_ANSWERS_S) as sock:
+            if sock.recv(1):  # the nonce with which it greets
+                return
+    kill(who)
 
 
 def take_token(folder: Path, name: str, roster: m.Roster) -> m.Roster:

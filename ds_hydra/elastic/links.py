@@ -57,6 +57,7 @@ class Links:
         self._awake, self._wakes = socket.socketpair()
         self._wakes.setblocking(False)
         self._selector.register(self._awake, selectors.EVENT_READ, self)
+        self._told: tuple[m.Message | None, bytes] = (None, b"")  # what was encoded last: often for many members
         self._asked = 0  # members at which this process has knocked
         self.unanswered = 0  # of these the last ones, where nobody was
 
@@ -83,11 +84,17 @@ class Links:
         # The oldest, as long as it lasts: what goes over two connections may come in another order.
         peer = next((one for one in self._peers if one.id == to.id), None)
         if peer is not None:
-            peer.connection.send_body(encoded(m.to_wire(message)))
+            peer.connection.send_body(self._encoded(message))
         elif to.id in self._connecting:
             self._connecting[to.id].append(message)
         elif to.host:
             self._connect(to, [message])
+
+    def _encoded(self, message: m.Message) -> bytes:
+        """Once for all who get it: the views of a thousand members are megabytes."""
+        if self._told[0] is not message:
+            self._told = message, encoded(m.to_wire(message))
+        return self._told[1]
 
     def watch(self, members: Sequence[Member]) -> list[m.Event]:
         """Once a turn: be connected to these; who was silent for long is told."""
@@ -172,7 +179,7 @@ class Links:
         if joins and self.me is not None:
             made.send({"knock": asdict(self.me)})
         for message in waiting:
-            made.send_body(encoded(m.to_wire(message)))
+            made.send_body(self._encoded(message))
 
     def _admit(self, connection: Connection, message: dict[str, Any]) -> Peer:
         peer = Peer(int(message["rank"]), connection)

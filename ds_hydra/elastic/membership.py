@@ -242,7 +242,7 @@ class Membership(Rounds):
         self._vote()
 
     def _voted(self, sender: int, vote: m.Vote) -> None:
-        if vote.roster.epoch > self.roster.epoch:
+        if vote.roster is not None and vote.epoch > self.roster.epoch:
             if self._learn(vote.roster):
                 self._call(planned=False)
             return
@@ -289,7 +289,7 @@ def _epoch_of(message: Message) -> int:
     match message:
         case m.Beat(epoch=epoch) | m.Fault(epoch=epoch) | m.Bye(epoch=epoch) | m.Propose(epoch=epoch):
             return epoch
-        case m.Failing(epoch=epoch):
+        case m.Failing(epoch=epoch) | m.Vote(epoch=epoch):
             return epoch
         case m.Accept():
             return NOTHING_HELD

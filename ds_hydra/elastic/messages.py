@@ -68,10 +68,11 @@ class Vote:
     """Training stands still here, and goes on by an install of this ballot or of a later one only."""
 
     ballot: Ballot
-    roster: Roster
-    accepted: tuple[Ballot, Roster] | None  # a successor of `roster` that may be decided
+    epoch: int  # of the newest roster
+    roster: Roster | None  # that one, if it is not the one of the stop
+    accepted: tuple[Ballot, Roster] | None  # a successor of it that may be decided
     report: Report
-    held: tuple[Member, ...]  # by rank, of the epoch of the report's layout
+    held: tuple[Member, ...] | None  # by rank, of the epoch of the report's layout; None: those of the stop's roster
 
 
 @dataclass(frozen=True, slots=True)

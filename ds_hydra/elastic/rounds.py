@@ -43,7 +43,7 @@ class Patience:
     stuck: int = 16  # training that is not free by then never will be: this process ends
     again: int = 8  # what was said is said again
     planned: int = 40  # a stop at the step's end, for which some wait, becomes an abort
-    killed: int = 4  # a frozen process that was told to be killed counts as lost
+    killed: int = 8  # a frozen process that was told to be killed counts as lost
     give_up: int = 240  # no view was installed
     rebuilds: int = 8  # views in a row that training could not use
 
@@ -54,6 +54,7 @@ class _Round:
 
     ballot: Ballot
     planned: bool
+    members: tuple[Member, ...]  # of the roster that is stopped
     votes: dict[int, m.Vote] = field(default_factory=dict)
     value: Roster | None = None  # proposed, or on its way to the folder
     fresh: bool = True  # made of this round's votes
@@ -140,7 +141,7 @@ class Rounds:
         self.dead |= self.left
         number = max(self._promised.number, self.roster.epoch) + 1
         self._promised = Ballot(number, self.me.id)
-        self.round, self._owed, self._waited = _Round(self._promised, planned), None, 0
+        self.round, self._owed, self._waited = _Round(self._promised, planned, self.roster.members), None, 0
         if not planned:
             self._fault()
         self._say(self._living(), m.Stop(self._promised, self.roster, planned))
@@ -163,18 +164,22 @@ class Rounds:
 
     def _vote_for_own(self) -> None:
         if self.round is not None and self.report is not None and self.round.value is None:
-            self.round.votes[self.me.id] = self._own_vote(self.round.ballot)
+            self.round.votes[self.me.id] = self._own_vote(self.round.ballot, self.roster)
             self._count()
 
     def _vote(self) -> None:
         """Send the vote that is owed, if training stands still."""
         if self._owed is not None and self.report is not None:
-            self._send(self._owed.ballot.candidate, self._own_vote(self._owed.ballot))
+            self._send(self._owed.ballot.candidate, self._own_vote(self._owed.ballot, self._owed.roster))
 
-    def _own_vote(self, ballot: Ballot) -> m.Vote:
+    def _own_vote(self, ballot: Ballot, asked: Roster) -> m.Vote:
+        """Without what the stop has said: a thousand members' votes with a thousand members each are too much."""
         assert self.report is not None, "training stands still"
-        held = self._held.get(self.report.layout_epoch, ())
-        return m.Vote(ballot, self.roster, self._accepted, self.report, held)
+        held, newer = self._held.get(self.report.layout_epoch, ()), self.roster.epoch > asked.epoch
+        return m.Vote(
+            ballot, self.roster.epoch, self.roster if newer else None, self._accepted, self.report,
+            None if held == asked.members else held,
+        )  # fmt: skip
 
     def _count(self) -> None:
         """All that are not lost have voted: decide who goes on."""
@@ -256,7 +261,8 @@ class Rounds:
         newest = max(current.votes.values(), key=lambda vote: vote.report.layout_epoch)
         reports = {one.id: current.votes[one.id].report if one.id in current.votes else Report()
                    for one in self.roster.members}  # fmt: skip
-        view = View(epoch, self.roster.members, newest.held, store, reports)
+        former = current.members if newest.held is None else newest.held
+        view = View(epoch, self.roster.members, former, store, reports)
         self._say(self.roster.ids, m.Install(current.ballot, self.roster, view))
         self._install(view)
 

@@ -9,12 +9,15 @@ becomes member 4, with rank 3.
 
 from __future__ import annotations
 
+import struct
+from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from functools import cache
-from typing import Any
+from functools import cache, lru_cache
+from itertools import chain
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter
+from pydantic import BeforeValidator, PlainSerializer, TypeAdapter
 
 NOTHING_HELD = -1  # steps committed, and epoch of its layout, of a process that joins
 
@@ -42,13 +45,36 @@ class NormTable:
     rows: tuple[tuple[float, float, float], ...]  # by rank
 
 
+def table_text(table: NormTable) -> str:
+    """A table as it travels: its bits, as a row may hold NaN, which equals nothing, and 0.0 equals -0.0."""
+    flat = tuple(chain.from_iterable(table.rows))
+    return b64encode(struct.pack(f"<q{len(flat)}d", table.step, *flat)).decode()
+
+
+@lru_cache(maxsize=16)  # the votes of a thousand members have the same two
+def table_of_text(text: str) -> NormTable:
+    """What `table_text` made; ValueError for anything else."""
+    raw = b64decode(text, validate=True)
+    if len(raw) % 24 != 8:
+        raise ValueError(f"{len(raw)} bytes are no table of rows of three numbers")
+    step, *flat = struct.unpack(f"<q{len(raw) // 8 - 1}d", raw)
+    return NormTable(step, tuple(zip(flat[::3], flat[1::3], flat[2::3], strict=True)))
+
+
+Table = Annotated[
+    NormTable,
+    PlainSerializer(table_text),
+    BeforeValidator(lambda value: table_of_text(value) if isinstance(value, str) else value),
+]
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """What a member holds while its training stands still, told to all that go on with it."""
 
     committed: int = NOTHING_HELD  # steps whose update it has applied
-    table: NormTable | None = None  # of the open step, if whole: that of step `committed`, counted from 0
-    last: NormTable | None = None  # of the step before
+    table: Table | None = None  # of the open step, if whole: that of step `committed`, counted from 0
+    last: Table | None = None  # of the step before
     layout_epoch: int = NOTHING_HELD  # the epoch in which the cut of its masters was made
 
 
@@ -73,11 +99,15 @@ class View:
 
     def to_wire(self) -> dict[str, Any]:
         """As JSON can hold it. Tables, of which the reports of N members hold 2 N, are there once each."""
-        tables: dict[str, tuple[int, NormTable]] = {}
+        tables: dict[str, int] = {}
+        texts: dict[int, str] = {}  # by identity: those that came over the wire alike are one object
 
         def index(table: NormTable | None) -> int | None:
-            # Compared as text: a row may hold NaN, which equals nothing, and 0.0 equals -0.0.
-            return None if table is None else tables.setdefault(repr(table), (len(tables), table))[0]
+            if table is None:
+                return None
+            if id(table) not in texts:
+                texts[id(table)] = table_text(table)
+            return tables.setdefault(texts[id(table)], len(tables))
 
         reports = {
             str(member): [report.committed, index(report.table), index(report.last), report.layout_epoch]
@@ -89,13 +119,13 @@ class View:
             "former": [asdict(member) for member in self.former],
             "store": list(self.store),
             "reports": reports,
-            "tables": [[table.step, [list(row) for row in table.rows]] for _, table in tables.values()],
+            "tables": list(tables),
         }
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> View:
         """What `to_wire` made; ValueError (pydantic's, KeyError, IndexError also) for anything else."""
-        tables = [{"step": step, "rows": rows} for step, rows in wire["tables"]]
+        tables = wire["tables"]
         reports = {
             int(member): {
                 "committed": committed,

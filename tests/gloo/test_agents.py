@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,10 +14,11 @@ from typing import Any
 
 import pytest
 
-from ds_hydra.elastic.agent import MemberAgent, take_token
+from ds_hydra.elastic.agent import MemberAgent, end_frozen, take_token
 from ds_hydra.elastic.messages import Roster
 from ds_hydra.elastic.view import Member, Report, View
 from ds_hydra.ranks.together import first_channel
+from ds_hydra.watchdog.host import Identity, host, listen, started, stopped
 from tests.support.ends import End, ends, mark_fault
 
 
@@ -153,6 +156,27 @@ def test_a_process_joins_with_a_new_id(tmp_path: Path) -> None:
     view = same_last(seen, [0, 1, 2])
     assert [one.id for one in view.members] == [0, 1, 2]
     assert view.reports[2] == Report()
+
+
+def test_a_member_that_answers_is_not_killed_and_a_frozen_one_is() -> None:
+    """An order to kill may have waited in a cable that was cut, until all was well again."""
+    with listen("127.0.0.1") as listener:
+        living = subprocess.Popen(["sleep", "30"])
+        me = Identity(host(), living.pid, started(living.pid))
+        member = Member(1, me.host, listener.getsockname()[:2], me.pid, me.started)
+        answers = threading.Thread(target=lambda: listener.accept()[0].send(b"n" * 16))
+        answers.start()
+        end_frozen(member)
+        answers.join()
+        assert living.poll() is None
+        living.send_signal(signal.SIGSTOP)
+        while not stopped(me):
+            time.sleep(0.01)
+        end_frozen(member)
+        assert living.wait(timeout=5) == -signal.SIGKILL
+    silent = subprocess.Popen(["sleep", "30"])
+    end_frozen(Member(2, me.host, member.address, silent.pid, started(silent.pid)))
+    assert silent.wait(timeout=5) == -signal.SIGKILL, "nobody answers"
 
 
 def test_of_a_token_there_is_one(tmp_path: Path) -> None:

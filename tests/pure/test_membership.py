@@ -207,7 +207,7 @@ def test_what_was_accepted_before_is_proposed_again_and_never_installed() -> Non
     voter.handle(m.Parked(Report(7)))
     (vote,) = sent(voter.handle(m.Heard(1, m.Stop(called, START, planned=False))), m.Vote)
     assert vote.accepted == (m.Ballot(1, 0), SECOND)
-    candidate.handle(m.Heard(3, m.Vote(called, START, None, Report(7), START.members)))
+    candidate.handle(m.Heard(3, m.Vote(called, START.epoch, None, None, Report(7), None)))
     proposed = sent(candidate.handle(m.Heard(2, vote)), m.Propose)
     assert {one.roster for one in proposed} == {SECOND}
     actions = candidate.handle(m.Heard(2, m.Accept(called))) + candidate.handle(m.Heard(3, m.Accept(called)))
