@@ -133,8 +133,9 @@ def initialize(
     init_distributed(accepted.parsed.hydra, port=distributed_port, required=dist_init_required)
 
     from ds_hydra.engine.engine import HydraEngine
+    from ds_hydra.host.modes import out_of_modes
 
-    engine = HydraEngine(accepted.parsed, model, **own, **shared)
+    engine = out_of_modes("ds_hydra.initialize()")(HydraEngine)(accepted.parsed, model, **own, **shared)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

@@ -299,6 +299,10 @@ class ModelSource(Protocol):
     options: StageOptions  # how its stages compute
     overlap: Overlap  # of the messages of its attention
 
+    @property
+    def drawing(self) -> Collection[str]:
+        """Modules that draw random numbers in training, by path."""
+
     def width(self, layer: int) -> int:
         """Features of the hidden states (1, T, width) that enter a layer."""
 

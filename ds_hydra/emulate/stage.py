@@ -63,6 +63,7 @@ class EmulatedSource:
     valued: bool = False
     notes: tuple[str, ...] = ()
     balances = False
+    drawing: frozenset[str] = frozenset()
     options = AS_WRITTEN
     overlap = AT_ONCE
 

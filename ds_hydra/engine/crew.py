@@ -34,7 +34,8 @@ import atexit
 import logging
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -55,6 +56,7 @@ from ds_hydra.engine.simulated import exposed_of, simulated_job
 from ds_hydra.engine.tracing import Tracing
 from ds_hydra.host.host_engine import HostEngine
 from ds_hydra.host.loss_scale import LossScale
+from ds_hydra.host.modes import out_of_modes
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.planner import PlanRecipe
 from ds_hydra.planner.budget import budget_of, typical_batch
@@ -86,7 +88,7 @@ class Crew:
         """
         self.job, self.world, self.shift = job, world, shift
         self.activity, self.watchdog, self.together = guard.activity, guard.watchdog, guard.together
-        world.channel.calling = self.calling = guard.activity.calling
+        world.channel.calling = guard.activity.calling
         try:
             with guard.assembling():
                 self._assemble(host, signals, initial=initial)
@@ -204,6 +206,12 @@ class Crew:
         if self.world.rank or job.config.choose != "best" or job.config.replay or few or job.pre_step is not None:
             return None
         return exposed_of(job, self.world, self.prepared.found)
+
+    @contextmanager
+    def calling(self, name: str) -> Iterator[None]:
+        """A call of all ranks, which is out of the modes that the script has around it."""
+        with out_of_modes(name), self.activity.calling(name):
+            yield
 
     def close(self) -> None:
         """Wait for a save that is under way; end threads and the planning process. The world stays open."""

@@ -188,6 +188,7 @@ class HydraEngine(EngineInParts):
         """
         if sequence_loss is not None and data_iter is None:
             raise ConfigError("a sequence_loss is of sequences that are handed in: pass them to train_batch() too")
+        self.steps.begin_training("train_batch()")
         step = partial(self.steps.handed.next, self.global_steps, data_iter, sequence_loss)
         handed = None if data_iter is None else step
         return torch.tensor(self._train("train_batch()", handed).loss, dtype=torch.float32)

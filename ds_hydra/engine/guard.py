@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
-import torch
 import torch.distributed as dist
 
 from ds_hydra.config.hydra_block import HydraConfig
+from ds_hydra.host.modes import out_of_modes
 from ds_hydra.ranks.together import Texts
 from ds_hydra.watchdog import Activity, Watchdog
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError, NumericsError, PlanError
 from ds_hydra.zero_hetero.told import told_of
 
-_DEVICES = ("cpu", "cuda")
 _BEATS = 9  # of a rank, in the time after which it counts as frozen
 
 
@@ -45,7 +44,7 @@ class Guard:
         Errors of checkpoints and numerics, and those that all ranks know, are raised on all of them at once. So each
         rank can handle them by itself, and a script may catch one and go on; they are not reported.
         """
-        with self.activity(activity), _out_of_modes():
+        with self.activity(activity), out_of_modes(activity):
             try:
                 yield
             except (CheckpointError, NumericsError):
@@ -65,19 +64,6 @@ class Guard:
             if told_of(refusal) is not None:
                 self.watchdog.close()
             raise
-
-
-@contextmanager
-def _out_of_modes() -> Iterator[None]:
-    """Out of autocast and inference mode, in which a script may call the engine: the step has types of its own, as
-    DeepSpeed's forward has, and runs its forwards and backwards only now."""
-    with ExitStack() as modes:
-        for kind in _DEVICES:
-            if torch.is_autocast_enabled(kind):
-                modes.enter_context(torch.autocast(kind, enabled=False))
-        if torch.is_inference_mode_enabled():
-            modes.enter_context(torch.inference_mode(False))
-        yield
 
 
 def _remedy(config: HydraConfig) -> str:

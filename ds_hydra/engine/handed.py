@@ -26,7 +26,7 @@ from ds_hydra.data.tokens import LeftOut, Limits, Sequences, TokenSequence
 from ds_hydra.engine.crew import Crew
 from ds_hydra.engine.sequence_loss import SequenceLoss, Weighed, weigh
 from ds_hydra.engine.shares import Gathered, Mine, Shares
-from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.models.refusals import in_evaluation
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner import PlannedStep
 from ds_hydra.ranks.together import agree
@@ -107,12 +107,12 @@ class HandedSteps:
         """Plan and deliver `step` from this rank's batches and the factors of their losses; `whole` batches of all
         ranks make an update."""
         mine = self.shares.read(batches)
-        draws = isinstance(self._crew.job.source, CausalLM) and bool(self._crew.job.source.flow.draws)
-        if draws and not self._crew.job.model.training:
+        model = self._crew.job.model
+        if (path := in_evaluation(model, self._crew.job.source.drawing)) is not None:
             mine = Mine(error=ConfigError(
-                f"{type(self._crew.job.model).__name__} is in evaluation mode, as from_pretrained makes it: in "
-                "DeepSpeed's loop it would train without its dropout and noise, and stages train with them. Call "
-                "engine.train() before the first batch, or set the rates to 0 in the model's config"
+                f"{path} is in evaluation mode, as from_pretrained makes a model: in DeepSpeed's loop it would train "
+                "as in an evaluation, without dropout and noise, and stages train as in training. Call engine.train() "
+                "before the first batch, or set the rates to 0 in the model's config"
             ))  # fmt: skip
         return self._planned(step, mine, whole)
 

@@ -84,6 +84,7 @@ class EngineInParts(EngineWithWeights):
         trained on; for a field of another length than the tokens, that some items or ranks lack, or that is not finite;
         and for a loss that looks at other tokens and does not say so, reads the model, or draws random numbers.
         """
+        self.steps.begin_training("forward_backward()")
         with self.crew.calling("forward_backward()"):
             found = self.steps.parts.forward_backward(sequences, loss, normaliser, temperature, mixes_tokens)
         return torch.tensor(found, dtype=torch.float32)

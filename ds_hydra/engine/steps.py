@@ -25,6 +25,8 @@ from ds_hydra.engine.record import Measured, stage_times, step_record
 from ds_hydra.engine.scoring import refuse_without_loss
 from ds_hydra.engine.shares import deliver_streamed
 from ds_hydra.host.host_engine import HostEngine
+from ds_hydra.host.modes import refuse_without_gradients
+from ds_hydra.pipe.models.refusals import in_evaluation
 from ds_hydra.pipe.placement import Strategy
 from ds_hydra.pipe.predictions import TokenFunction, width_of
 from ds_hydra.planner import PlannedStep
@@ -70,6 +72,21 @@ class Steps:
         """Let go of the crew: its parts hold each other, and it."""
         for held in (self.parts, self):
             vars(held).clear()
+
+    def begin_training(self, call: str) -> None:
+        """Put the model into training where that changes what it computes, as DeepSpeed's own train_batch does.
+        RuntimeError under torch.no_grad()."""
+        refuse_without_gradients(call, "call eval_batch() to evaluate")
+        model = self.crew.job.model
+        if (path := in_evaluation(model, self.crew.job.source.drawing)) is None:
+            return
+        model.train()
+        if self.crew.world.rank == 0:
+            logger.warning(
+                "%s was in evaluation mode, in which it computes something else than in training: %s has put the whole "
+                "model into training, as DeepSpeed's train_batch() does. To train without dropout set its rates to 0 "
+                "in the config", path, call,
+            )  # fmt: skip
 
     def train(self, handed: Handed | None = None) -> Outcome:
         """Run the next step: what `handed` gives, or of the training data where it is None.

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from ds_hydra.host import refusals
 from ds_hydra.host.host_engine import HostEngine
+from ds_hydra.host.modes import refuse_without_gradients, tell_modes
 from ds_hydra.host.own_updates import refuse_dropping
 from ds_hydra.host.pending import Collected, PendingLoss, Term
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -78,6 +79,9 @@ class ThreeCallEngine(HostEngine):
         if num_items is not None and not self.items_are_counted:
             refusals.num_items(float(num_items))
         self.shows_gradients = False
+        tell_modes("engine(batch)")
+        if not self._evaluating:
+            refuse_without_gradients("engine(batch)", "call engine.eval() before it, and engine.train() after it")
         number = torch.zeros((), device=self.device)
         if self._evaluating:
             return PendingLoss((), self.evaluate_collected(batch)[0], number)

@@ -123,7 +123,7 @@ class CausalLM:
         elif facts is not None:
             self.number(self.copy_to_run(device, values))
         self._box()
-        refuse_parts_in_evaluation(model, [place.module for place in self.flow.draws])
+        refuse_parts_in_evaluation(model, self.drawing)
         self.balancing: Balancing | None = find_balancing(self) if balances else None
         self.balances = self.balancing is not None
         self.notes = _notes(self.flow, self.balancing)
@@ -138,6 +138,11 @@ class CausalLM:
     def facts(self) -> ModelFacts:
         """What was found by running parts of it."""
         return ModelFacts(self.flow, self.unnamed, self.tokens, self.functions, self.boxes)
+
+    @property
+    def drawing(self) -> frozenset[str]:
+        """Modules that draw random numbers in training, by path."""
+        return frozenset(place.module for place in self.flow.draws)
 
     def number(self, runs: Any) -> None:
         """Find how the model numbers tokens, by a copy with values. Raises NotPackedError."""

@@ -129,6 +129,11 @@ class LayerList:
         self.draws = recorder.widths
         return widths
 
+    @property
+    def drawing(self) -> frozenset[str]:
+        """The list and its layers, by path, if any of them draws random numbers."""
+        return frozenset(("", *map(str, range(len(self.specs)))) if self.draws else ())
+
     def with_options(self, options: StageOptions, why: str) -> LayerList:
         """The same list, whose stages compute by these options, which ask for less than its own."""
         other = copy.copy(self)

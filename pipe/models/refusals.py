@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -82,14 +83,20 @@ def may_mix_otherwise(model: Any) -> bool:
 def refuse_parts_in_evaluation(model: nn.Module, drawing: Collection[str]) -> None:
     """ConfigError for modules that a script has put into evaluation in a model that trains, if they are `drawing`
     random numbers, or their code asks: stages are in one mode as a whole."""
-    for path, module in model.named_modules() if model.training else ():
-        if module.training:
-            continue
-        if path in drawing or any("training" in names_of(one.__code__) for one in own_functions(type(module).forward)):
-            raise ConfigError(
-                f"{path} is in evaluation while the rest of {type(model).__name__} trains, and computes something else "
-                "then; stages train as a whole: set its rate to 0 in place of calling eval(), or call train() on it"
-            )
+    if model.training and (path := in_evaluation(model, drawing)) is not None:
+        raise ConfigError(
+            f"{path} is in evaluation while the rest of {type(model).__name__} trains, and computes something else "
+            "then; stages train as a whole: set its rate to 0 in place of calling eval(), or call train() on it"
+        )
+
+
+def in_evaluation(model: nn.Module, drawing: Collection[str]) -> str | None:
+    """What is in evaluation and computes something else in training, the model or a part of it: modules that are by
+    path among those `drawing` random numbers, or whose code of a script asks."""
+    for path, module in model.named_modules():
+        if not module.training and (path in drawing or any("training" in names_of(r.__code__) for r in _own(module))):
+            return path if model.training else type(model).__name__
+    return None
 
 
 def _refuse_skipped_layers(model: nn.Module) -> None:
@@ -108,11 +115,7 @@ def _refuse_ranks(model: nn.Module) -> None:
     if not own_code(model):
         return
     for path, module in model.named_modules():
-        hooks = [hook for key in HOOKS for hook in (getattr(module, key) or {}).values()]
-        runs = [*called_by(module), *(one for value in (module.forward, *hooks) for one in own_functions(value))]
-        for function in runs:
-            if is_of_package(function.__code__.co_filename):
-                continue
+        for function in _own(module):
             for name, value in globals_of(function):
                 if callable(value) and (getattr(value, "__module__", None) or "").startswith(_COMMUNICATION):
                     raise ConfigError(
@@ -120,6 +123,13 @@ def _refuse_ranks(model: nn.Module) -> None:
                         "model is laid out over ranks changes from step to step, and each of them runs a part of it on "
                         "some sequences: let nothing in the model depend on ranks, and talk to others outside of it"
                     )
+
+
+def _own(module: nn.Module) -> Iterator[FunctionType]:
+    """The functions of scripts that run as a module does."""
+    hooks = [hook for key in HOOKS for hook in (getattr(module, key) or {}).values()]
+    runs = [*called_by(module), *(one for value in (module.forward, *hooks) for one in own_functions(value))]
+    return (function for function in runs if not is_of_package(function.__code__.co_filename))
 
 
 def _refuse_embeddings(model: nn.Module) -> None:

@@ -6,11 +6,14 @@ from __future__ import annotations
 import contextlib
 from collections import UserDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from ds_hydra.engine import steps
 from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.small_job import same, small_engine, small_model, whole_state
@@ -192,19 +195,25 @@ def in_modes(rank: int, edited: bool) -> dict[str, Any]:
     engine = small_engine(rank, data=None, context_length=120, strategies=["tp2", "2*tp1"])
     engine.set_gradient_accumulation_boundary(False)
     memory = torch.zeros(1, 30, dtype=torch.long)
-    modes: list[Callable[[], Any]] = [
-        contextlib.nullcontext, lambda: torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode, torch.no_grad
+    around: list[tuple[Any, Any]] = [  # batches, updates
+        (contextlib.nullcontext, contextlib.nullcontext), (contextlib.nullcontext, torch.no_grad),
+        (partial(torch.autocast, "cpu", dtype=torch.bfloat16), torch.inference_mode),
+        (partial(torch.device, "meta"), partial(torch.device, "meta")),
     ]  # fmt: skip
-    for number, mode in enumerate(modes):
-        with mode() if edited else contextlib.nullcontext():
-            for part in (0, 1):
-                ids = torch.arange(3 + part + rank + number, 33 + part + rank + number)[None]
-                batch = {"input_ids": memory.copy_(ids) if edited else ids}
-                engine.backward(engine(UserDict(batch) if part else batch).loss)
-            memory.zero_()
-            engine.set_gradient_accumulation_boundary(True)
+    for number, modes in enumerate(around):
+        of_batch, of_update = modes if edited else (contextlib.nullcontext,) * 2
+        for part in (0, 1):
+            ids = torch.arange(3 + part + rank + number, 33 + part + rank + number)[None]
+            batch = {"input_ids": memory.copy_(ids) if edited else ids}
+            with of_batch():
+                loss = engine(UserDict(batch) if part else batch).loss
+            with of_update():
+                engine.backward(loss)
+        memory.zero_()
+        engine.set_gradient_accumulation_boundary(True)
+        with of_update():
             engine.step()
-            engine.set_gradient_accumulation_boundary(False)
+        engine.set_gradient_accumulation_boundary(False)
     return whole_state(engine)
 
 
@@ -222,22 +231,33 @@ def evaluating(rank: int) -> list[str]:
                                       embd_pdrop=0.0, attn_pdrop=0.0)  # fmt: skip
         model = AutoModelForCausalLM.from_config(config).eval()
         engine = small_engine(rank, model, data=None, context_length=60, strategies=["tp1"])
-        for _ in range(2):
+        for _ in range(1 + bool(rate)):
             try:
                 three_calls(engine, 0)
                 found.append("trained")
             except ConfigError as error:
                 found.append(str(error))
             engine.train()
+        engine.eval()
+        with mock.patch.object(steps.logger, "warning") as told:
+            engine.train_batch([{"input_ids": torch.arange(9)}])
+            found += [str(call.args) for call in told.call_args_list] or ["silent"]
+        assert all(module.training for module in model.modules()) or not rate
+        engine.train()
+        for train in (engine, engine.train_batch, engine.forward_backward):
+            for mode in (torch.no_grad, torch.inference_mode):
+                with mode(), pytest.raises(RuntimeError, match=rf"trains, and is called within torch\.{mode.__name__}"):
+                    train([{"input_ids": torch.arange(9)}])
         engine.destroy()
     return found
 
 
-def test_a_model_in_evaluation_does_not_train_with_its_dropout() -> None:
-    ((without, still, refused, trained),) = run_ranks(evaluating, 1)
-    assert (without, still, trained) == ("trained",) * 3
+def test_a_model_in_evaluation_trains_only_where_its_host_would_put_it_into_training() -> None:
+    ((still, silent, refused, trained, told),) = run_ranks(evaluating, 1)
+    assert (still, silent, trained) == ("trained", "silent", "trained")
     assert "GPT2LMHeadModel is in evaluation mode" in refused
     assert "Call engine.train()" in refused
+    assert "%s has put the whole model into training" in told
 
 
 class Noted(torch.optim.lr_scheduler.LRScheduler):
