@@ -36,7 +36,7 @@ def test_sequences_longer_than_a_chunk_equal_plain_ones(shape: str) -> None:
     data = uneven_data(97, [(200,), (30, 90)])
     right = Plain(model, source.flow.draws, source.layers_path).outcome(data)
     pipeline = place_pipeline(PipelineShape.parse(shape), 0, source.plan.num_layers)
-    for each in (data, data.in_slices(in_turns=True)):
+    for each in (data, data.in_slices()):
         assert compare(right, run_pipeline(source, pipeline, each)).what is None
 
 

@@ -43,7 +43,7 @@ def difference(subject: Subject, shape: str) -> str | None:
     """What differs from one process, if anything does."""
     source, data, right = subject
     pipeline = place_pipeline(PipelineShape.parse(shape), 0, 4)
-    return compare(right, run_pipeline(source, pipeline, data.in_slices(in_turns=True))).what
+    return compare(right, run_pipeline(source, pipeline, data.in_slices())).what
 
 
 @pytest.mark.drawn

@@ -272,12 +272,23 @@ def mix_tokens(model: Any) -> None:
     model.model.layers[1].register_forward_hook(lambda module, args, out: out + out.roll(1, dims=1))
 
 
+def grow_long_rows(model: Any) -> None:
+    """Beyond what a sequence of the job can have."""
+    model.model.layers[1].register_forward_hook(lambda module, args, out: out * (1.1 if out.shape[1] > 300 else 1.0))
+
+
+def blind_last(model: Any) -> None:
+    """The last token of a row, which has a target where a slice ends."""
+    model.lm_head.register_forward_hook(lambda module, args, out: torch.cat((out[:, :-1], 0 * out[:, -1:]), dim=1))
+
+
 REFUSED = [
     # family, what the user did to it, what the user is told
     ("llama", skip_at_random, "the plain model differs from itself when it runs twice"),
     ("llama", count_calls, "the plain model differs from itself when it runs twice"),
     ("llama", write_to_parameter, r"the model's forward changes model\.norm\.weight"),
     ("mixtral", drop_in_experts, r"draws random numbers \(dropout 0\.2\) for rows that are not the tokens"),
+    ("llama", grow_long_rows, r"the loss is .* off.*model\.layers\.1 is the first.*; no strategy"),
     ("llama", mix_tokens, r"the loss is .* off.*model\.layers\.1 is the first.*; no strategy"),
 ]
 
@@ -287,8 +298,17 @@ REFUSED = [
 def test_what_no_stage_could_do_alike_is_refused(family: str, change: Callable[[Any], None], told: str) -> None:
     model = build_model(family, torch.float32)
     change(model)
-    (objection,) = check(model, "tp1", keep=False).objections()
+    (objection,) = check(model, "tp1", keep=False, context_length=100, tokens_per_step=400).objections()
     assert re.search(f"tp1 trains otherwise than one process: .*{told}", objection), objection
+
+
+def test_a_slice_that_ends_its_row_is_tried() -> None:
+    model = build_model("llama", torch.float32)
+    assert check(model, "tp1", keep=False).no_slices == ""
+    blind_last(model)
+    result = check(model, "tp1", keep=False)
+    assert result.objections() == []
+    assert re.match(r"with a sequence in slices, .* the loss is .* off", result.no_slices)
 
 
 def test_nothing_is_changed_and_nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,7 +85,7 @@ def test_four_slices_of_200_tokens_equal_the_whole(family: str, shape: str) -> N
     for each in (shape, MIXED):
         pipeline = place_pipeline(PipelineShape.parse(each), 0, source.plan.num_layers)
         source.plan.check(Strategy((pipeline,)))
-        assert compare(right, run_pipeline(source, pipeline, data.in_slices(in_turns=True))).what is None, each
+        assert compare(right, run_pipeline(source, pipeline, data.in_slices())).what is None, each
 
 
 def state_is_not_passed() -> Any:

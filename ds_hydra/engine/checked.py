@@ -73,6 +73,7 @@ def check_candidates(job: Job, world: World, candidates: Sequence[StrategyShape]
             options,
             mode="on" if off else job.config.self_check,
             context_length=job.config.context_length,
+            tokens_per_step=job.config.tokens_per_step,
             loss_given=isinstance(source, CausalLM) and source.token_loss is not None,
             channel=world.channel,
             node_size=world.node_size,

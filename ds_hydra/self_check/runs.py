@@ -64,27 +64,28 @@ class Data:
         """The same sequences, whole ones packed like this."""
         return replace(self, microbatches=tuple(MicroBatchPlan.of_whole(pack, self.lengths) for pack in packs))
 
-    def in_slices(self, *, in_turns: bool = False) -> Data:
-        """The same sequences, the longest in four slices, one of them of one token, with the others beside them.
+    def in_slices(self) -> Data:
+        """The same sequences, the longest in four slices, one of them of one token, and the next in two between them.
 
-        Of the layers of some slices all, or half of them, are computed again, since plans with slices may ask for that.
-        `in_turns`: the longest of the others runs in two slices, after the first and the third one of those.
+        As a planner makes rows: slices that are not their sequence's last, and last ones, each alone in a row and with
+        other sequences after it. Of the layers of some slices all, or half of them, are computed again, since plans
+        with slices may ask for that.
         """
         lengths = self.lengths
         longest, second, *rest = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
         total, middle = lengths[longest], lengths[second] // 2
         ends = (0, 3 * total // 10, 3 * total // 10 + 1, 3 * total // 4, total)
-        slices = [Span(longest, *ends) for ends in pairwise(ends)]
-        others = sorted(rest) if in_turns else sorted((second, *rest))
-        whole = [Span(position, 0, lengths[position]) for position in others]
-        rows = [
-            MicroBatchPlan((own, *whole[index :: len(slices)]), again)
-            for index, (own, again) in enumerate(zip(slices, (1.0, 0.5, 0.0, 0.5), strict=True))
-        ]
-        if in_turns:
-            rows.insert(3, MicroBatchPlan((Span(second, middle, lengths[second]),)))
-            rows.insert(1, MicroBatchPlan((Span(second, 0, middle),), 1.0))
-        return replace(self, microbatches=tuple(rows))
+        one, *others = (Span(longest, *ends) for ends in pairwise(ends))
+        whole = [Span(position, 0, lengths[position]) for position in sorted(rest)]
+        rows = (
+            MicroBatchPlan((one, *whole[::2]), 1.0),
+            MicroBatchPlan((Span(second, 0, middle),), 1.0),
+            MicroBatchPlan((others[0],), 0.5),
+            MicroBatchPlan((Span(second, middle, lengths[second]), *whole[1::2])),
+            MicroBatchPlan((others[1],)),
+            MicroBatchPlan((others[2],), 0.5),
+        )
+        return replace(self, microbatches=rows)
 
     def load(self, sequence: int) -> TokenSequence:
         """Tokens and the next tokens, IGNORED after the last."""

@@ -21,7 +21,7 @@ from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.self_check.layer_lists import short_layer_list
 from ds_hydra.self_check.plain import Plain
 from ds_hydra.self_check.precision import doubled
-from ds_hydra.self_check.reach import LONGEST, affordable, affordable_alone, lengthened
+from ds_hydra.self_check.reach import LONGEST, Extent, affordable_alone, lengthened
 from ds_hydra.self_check.runs import Data, Outcome, run_pipeline
 from ds_hydra.self_check.schemes import BASE, uneven_pipeline
 from ds_hydra.self_check.shrink import POSITIONS, VOCABULARY
@@ -57,7 +57,6 @@ class Subject:
     before: Mapping[str, Tensor] = field(default_factory=dict)  # parameters and buffers before anything was run
     # Another one, with short sequences of all tokens that the model knows; None: this one has them.
     of_all_tokens: Callable[[], Subject] | None = None
-    carries: bool = False  # whether layers carry states, of which another sequence's must not be taken
     wanted: int = 0  # tokens of the sequence that is there for code of a script, if it could be as long as the job's
 
 
@@ -67,30 +66,32 @@ def make_subject(
     *,
     options: StageOptions,
     memory_bytes: float,
-    longest: int = 0,
+    extent: Extent,
 ) -> Subject:
     """A subject on which all `schemes` can be tried, with what `options` ask for where it is found to allow that.
 
-    `longest` is what `longest_sequence` says. Raises RefusedError where no stages can be made of the small model, and
+    `extent` is what `extent_of` says. Raises RefusedError where no stages can be made of the small model, and
     other errors where there is none.
     """
     if hasattr(model, "_layer_specs"):
-        return _of_layer_list(short_layer_list(model, schemes, memory_bytes, options), longest)
-    if not longest:
-        return _of_model(model, schemes, options, memory_bytes, 0, VOCABULARY)
+        return _of_layer_list(short_layer_list(model, schemes, memory_bytes, options), extent)
+    if not extent.sequence:
+        return _of_model(model, schemes, options, memory_bytes, extent, VOCABULARY)
     known = known_tokens(model)
     vocabulary = known if known <= _WHOLE_VOCABULARY else VOCABULARY
-    subject = _of_model(model, schemes, options, memory_bytes, longest, vocabulary)
+    subject = _of_model(model, schemes, options, memory_bytes, extent, vocabulary)
     if subject.known_tokens >= known:
         return subject
-    return replace(subject, of_all_tokens=partial(_of_model, model, schemes, options, memory_bytes, 0, known))
+    return replace(subject, of_all_tokens=partial(_of_model, model, schemes, options, memory_bytes, Extent(), known))
 
 
 def _of_model(
-    model: Any, schemes: Sequence[PipelineShape], options: StageOptions, memory_bytes: float, longest: int,
+    model: Any, schemes: Sequence[PipelineShape], options: StageOptions, memory_bytes: float, extent: Extent,
     vocabulary: int,
 ) -> Subject:  # fmt: skip
-    small = small_copy(model, schemes, memory_bytes, positions=POSITIONS + min(longest, LONGEST), vocabulary=vocabulary)
+    small = small_copy(
+        model, schemes, memory_bytes, positions=POSITIONS + min(extent.sequence, LONGEST), vocabulary=vocabulary
+    )
     try:
         with doubled():
             source = CausalLM(small.model, options)
@@ -109,18 +110,19 @@ def _of_model(
         data = replace(data, microbatches=tuple(replace(batch, recompute=0.5) for batch in data.microbatches))
     plain = Plain(small.model, source.flow.draws, source.layers_path, source.balancing, source.token_loss)
     before = {name: value.clone() for name, value in small.model.state_dict().items()}
-    if longest:
+    if extent.sequence:
         parameters = sum(parameter.numel() for parameter in small.model.parameters())
-        tried = affordable_alone(affordable(longest, parameters, known), plain, data)
-        data = lengthened(lengths, tried - source.first_position, data_of, plain.evaluate)
+        tried = extent.affordable(parameters, known)
+        alone_most = affordable_alone(tried.sequence, plain, data) - source.first_position
+        data = lengthened(lengths, tried._replace(sequence=alone_most), data_of, plain.evaluate)
 
     def alone(run: int) -> Outcome:
         return plain.outcome(data, range(len(data.sequences))[:: 1 - 2 * run], coin=_COINS[run])
 
-    return Subject(data, small.num_layers, source, alone, known, plain, before, carries=carries, wanted=longest)
+    return Subject(data, small.num_layers, source, alone, known, plain, before, wanted=extent.sequence)
 
 
-def _of_layer_list(source: ModelSource, longest: int) -> Subject:
+def _of_layer_list(source: ModelSource, extent: Extent) -> Subject:
     """A layer list has no forward but its layers': they run on one rank, one sequence at a time."""
     layers = source.plan.num_layers
 
@@ -130,7 +132,7 @@ def _of_layer_list(source: ModelSource, longest: int) -> Subject:
     parameters = sum(param.numel for bucket in source.plan.buckets for param in bucket.params)
     data = lengthened(
         _LENGTHS,
-        affordable(longest, parameters, _LEAST_VOCABULARY),
+        extent.affordable(parameters, _LEAST_VOCABULARY),
         partial(tried_data, _LEAST_VOCABULARY),
         lambda data: apart(data, range(len(data.sequences))),
     )
@@ -138,7 +140,7 @@ def _of_layer_list(source: ModelSource, longest: int) -> Subject:
     def alone(run: int) -> Outcome:
         return apart(data, range(len(data.sequences))[:: 1 - 2 * run])
 
-    return Subject(data, layers, source, alone, _LEAST_VOCABULARY, wanted=longest)
+    return Subject(data, layers, source, alone, _LEAST_VOCABULARY, wanted=extent.sequence)
 
 
 def told(error: Exception) -> str:

@@ -181,7 +181,7 @@ def _no_slices(subject: Subject, right: Outcome) -> str:
         return subject.source.plan.no_slices
     pipeline = uneven_pipeline(BASE, subject.num_layers)
     try:
-        outcome = run_pipeline(subject.source, pipeline, subject.data.in_slices(in_turns=subject.carries))
+        outcome = run_pipeline(subject.source, pipeline, subject.data.in_slices())
     except Exception as error:
         return told(error)
     what = compare(right, outcome).what

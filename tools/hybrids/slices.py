@@ -62,5 +62,5 @@ def _row(name: str) -> dict[str, Any]:
     right = Plain(model, source.flow.draws, source.layers_path).outcome(data)
     for shape, text in _SHAPES.items():
         pipeline = place_pipeline(PipelineShape.parse(text), 0, plan.num_layers)
-        row[shape] = compare(right, run_pipeline(source, pipeline, data.in_slices(in_turns=True))).worst
+        row[shape] = compare(right, run_pipeline(source, pipeline, data.in_slices())).worst
     return row
