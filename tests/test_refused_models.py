@@ -18,9 +18,11 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
+from ds_hydra.engine.models import model_source
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import StrategyShape
+from ds_hydra.pipe.stage_options import AS_WRITTEN
 from ds_hydra.self_check.plain import Plain
 from ds_hydra.self_check.runs import run_pipeline, uneven_data
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
@@ -77,6 +79,15 @@ def view_in_a_closure(model: Any) -> None:
 def norms_that_meet(model: Any) -> None:
     both = torch.ones(2 * 64 - 1)
     model.model.norm.weight, model.model.layers[2].input_layernorm.weight = map(nn.Parameter, (both[:64], both[63:]))
+
+
+def breaks(model: Any) -> None:
+    model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: out.nope)
+
+
+def holds_a_weight(model: Any) -> None:
+    weight = model.model.layers[0].input_layernorm.weight
+    model.model.norm.register_forward_hook(lambda module, args, out, held=[weight]: out * held[0])
 
 
 def parallel_lists(model: Any) -> None:
@@ -162,6 +173,10 @@ WHOLE = [  # refused under every strategy
     (lambda: llama(spectral_norm), r"changes model\.layers\.1\.mlp\.up_proj\.parametrizations.*keep such a state out"),
     (lambda: llama(running_mean), r"changes model\.norm\.mean, which each stage would do for itself"),
     (lambda: llama(coin_of_python), r"draws random numbers from Python's generator"),
+    (lambda: llama(breaks), r"packed sequence .*: AttributeError: .* 'nope' \(in model\.layers\.1\.mlp\)"),
+    (lambda: llama(holds_a_weight), r"\(in model\.norm\); a hook's of model\.norm\S* holds a parameter.*by its module"),
+    (lambda: llama(lambda m: setattr(m.model, "act", torch.jit.script(nn.SiLU()))), "model.act is a ScriptModule"),
+    (lambda: llama(lambda m: setattr(m, "config", None)), "taken apart into stages: .* AttributeError: 'None"),
     (lambda: llama(short_rows), r"model\.embed_tokens has max_norm=1\.0: its forward would shorten rows"),
     (lambda: llama(parameter_of(torch.zeros(4, dtype=torch.complex64))), r"layers\.1\.own has values of complex64"),
     (lambda: llama(parameter_of(torch.zeros(4, dtype=torch.int8))), r"layers\.1\.own has values of int8.*a buffer"),
@@ -204,7 +219,7 @@ DEGREES = [  # refused under some strategies, equal under the other
 @pytest.mark.parametrize(("build", "told"), WHOLE, ids=[told for _, told in WHOLE])
 def test_refused_under_every_strategy(build: Callable[[], Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        CausalLM(build())
+        model_source(build(), AS_WRITTEN)
 
 
 @pytest.mark.drawn

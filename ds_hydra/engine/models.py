@@ -19,13 +19,14 @@ from ds_hydra.pipe.models.adapted import base_of
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.models.experts import spreading_experts
 from ds_hydra.pipe.models.facts import ModelFacts
+from ds_hydra.pipe.models.failing import failing
 from ds_hydra.pipe.models.layer_list import LayerList
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.self_check.cache import fingerprint
-from ds_hydra.zero_hetero.errors import ConfigError
+from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +44,25 @@ def model_source(
     """The source of stages for the kind of model that was given, trained on `loss_fn` in place of the cross entropy.
 
     `facts` are what another rank has found of the same model; `shapes` are the strategies that were listed.
-    ConfigError if its layers cannot be found.
+    ConfigError if its layers cannot be found, or where the model's own code ends with an error.
     """
+    model = base_of(model)
+    try:
+        return _source_of(model, options, loss_fn, facts, shapes)
+    except (ConfigError, PlanError):
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{type(model).__name__} cannot be taken apart into stages: trying it out ends with {failing(error)}"
+        ) from error
+
+
+def _source_of(
+    model: Any, options: StageOptions, loss_fn: TokenLoss | None, facts: ModelFacts | None,
+    shapes: Iterable[StrategyShape],
+) -> ModelSource:  # fmt: skip
     from transformers import PreTrainedModel
 
-    model = base_of(model)
     if isinstance(model, PipelineModule):
         if loss_fn is not None:
             raise ConfigError("a PipelineModule has a loss_fn of its own: give it there, and not to initialize()")

@@ -19,6 +19,7 @@ import torch
 from ds_hydra.data.tokens import Sequences, TokenSequence
 from ds_hydra.engine.job import Job
 from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.models.failing import failing
 from ds_hydra.pipe.placement import Strategy
 from ds_hydra.plan.phase import Phase
 from ds_hydra.plan.step_plan import StepPlan
@@ -109,7 +110,7 @@ class RealSequences:
                 what = difference_on(own(), data, self._job.types.compute, self._world.device)
         except Exception as raised:
             # Such as a type or an attention that the model's own forward does not know on this device.
-            logger.warning("self-check: real sequences could not be tried: %s: %s", type(raised).__name__, raised)
+            logger.warning("self-check: real sequences could not be tried: %s", failing(raised))
             return None
         if what is None:
             logger.info("self-check: on real sequences of %d and %d tokens the model%s trains as by its own forward; "

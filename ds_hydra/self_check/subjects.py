@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.models.experts import spreading_experts
+from ds_hydra.pipe.models.failing import module_of
 from ds_hydra.pipe.models.positions import special_tokens
 from ds_hydra.pipe.models.refusals import known_tokens
 from ds_hydra.pipe.shape import PipelineShape
@@ -146,8 +147,10 @@ def _of_layer_list(source: ModelSource, extent: Extent) -> Subject:
 def told(error: Exception) -> str:
     """An error of a run as a clause: refusals of our own as they are, others with their kind."""
     text = str(error).strip().rstrip(".").partition("\n")[0]
-    ours = type(error).__module__.startswith("ds_hydra.")
-    return text if ours else f"its run ends with {type(error).__name__}: {text}"
+    if type(error).__module__.startswith("ds_hydra."):
+        return text
+    path = module_of(error)
+    return f"its run ends with {type(error).__name__}: {text}{f' (in {path})' if path else ''}"
 
 
 def tried_data(

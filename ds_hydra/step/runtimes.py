@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ds_hydra.pipe.models.failing import failing
 from ds_hydra.pipe.models.refusals import refuse_misaligned_experts
 from ds_hydra.pipe.placement import Strategy, place_strategy
 from ds_hydra.pipe.stage import ModelSource, StagePlace
 from ds_hydra.step.connections import connections_of
 from ds_hydra.step.strategy_runtime import StrategyRuntime
+from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 
 if TYPE_CHECKING:
     from ds_hydra.pipe.runtime import Doing
@@ -101,7 +103,7 @@ class Runtimes:
 def build_stages(source: ModelSource, strategies: Iterable[Strategy], rank: int, dtype: torch.dtype) -> int:
     """Build each stage that `rank` will have once, without memory and without a message; how many there are.
 
-    A strategy may be used for the first time after hours. Errors of the model's own code pass through. ConfigError for
+    A strategy may be used for the first time after hours. ConfigError for an error of the model's own code, and for
     experts that the kernel which they run by cannot take.
     """
     built: set[object] = set()
@@ -111,7 +113,12 @@ def build_stages(source: ModelSource, strategies: Iterable[Strategy], rank: int,
         for place in StagePlace.all_of(pipeline, rank, lambda members: None, token_sharding=sharding):
             kind = (*place.stage.ranges, place.stage.tp, place.stage.ep, place.holder)
             if kind not in built:
-                module = source.build(place, _META, dtype).module
+                try:
+                    module = source.build(place, _META, dtype).module
+                except (ConfigError, PlanError):
+                    raise
+                except Exception as error:
+                    raise ConfigError(f"no stage of {strategy} can be built: {failing(error)}") from error
                 needed = source.plan.needed(place.stage)
                 specs = (param for bucket in source.plan.buckets for param in bucket.params if param.name in needed)
                 refuse_misaligned_experts(module, specs, place.stage.tp, dtype)

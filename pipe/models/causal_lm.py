@@ -28,6 +28,7 @@ from ds_hydra.pipe.models.causal_stage import CausalStage
 from ds_hydra.pipe.models.cut import hand_on
 from ds_hydra.pipe.models.experts import STYLE, Experts
 from ds_hydra.pipe.models.facts import ModelFacts
+from ds_hydra.pipe.models.failing import failing
 from ds_hydra.pipe.models.flow import Flow, trace
 from ds_hydra.pipe.models.functions import Functions
 from ds_hydra.pipe.models.heads import Heads
@@ -46,7 +47,7 @@ from ds_hydra.pipe.models.positions import counts_padding, first_position, refus
 from ds_hydra.pipe.models.recognise import find_functions
 from ds_hydra.pipe.models.recurrent_heads import box_sizes, shared_heads
 from ds_hydra.pipe.models.refusals import find_layers, known_tokens, refuse_parts_in_evaluation, refuse_unsupported
-from ds_hydra.pipe.models.state import refuse_reading, refuse_state
+from ds_hydra.pipe.models.state import held_beside, refuse_reading, refuse_state
 from ds_hydra.pipe.models.three_ways import find_ways
 from ds_hydra.pipe.models.token_rules import TokenRules, share_tokens
 from ds_hydra.pipe.models.unnamed_rules import UnnamedRules, derive, latent_styles, without
@@ -261,7 +262,8 @@ class CausalLM:
             raise
         except Exception as error:
             raise attention.NotPackedError(
-                f"{self.name} cannot run one packed sequence by its own forward: {type(error).__name__}: {error}"
+                f"{self.name} cannot run one packed sequence by its own forward: {failing(error)}"
+                f"{held_beside(original) if 'meta' in str(error) else ''}"
             ) from error
         if not found.body:
             raise ConfigError(f"{self.name} computes its logits in the module that runs its layers: not supported")

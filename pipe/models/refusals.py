@@ -43,6 +43,9 @@ _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", CHUNKED})
 def refuse_unsupported(model: Any) -> None:
     """ConfigError for what can be told from the model's class and config, before anything is run."""
     name = type(model).__name__
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(f"{path} is a ScriptModule, of which stages cannot be made: use what it was made of")
     if getattr(model.config, "is_encoder_decoder", False):
         raise ConfigError(f"{name} is an encoder-decoder; only causal language models are supported")
     if model.get_output_embeddings() is None and head_of(model) is None:

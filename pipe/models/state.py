@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 
-from ds_hydra.pipe.models.kept_values import state_of
+from ds_hydra.pipe.models.kept_values import leaves_of, state_of
 from ds_hydra.pipe.models.whose_code import HOOKS, TORCHS, function_of, names_read, own_code, own_functions
 from ds_hydra.zero_hetero.errors import ConfigError
 
@@ -88,6 +88,14 @@ def held_by(model: nn.Module) -> Iterator[tuple[str, Any]]:
         yield from ((f"a hook's{where}", hook) for key in HOOKS for hook in (getattr(module, key) or {}).values())
     for forward in dict.fromkeys(type(module).forward for module in model.modules()):
         yield from ((one.__qualname__, one) for one in own_functions(forward))
+
+
+def held_beside(model: nn.Module) -> str:
+    """What holds a parameter beside the module that it is registered in, as a clause; empty if nothing does."""
+    own = {id(parameter) for parameter in model.parameters()}
+    leaves = (leaf for name, held in held_by(model) for leaf in leaves_of(held, name))
+    where = next((at for at, value in leaves if id(value) in own), "")
+    return where and f"; {where} holds a parameter, which has no value there in a stage: read it by its module"
 
 
 def _numbers(model: nn.Module) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ds_hydra.pipe.attention import interface as attention
 from ds_hydra.pipe.models.boxes import Boxes
+from ds_hydra.pipe.models.failing import failing
 from ds_hydra.pipe.models.find_boxes import find_boxes
 from ds_hydra.pipe.models.flow import Flow
 from ds_hydra.pipe.models.kinds import find_kinds
@@ -51,13 +52,13 @@ def find_ways(source: CausalLM, model: Any, values: Mapping[str, Tensor]) -> tup
     except ConfigError:  # of what no way of running it would cure
         raise
     except Exception as error:  # of a forward that takes no positions, say
-        refusal = ConfigError(f"{source.name} cannot run one packed sequence: {type(error).__name__}: {error}")
+        refusal = ConfigError(f"{source.name} cannot run one packed sequence: {failing(error)}")
     try:
         boxes, flow = _boxed(source, model, values, packs=refusal is None)
     except Exception as error:
         if packed is not None:  # the self-check has the last word on layers that do not attend
             return Boxes(), packed
-        if refusal is None:
+        if refusal is None or str(error) == str(refusal):
             raise
         raise ConfigError(f"{refusal}. Nor can it run once for each sequence of a pack: {error}") from error
     if boxes:
