@@ -139,6 +139,6 @@ def test_nothing_is_kept_of_a_sequence_that_has_run(frozen: str, checkpointing: 
     data = uneven_data(VOCAB, ((5, 33, 2), (12,))).in_slices()
     with mock.patch.object(Contexts, "__init__", init), mock.patch.object(Contexts, "of", of):
         run_pipeline(source, uneven_pipeline(PipelineShape.of(ParallelScheme(pp=2)), LAYERS), data)
-    assert len(made) == 4  # of two stages, in training and in evaluation
-    assert len(set(map(id, kept))) == 2 * LAYERS
+    assert len(made) == 8  # of two sequences and two stages, in training and in evaluation
+    assert len(set(map(id, kept))) == 4 * LAYERS
     assert all(not vars(contexts)["_of"] for contexts in made)

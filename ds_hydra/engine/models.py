@@ -21,6 +21,7 @@ from ds_hydra.pipe.models.experts import spreading_experts
 from ds_hydra.pipe.models.facts import ModelFacts
 from ds_hydra.pipe.models.failing import failing
 from ds_hydra.pipe.models.layer_list import LayerList
+from ds_hydra.pipe.models.shared_memory import refuse_shared_memory
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.pipe.stage_options import StageOptions
@@ -63,6 +64,8 @@ def _source_of(
 ) -> ModelSource:  # fmt: skip
     from transformers import PreTrainedModel
 
+    if isinstance(model, nn.Module):
+        refuse_shared_memory(model)
     if isinstance(model, PipelineModule):
         if loss_fn is not None:
             raise ConfigError("a PipelineModule has a loss_fn of its own: give it there, and not to initialize()")

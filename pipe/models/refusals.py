@@ -15,7 +15,6 @@ from ds_hydra.pipe.adapters import head_of
 from ds_hydra.pipe.attention.interface import CHUNKED
 from ds_hydra.pipe.model_plan import ParamSpec
 from ds_hydra.pipe.models.adapted import refuse_adapters
-from ds_hydra.pipe.models.shared_memory import refuse_shared_memory
 from ds_hydra.pipe.models.whose_code import (
     HOOKS,
     called_by,
@@ -73,7 +72,6 @@ def refuse_parameters(model: nn.Module) -> None:
             )
         if not parameter.numel():
             raise ConfigError(f"{name} has the shape {tuple(parameter.shape)} and no element to share: remove it")
-    refuse_shared_memory(model)
 
 
 def may_mix_otherwise(model: Any) -> bool:

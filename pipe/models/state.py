@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -86,7 +87,8 @@ def held_by(model: nn.Module) -> Iterator[tuple[str, Any]]:
         where = f" of {path}" if path else ""
         yield from ((f"the attribute {key}{where}", one) for key, one in vars(module).items() if key not in TORCHS)
         yield from ((f"a hook's{where}", hook) for key in HOOKS for hook in (getattr(module, key) or {}).values())
-    for forward in dict.fromkeys(type(module).forward for module in model.modules()):
+    kinds = {type(module) for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)}
+    for forward in dict.fromkeys(kind.forward for kind in sorted(kinds, key=lambda kind: kind.__qualname__)):
         yield from ((one.__qualname__, one) for one in own_functions(forward))
 
 
