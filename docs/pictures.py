@@ -60,7 +60,7 @@ def draw(folder: Path) -> None:
 
 def _gains(figure: Any) -> None:
     axes, gain = figure.subplots(), shipped_gains()[0]
-    beside.draw_means(axes, {what: [ms] for what, ms in gain.bars})
+    beside.draw_means(axes, {what: [ms] for what, ms in gain.mean_ms.items()})
     axes.set_title(gain.lengths)
 
 

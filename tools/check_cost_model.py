@@ -13,7 +13,6 @@ micro-batches its baselines ran. The last column is a whole step of 100K tokens,
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,12 +29,13 @@ from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.planner.selection import Planner
 from ds_hydra.profiling.entry import entry_from_record
 from ds_hydra.profiling.fit import NAMES, Point, fit_points
-from ds_hydra.rivals.memory import MemoryModel
+from ds_hydra.rivals.setting import RivalModel
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tools import aims
 
 TABLES = Path(__file__).resolve().parents[1] / "examples" / "cost_tables"
 MODELS = ("7b", "32b")
+RANKS = {"7b": 16, "32b": 64}  # for which MaxLen was published
 NOISE = 0.03
 
 # MaxLen by the published formula and constants, 16 ranks (7B) and 64 ranks (32B); 0: the states alone do not fit.
@@ -81,26 +81,17 @@ TABLE_3 = (
 )
 
 
-def constants() -> dict[str, Any]:
-    """The A800 memory constants."""
-    models: dict[str, Any] = json.loads((TABLES / "a800_memory.json").read_text(encoding="utf-8"))["models"]
-    return models
-
-
 def max_length(model: str, scheme: ParallelScheme, num_ranks: int) -> int:
     """MaxLen in tokens by appendix C.1; 0 when the model states do not fit."""
-    k = constants()[model]
-    device = k["device_bytes"] - k["safe_bytes"] - k["gap_bytes"]
-    memory = MemoryModel(k["hidden"], k["layers"], k["vocab"], device, num_ranks,
-                         k["activation_bytes"][str(scheme.tp)], k["state_bytes"], k["sharded_share"])  # fmt: skip
-    return max(0, memory.max_length(scheme))
+    found = read_table_file(TABLES / f"llama_{model}_a800.json")
+    return max(0, RivalModel.of_shipped(f"a800-{model}", found).max_length(num_ranks, scheme))
 
 
 def check_max_length(missed: list[str]) -> list[dict[str, Any]]:
     """Row by row against the published formula."""
     rows = []
     for model, published in PUBLISHED_MAX_LENGTH.items():
-        ranks = constants()[model]["num_ranks"]
+        ranks = RANKS[model]
         for name, want in published.items():
             got = max_length(model, ParallelScheme.parse(name), ranks)
             rows.append({"model": model, "scheme": name, "ranks": ranks, "max_length": got, "published": want})

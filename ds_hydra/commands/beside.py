@@ -7,35 +7,26 @@ from statistics import fmean
 from typing import Any
 
 from ds_hydra.costs.cost_table import CostTable
-from ds_hydra.pipe.shape import StrategyShape
-from ds_hydra.planner import PhasedPlanner, Planner, PlannerOptions
-from ds_hydra.planner.fixed_layout import layouts_by_length, layouts_that_hold, packed_in_turn
+from ds_hydra.costs.table_file import TableFile
+from ds_hydra.planner import PhasedPlanner, PlannerOptions
+from ds_hydra.planner.fixed_layout import layouts_by_length
+from ds_hydra.rivals.preview import Messages, other_systems
+from ds_hydra.rivals.setting import NODE, JobSetting, OwnModel, Recomputed
+from ds_hydra.simulate.links import LinkModel
 
-OURS, FULL, BALANCED = "ds-hydra", "packed full and dealt out in turn, as trainers do", "with balanced sequences"
+OURS = "ds-hydra"
 _BAR, _OURS, _MARK = "#56B4E9", "#009E73", "#D55E00"
+_OTHERS = ("#E69F00", _BAR, "#CC79A7", "#0072B2", _MARK, "#666666", "#F0E442")
 
 
 def rivals(table: CostTable, num_ranks: int, batches: Sequence[Sequence[int]], longest: int) -> dict[str, list[float]]:
-    """ms of each batch's computing by how other systems run it; empty where no layout of one scheme holds `longest`.
-
-    The fixed layout is the one that is fastest over all batches once their sequences are balanced.
-    """
-    options = PlannerOptions()
-    held: dict[StrategyShape, list[float]] = {}
-    for shape in layouts_that_hold(table, num_ranks, longest):
-        planner = Planner(table, [shape], options)
-        held[shape] = [planner.plan(0, range(len(batch)), batch).predicted_ms for batch in batches]
-    if not held:
-        return {}
-    fixed = min(held, key=lambda shape: sum(held[shape]))
-    most = int(table[fixed.pipelines[0]].max_length)
-    packings = [
-        [packed_in_turn(0, batch, fixed, table, capacity).predicted_ms for batch in batches]
-        for capacity in sorted({longest, most})
-    ]
-    found = {f"{fixed}, {FULL}": min(packings, key=sum), f"{fixed}, {BALANCED}": held[fixed]}
-    if phases := layouts_by_length(table, num_ranks, longest):
-        switching = PhasedPlanner(table, phases, options)
+    """ms of each batch's computing by how other systems run it, without those of which nothing holds `longest`."""
+    model = OwnModel.of(TableFile(table), LinkModel(NODE), forms=(Recomputed.NOTHING,))  # as the run has it
+    setting = JobSetting(model, num_ranks, longest, max(map(sum, batches)))
+    systems = other_systems(setting, batches, Messages(None, setting.tokens))
+    found = {f"{name}: {one.layout}": one.step_ms.tolist() for name, one in systems}
+    if found and (phases := layouts_by_length(table, num_ranks, longest)):
+        switching = PhasedPlanner(table, phases, PlannerOptions())
         name = " then ".join(map(str, phases)) + ", as HotSPa switches"
         found[name] = [switching.plan(0, range(len(batch)), batch).predicted_ms for batch in batches]
     return found
@@ -65,10 +56,11 @@ def draw_means(axes: Any, times: Mapping[str, Sequence[float]]) -> str:
 
 def draw_steps(axes: Any, times: Mapping[str, Sequence[float]], steps: Sequence[int]) -> str:
     """A line of each over the steps; ours, the last, is the thick one."""
-    colours = ("#E69F00", _BAR, "#CC79A7", _OURS)
-    for (name, ms), colour in zip(times.items(), (*colours[: len(times) - 1], _OURS), strict=True):
-        axes.plot(steps, ms, color=colour, linewidth=2.2 if name == list(times)[-1] else 1.3, label=name)
-    axes.set(xlabel="step", ylabel="ms", ylim=(0, 1.35 * max(max(ms) for ms in times.values())))
+    last = list(times)[-1]
+    for number, (name, ms) in enumerate(times.items()):
+        colour, width = (_OURS, 2.2) if name == last else (_OTHERS[number % len(_OTHERS)], 1.3)
+        axes.plot(steps, ms, color=colour, linewidth=width, label=name)
+    axes.set(xlabel="step", ylabel="ms", ylim=(0, 1.6 * max(max(ms) for ms in times.values())))
     axes.legend(fontsize=8, loc="upper left")
     return f"{len(steps)} steps; the thick line is ds-hydra."
 

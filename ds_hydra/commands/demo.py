@@ -2,9 +2,9 @@
 
   ds-hydra demo [--quick] [--recompute] [--picture FILE.png] [--json FILE]      (in a checkout: make demo)
 
-1. Steps of a 32B model on 64 GPUs by published costs: a fixed layout, the same with balanced sequences, ds-hydra. These
-   figures come with the package, at once; `--recompute` computes them here, in a minute.
-2. The engine on 16 emulated GPUs: the balanced fixed layout and ds-hydra on the same sequences, and a picture of both.
+1. Steps of a 32B model on 64 GPUs by published costs: the best fixed layouts, other systems, ds-hydra. These figures
+   come with the package, at once; `--recompute` computes them here, in minutes.
+2. The engine on 16 emulated GPUs: a balanced fixed layout and ds-hydra on the same sequences, and a picture of both.
 3. Real training on one rank and on eight ranks in four layouts: equal losses.
 
 Exits non-zero if ds-hydra is not faster, or a loss differs in the digits that are printed.
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None, *, name: str = "ds-hydra demo")
     """Show the three parts; 1 when something does not hold."""
     parser = figures_parser(__doc__, name)
     parser.add_argument("--picture", type=Path, default=Path("runs/demo.png"), help="of one step")
-    parser.add_argument("--recompute", action="store_true", help="compute the figures of part 1 too, in a minute")
+    parser.add_argument("--recompute", action="store_true", help="compute the figures of part 1 too, in minutes")
     args = parser.parse_args(arguments)
 
     def run() -> int:
@@ -44,13 +44,14 @@ def main(arguments: Sequence[str] | None = None, *, name: str = "ds-hydra demo")
         fixed, ours = rates.values()
         missed = []
         if times["gain"] <= 1 or fixed >= ours:
-            missed.append("the balanced fixed layout is as fast as ds-hydra")
+            missed.append("another system is as fast as ds-hydra")
         one, other = ([f"{loss:.4f}" for loss in run] for run in (losses["one_rank"], losses["eight_ranks"]))
         if one != other:
             missed.append(f"losses on one rank {one} and on eight ranks {other} differ")
         summary = (
-            f"{times['gain']:.2f} times as fast as the balanced fixed layout in the preview, {ours / fixed:.2f} on the "
-            f"emulated cluster; equal losses: {'yes' if one == other else 'no'}; {time.perf_counter() - began:.0f} s"
+            f"{times['gain']:.2f} times as fast as the best of the others in the preview, {ours / fixed:.2f} as the "
+            f"balanced fixed layout of TP on the emulated cluster; equal losses: {'yes' if one == other else 'no'}; "
+            f"{time.perf_counter() - began:.0f} s"
         )
         print()
         return finish(name, summary, {"preview_ms": times, "tokens_per_second": rates, **losses}, missed, args.json)
@@ -63,8 +64,8 @@ def _first_part(recompute: bool) -> dict[str, Any]:
     gain = shipped_gains()[0]
     if not recompute:
         return print_gain(gain, "shipped figures (--recompute computes them)")
-    with moving("proposing strategies and planning 60 steps; the first time also compiling the planner", 60.0):
-        gain = computed(gain.lengths, gain.source)
+    with moving("planning 60 steps, ours and those of others; the first time also compiling the planner", 300.0):
+        gain = computed(gain.model, gain.lengths)
     return print_gain(gain, "computed now")
 
 

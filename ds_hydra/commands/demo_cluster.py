@@ -1,4 +1,4 @@
-"""Part two: the engine on an emulated cluster: the best fixed layout, balanced, and ds-hydra on the same sequences."""
+"""Part two: the engine on an emulated cluster: the best fixed layout of TP, balanced, and ds-hydra on its data."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ds_hydra.simulate.spans import step_spans
 from ds_hydra.simulate.step import Simulator
 
 RANKS, TOKENS, CONTEXT, STEPS = 16, 100_000, 65536, 20
-FIXED = StrategyShape.parse("2*tp8")  # the fastest of one shape that holds the context, once sequences are balanced
+FIXED = StrategyShape.parse("2*tp8")  # of measured shapes that hold the context the fastest, once balanced
 STRATEGIES = ("8*tp2", "tp4 + 6*tp2", "tp8 + 4*tp2", "2*tp4 + 4*tp2", "2*tp8")
 _SECONDS_A_STEP, _SECONDS_AT_LEAST = 1.5, 15.0  # of emulating, on two cores
 
@@ -34,6 +34,7 @@ _SECONDS_A_STEP, _SECONDS_AT_LEAST = 1.5, 15.0  # of emulating, on two cores
 def cluster(picture: Path | None, steps: int = STEPS) -> dict[str, Any]:
     """Print tokens a second of both and draw one step of both; returns what was seen."""
     print(f"\n2. LLaMA 7B on {RANKS} emulated A800 GPUs, context 64K: the real engine, {RANKS} processes, virtual time")
+    print("   Layouts of tensor parallelism alone, whose costs were measured; one with Ulysses is closer to ds-hydra.")
     with moving(f"planning {steps} steps; the first time also compiling the planner"):
         job, lengths, fixed, ours = planned(steps)
     rates = {}

@@ -1,4 +1,4 @@
-"""Part one: steps of a large model on measured costs, as a fixed layout takes them and as ds-hydra does.
+"""Part one: steps of a large model on published costs, as other systems take them and as ds-hydra does.
 
 The figures are shipped, as computing them takes minutes; `python -m tools.check_gains` says whether they are still what
 is computed, and writes them.
@@ -7,71 +7,99 @@ is computed, and writes them.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
 from typing import Any, NamedTuple
 
-from ds_hydra.commands.preview import Previewed, comparison, parse_arguments, previewed, print_bars
+from ds_hydra.commands.figures import print_bars
 from ds_hydra.commands.shipped import FOLDER
 
 FIGURES = FOLDER / "demo_gains.json"
-OPTIONS = ("--cost-table", "a800-32b", "--gpus", "64", "--tokens", "200000", "--context", "32768", "--tp-across-nodes")
+TOKENS, CONTEXT = 200_000, 32_768
+CLUSTERS = {"a800-32b": 64, "a800-7b": 32}  # GPUs
+# In words, and as `ds-hydra preview --lengths` takes it; other lengths are in `tools.bench_systems`.
+MIXES = {"web pages, as CommonCrawl (log-normal, median 500)": "lognormal:6.22,1.233"}
+ROWS = tuple((model, lengths) for model in CLUSTERS for lengths in MIXES)
+OURS = "ds-hydra"
+LINKS = (12.0, 25.0, 50.0, 100.0)  # GB/s between nodes
+FIRST = 2  # steps that are shipped one by one
 
 
 class Gain(NamedTuple):
-    """One row of README's table, times in ms: means of 60 steps, and ours of the first few by itself."""
+    """A model and lengths of README's tables. Times in ms: means of 60 steps by what runs them, as `ds-hydra preview`
+    names it, ours last; and the first few by themselves."""
 
+    model: str  # a shipped cost table
     lengths: str  # in words
-    source: str  # as `ds-hydra preview --lengths` takes it
-    fixed: str
     strategies: tuple[str, ...]
-    full_ms: float  # under the fixed layout, packed full and dealt out in turn
-    balanced_ms: float  # under the same, sequences assigned by ds-hydra
-    ours_ms: float
-    first_ms: tuple[float, ...]
+    layouts: Mapping[str, str]
+    mean_ms: Mapping[str, float]
+    first_ms: Mapping[str, Sequence[float]]
+    mixed: float  # share of the steps in which ours ran pipelines of several shapes
+    over_links: Mapping[str, Sequence[float]]  # GB/s: over the best fixed layout, and over Megatron-Core's schedule
+
+    def times(self, name: str) -> float:
+        """How many times as long as ours a system takes."""
+        return self.mean_ms[name] / self.mean_ms[OURS]
 
     @property
     def gain(self) -> float:
-        """Over the fixed layout with balanced sequences, so that it is what mixing layouts brings."""
-        return self.balanced_ms / self.ours_ms
-
-    @property
-    def bars(self) -> list[tuple[str, float]]:
-        """What `print_bars` takes."""
-        packed = f"{self.fixed} in every step, packed full and dealt out in turn"
-        balanced = f"{self.fixed} in every step, sequences balanced as well as they can be"
-        return [
-            (packed, self.full_ms),
-            (balanced, self.balanced_ms),
-            ("ds-hydra: another mix in each step", self.ours_ms),
-        ]
+        """Over the best of the others: not of ours on one layout."""
+        return min(self.times(name) for name in self.mean_ms if not name.startswith(OURS))
 
 
 def shipped_gains() -> list[Gain]:
     """The rows that come with the package."""
-    return [
-        Gain(**{**row, "strategies": tuple(row["strategies"]), "first_ms": tuple(row["first_ms"])})
-        for row in json.loads(FIGURES.read_text())
-    ]
+    return [Gain(**{**row, "strategies": tuple(row["strategies"])}) for row in json.loads(FIGURES.read_text())]
 
 
-def computed(lengths: str, source: str, strategies: Sequence[str] = (), steps: int = 60, first: int = 2) -> Gain:
-    """The same, computed: by these strategies, or by those that are proposed. ConfigError for bad lengths."""
+def span(values: Iterable[float]) -> str:
+    """A range of figures as pages show it: "1.11 to 1.23"."""
+    several = sorted(f"{value:.2f}" for value in values)
+    low, high = several[0], several[-1]
+    return low if low == high else f"{low} to {high}"
+
+
+def options(model: str, lengths: str) -> tuple[str, ...]:
+    """What `ds-hydra preview` is given for a row."""
+    return ("--cost-table", model, "--lengths", MIXES[lengths], "--gpus", str(CLUSTERS[model]), "--tokens", str(TOKENS),
+            "--context", str(CONTEXT), "--tp-across-nodes")  # fmt: skip
+
+
+def computed(model: str, lengths: str, steps: int = 60, strategies: Sequence[str] = ()) -> Gain:
+    """A row, computed: with these strategies, or with proposed ones; over other links too, for the first lengths."""
+    from ds_hydra.commands.preview import LINK_STEPS, over_links, parse_arguments, previewed
+    from ds_hydra.report.record import is_heterogeneous
+
     named = ("--strategies", *strategies) if strategies else ()
-    arguments = (*OPTIONS, "--lengths", source, "--steps", str(steps), *named)
-    done: Previewed = previewed(parse_arguments(arguments, "ds-hydra preview"), told_lengths=False)
+    links = ("--links", *(f"{speed:g}" for speed in LINKS))
+    arguments = (*options(model, lengths), "--steps", str(steps), *named, *links)
+    args = parse_arguments(arguments, "ds-hydra preview")
+    done = previewed(args, told_lengths=False)
     preview = done.preview
-    assert preview.fixed is not None, "a fixed layout holds the context"
-    full, balanced, ours = (ms for _, ms in comparison(preview))
+    taken = {name: one.step_ms for name, one in preview.rivals.items()} | {OURS: preview.step_ms}
     return Gain(
-        lengths, source, preview.fixed, tuple(map(str, done.strategies)), full, balanced, ours,
-        tuple(preview.step_ms[:first].tolist()),
+        model, lengths, tuple(map(str, done.strategies)),
+        {name: one.layout for name, one in preview.rivals.items()},
+        {name: float(ms.mean()) for name, ms in taken.items()},
+        {name: ms[:FIRST].tolist() for name, ms in taken.items()},
+        fmean(is_heterogeneous(plan.strategy) for plan in preview.plans),
+        {} if steps <= FIRST or lengths != next(iter(MIXES))
+        else {f"{speed:g}": row for speed, row in over_links(args, done.strategies, LINK_STEPS).items()},
     )  # fmt: skip
 
 
 def print_gain(gain: Gain, how: str) -> dict[str, Any]:
     """Print the comparison; returns mean ms of a step by what runs it."""
-    print(f"\n1. LLaMA 32B on 64 A800 GPUs, simulated steps of 200,000 tokens, context 32K: {how}")
-    print(f"   Lengths of {gain.lengths}; costs as published, 25 GB/s for each GPU")
-    print("   between nodes. The fixed layout is the fastest of TP and PP that holds every sequence.\n")
-    print_bars(gain.bars)
-    return {**dict(gain.bars), "gain": gain.gain}
+    size = gain.model.partition("-")[2].upper()
+    print(f"\n1. LLaMA {size} on {CLUSTERS[gain.model]} A800 GPUs, simulated steps of {TOKENS:,} tokens, context 32K:")
+    print(f"   {how}. Lengths of {gain.lengths}; costs as published, 25 GB/s for each GPU")
+    print("   between nodes. Other systems are set up in hindsight, as suits these very steps best.\n")
+    print_bars([(f"{name}: {gain.layouts[name]}" if name in gain.layouts else ours(gain.mixed), ms)
+                for name, ms in gain.mean_ms.items()])  # fmt: skip
+    return {**gain.mean_ms, "gain": gain.gain}
+
+
+def ours(mixed: float) -> str:
+    """What ds-hydra did, by the share of the steps that mixed shapes."""
+    return f"{OURS}: chosen anew in every step, of several shapes in {mixed:.0%} of them"

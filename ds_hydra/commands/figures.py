@@ -12,6 +12,8 @@ from typing import Any, ClassVar
 
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError, PlanError
 
+BAR = 40  # characters of the longest bar
+
 
 class CommandParser(argparse.ArgumentParser):
     """Options have one spelling in all commands, with dashes; underscores and earlier names are read too."""
@@ -123,3 +125,12 @@ def run_parts(name: str, description: str | None, parts: Mapping[str, Part]) -> 
         print(flush=True)
     summary = f"{', '.join(chosen)} in {time.perf_counter() - began:.0f} s"
     return finish(name, summary, record, missed, options.json)
+
+
+def print_bars(rows: Sequence[tuple[str, float]]) -> None:
+    """A line and a bar for each mean time in ms; the last row is what the others are compared with."""
+    longest, least = max(ms for _, ms in rows), rows[-1][1]
+    for place, (what, ms) in enumerate(rows):
+        times = "" if place == len(rows) - 1 else f"  {ms / least:.2f} times as long"
+        print(f"{ms / 1e3:7.2f} s  {what}{times}")
+        print(f"           {'#' * max(1, round(BAR * ms / longest))}")

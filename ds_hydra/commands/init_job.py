@@ -19,18 +19,20 @@ from ds_hydra.commands.now import now_ms
 from ds_hydra.commands.planned_block import Setting
 from ds_hydra.commands.translated import OwnLayout
 from ds_hydra.config.hydra_block import HydraConfig
-from ds_hydra.costs.analytic import ASSUMED, AssumedDevice, analytic_cost_table, assumed_device, model_shape
+from ds_hydra.costs.analytic import ASSUMED, AssumedDevice, ModelShape, analytic_cost_table, assumed_device, model_shape
 from ds_hydra.costs.cost_table import MOST_TOKENS, CostTable
 from ds_hydra.costs.memory import JobMemory
 from ds_hydra.costs.peak import peak_tflops
-from ds_hydra.costs.table_file import read_table_file, told
+from ds_hydra.costs.table_file import TableFile, read_table_file, told
 from ds_hydra.engine.fits import job_memory, within_memory
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.plan.schemes import feasible_schemes
 from ds_hydra.planner import PlannerOptions
 from ds_hydra.planner.proposal.propose import QUICK, propose_strategies
 from ds_hydra.profiling.hollow import hollow_source
-from ds_hydra.simulate.preview import preview_steps
+from ds_hydra.rivals.preview import preview_steps
+from ds_hydra.rivals.setting import JobSetting, OwnModel, Recomputed
+from ds_hydra.simulate.links import BETWEEN, INSIDE, LinkModel
 from ds_hydra.zero_hetero.errors import ConfigError
 
 _AGAIN = 4 / 3  # of forward and backward, where the forward runs twice
@@ -135,10 +137,27 @@ class Job:
             table, self.gpus, lengths, tokens, context, node_size=self.node_size, count=8, effort=QUICK
         )
         options = PlannerOptions(kernels="compiled", layers=self.source.plan.num_layers)
-        preview = preview_steps(table, strategies, lengths, tokens, context, _STEPS, options)
-        fixed = None if preview.fixed is None else float(preview.assigned_ms.mean())
-        ours = float(preview.step_ms.mean())
-        return Times(now, fixed, ours, preview.fixed or "", tuple(preview.wins), now_holds, holds)
+        preview = preview_steps(
+            table, strategies, lengths, self._setting(costs, table, tokens, context), _STEPS, options
+        )
+        rivals = {name: (one.layout, float(one.step_ms.mean())) for name, one in preview.rivals.items()}
+        return Times(now, float(preview.step_ms.mean()), rivals, tuple(preview.wins), now_holds, holds)
+
+    def _setting(self, costs: AssumedDevice | str, table: CostTable, tokens: int, context: int) -> JobSetting:
+        """What other systems are set up for: with these costs, as layers are kept or recomputed in them."""
+        if isinstance(costs, str):
+            links = LinkModel.of_table(read_table_file(costs).links, self.node_size, place=f"links of {costs}")
+        else:
+            inside, between = INSIDE._replace(bytes_per_s=costs.inside), BETWEEN._replace(bytes_per_s=costs.between)
+            links = LinkModel(self.node_size, inside, between)
+        shape = self._shape()
+        model = OwnModel.of(TableFile(table), links, shape, (Recomputed.NOTHING,))
+        speed = links.between.bytes_per_s / 1e9
+        return JobSetting(model, self.gpus, context, tokens, shape.kv_heads / shape.heads, speed)
+
+    def _shape(self) -> ModelShape:
+        width = self.source.width(min(1, self.source.plan.num_layers - 1))
+        return model_shape(self.source.plan, width, self.source.text_config.vocab_size, self.source.text_config)
 
     def assumed(
         self, best: bool, lengths: Sequence[int], settings: Sequence[Setting], layout: OwnLayout,
@@ -155,8 +174,8 @@ class Job:
         ]
         spread = ""
         if gains:
-            spread = f"The gain over the best fixed layout is {min(gains):.2f} to {max(gains):.2f} on a device half to "
-            spread += "twice as fast.\n"
+            spread = f"The gain over the best fixed layout, balanced, is {min(gains):.2f} to {max(gains):.2f} on a "
+            spread += "device half to twice as fast.\n"
         return (
             f"AN ESTIMATE from FLOPs, nothing was measured.\n"
             f"Assumed for each GPU: {self.memory_gib:.0f} GiB and {costs}.\n{spread}"
@@ -204,10 +223,8 @@ class Job:
             measured = found.job is not None and found.job.stages.activation_checkpointing
             return _with_forwards(replace(found.table, costs=known), measured, recomputed)
         usual = [one for one in schemes if one.pp <= _MOST_STAGES and one.num_ranks & (one.num_ranks - 1) == 0]
-        width = self.source.width(min(1, self.source.plan.num_layers - 1))
-        shape = model_shape(self.source.plan, width, self.source.text_config.vocab_size, self.source.text_config)
         table = analytic_cost_table(
-            shape, usual, longest, device_flops=costs.flops, link_bytes_per_second=costs.inside,
+            self._shape(), usual, longest, device_flops=costs.flops, link_bytes_per_second=costs.inside,
             between_bytes_per_second=costs.between, node_size=self.node_size,
         )  # fmt: skip
         return _with_forwards(table, False, recomputed)

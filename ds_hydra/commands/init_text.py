@@ -8,6 +8,7 @@ import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ds_hydra.commands.planned_block import RECOMPUTED, Setting
@@ -15,6 +16,7 @@ from ds_hydra.commands.script_args import TrainingArgs
 from ds_hydra.commands.swapped import Swap
 from ds_hydra.commands.translated import Translated
 from ds_hydra.data.length_sources import LengthSample
+from ds_hydra.rivals.preview import BALANCED
 
 _LITTLE = 1.05  # times as fast
 _WIDTH = 116
@@ -24,12 +26,16 @@ class Times(NamedTuple):
     """Milliseconds of a step, None where the longest sequence does not fit; and what ran."""
 
     now: float | None
-    fixed: float | None = None
     ours: float | None = None
-    fixed_layout: str = ""
+    rivals: Mapping[str, tuple[str, float]] = MappingProxyType({})  # by what they are: how they are set up, and ms
     layouts: tuple[str, ...] = ()  # that ours chose, the most frequent first
     now_holds: int = 0  # tokens, on DeepSpeed
     holds: int = 0  # tokens of the longest micro-batch here
+
+    @property
+    def fixed(self) -> float | None:
+        """Of the best fixed layout with balanced sequences."""
+        return self.rivals[BALANCED][1] if BALANCED in self.rivals else None
 
 
 class Result(NamedTuple):
@@ -99,7 +105,7 @@ def of_keys(result: Result) -> Iterator[str]:
 
 
 def of_times(result: Result, gpus: int, costs: str) -> Iterator[str]:
-    """Six numbers: a step now, by the best fixed layout, and here, with layers kept and recomputed."""
+    """A step now, as other systems would run it, and here, with layers kept and recomputed."""
     tokens = next(one.value for one in result.settings if one.name == "tokens_per_step")
     yield f"Seconds of a step of {tokens:,} tokens on {gpus} GPUs. {costs}"
     context = next(one.value for one in result.settings if one.name == "context_length")
@@ -112,12 +118,21 @@ def of_times(result: Result, gpus: int, costs: str) -> Iterator[str]:
     both = [result.times[again] for again in (False, True)]
     rows = [
         (f"what you run now: {result.found.layout}", *(cell(one.now, one.now_holds) for one in both)),
-        ("best fixed layout, balanced", *(cell(one.fixed, one.holds, one.fixed_layout) for one in both)),
+        *(
+            (name, *(cell(*_rival(one, name)) for one in both))
+            for name in dict.fromkeys(name for one in both for name in one.rivals)
+        ),
         ("ds-hydra", *(cell(one.ours, one.holds, one.layouts[0] if one.layouts else "") for one in both)),
     ]
     marks = [f"{'layers recomputed' if again else 'layers kept'}{' (now)' if again == result.recomputes else ''}"
              for again in (False, True)]  # fmt: skip
     yield from table(("", *marks), rows)
+
+
+def _rival(times: Times, name: str) -> tuple[float | None, int, str]:
+    """What `cell` takes of another system."""
+    layout, ms = times.rivals.get(name, ("", None))
+    return ms, times.holds, layout
 
 
 def _seconds(ms: float) -> str:

@@ -13,12 +13,15 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
 
-from ds_hydra.commands.figures import CommandParser, guarded, new_file, print_table
+from ds_hydra.commands.demo_preview import ours
+from ds_hydra.commands.figures import BAR, CommandParser, guarded, new_file, print_bars, print_table
 from ds_hydra.commands.links import add_link_options, links_of
 from ds_hydra.commands.shipped import FILES, shipped
 from ds_hydra.costs.cost_table import CostTable
@@ -33,14 +36,17 @@ from ds_hydra.planner.kernels.arrays import Floats
 from ds_hydra.planner.proposal.candidates import usable_schemes
 from ds_hydra.planner.proposal.propose import THOROUGH, Wider, propose_strategies
 from ds_hydra.planner.proposal.spaces import wider_shapes
+from ds_hydra.report.record import is_heterogeneous
+from ds_hydra.rivals.costs import with_ulysses
+from ds_hydra.rivals.preview import BALANCED, FIXED, SCHEDULED, Messages, Preview, length_histogram, preview_steps
+from ds_hydra.rivals.setting import JobSetting, OwnModel, RivalModel
 from ds_hydra.simulate.hosts import DEALT
 from ds_hydra.simulate.job import SimulatedJob
+from ds_hydra.simulate.links import BETWEEN, Speed
 from ds_hydra.simulate.llama import SHIPPED, shipped_cluster
-from ds_hydra.simulate.preview import Messages, Preview, length_histogram, preview_steps
 from ds_hydra.zero_hetero.errors import ConfigError
 
-BAR = 40  # characters of the longest bar
-OURS = "ds-hydra: layouts mixed and chosen anew in every step"
+LINK_STEPS = 6
 
 
 def parse_arguments(arguments: Sequence[str] | None, name: str) -> argparse.Namespace:
@@ -71,17 +77,22 @@ def parse_arguments(arguments: Sequence[str] | None, name: str) -> argparse.Name
     parser.add_argument("--steps", type=int, default=60, help="steps to plan")
     parser.add_argument("--thorough", action="store_true", help="propose with more samples")
     add_link_options(parser)
+    parser.add_argument("--links", type=float, nargs="+", metavar="GB/S",
+                        help="speeds between nodes for which the gain is shown too, by the first steps")  # fmt: skip
     parser.add_argument("--tp-across-nodes", action="store_true")
     parser.add_argument("--chunks", default="auto", choices=("auto", "off"), help="whether sequences may be cut")
     parser.add_argument("--schedules", nargs="+", default=proposed_schedules(), choices=proposed_schedules(),
                         help="of proposed strategies; v: list on stages of two ranges of layers")  # fmt: skip
-    parser.add_argument("--layers", type=int, default=32, help="of the model; plans may compute some of them again")
+    parser.add_argument("--layers", type=int, help="of the model; plans may compute some of them again (default: those "
+                        "of a shipped table's model, else 32)")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plot", type=new_file, metavar="FILE.png")
     parser.add_argument("--html", type=new_file, metavar="FILE", help="write one page that shows all of it")
     parser.add_argument("--json", type=new_file, metavar="FILE")
     args = parser.parse_args(arguments)
     args.lengths = args.lengths or args.rollouts
+    if args.layers is None:
+        args.layers = SHIPPED[args.cost_table].shape.layers if args.cost_table in SHIPPED else 32
     return args
 
 
@@ -114,36 +125,29 @@ def print_preview(preview: Preview, strategies: Sequence[str]) -> None:
     print(f"slowest over mean pipeline: p50 {np.median(preview.balance):.3f}")
     g50, g90 = np.percentile(preview.gaps, [50, 90])
     print(f"certified gap to any plan under these strategies: p50 {g50:.2%}, p90 {g90:.2%}\n")
-    print_bars(comparison(preview))
-    if preview.fixed is None:
-        print("no layout of one scheme holds the context")
-
-
-def comparison(preview: Preview) -> list[tuple[str, float]]:
-    """(what, mean ms of a step), the fixed layout first and ours last."""
-    return [(what, float(ms.mean())) for what, ms in _rows(preview)]
+    print_bars([(what, float(ms.mean())) for what, ms in _rows(preview)])
+    if FIXED not in preview.rivals:
+        print("no fixed layout holds the context")
 
 
 def _rows(preview: Preview) -> list[tuple[str, Floats]]:
     """(what, ms of each step), in that order."""
-    rows = []
-    if preview.fixed is not None:
-        rows.append((f"{preview.fixed} in every step, packed full and dealt out in turn", preview.packed_full_ms))
-        rows.append((f"{preview.fixed} in every step, sequences assigned by ds-hydra", preview.assigned_ms))
+    rows = [(f"{name}: {one.layout}", one.step_ms) for name, one in preview.rivals.items()]
     rows += [(f"{text}, each sequence in the first phase that holds it", ms) for text, ms in preview.phased_ms.items()]
     rows += [(f"{way.layout} in every step, rollouts dealt out in {name}" if name in DEALT
               else f"{name}: {way.layout}", way.step_ms) for name, way in preview.hosts.items()]  # fmt: skip
-    rows.append((OURS, preview.step_ms))
+    rows.append((_ours(preview), preview.step_ms))
     return rows
 
 
-def print_bars(rows: Sequence[tuple[str, float]]) -> None:
-    """A line and a bar for each mean time in ms; the last row is what the others are compared with."""
-    longest, ours = max(ms for _, ms in rows), rows[-1][1]
-    for what, ms in rows:
-        times = "" if ms is ours else f"  {ms / ours:.2f} times as long"
-        print(f"{ms / 1e3:7.2f} s  {what}{times}")
-        print(f"           {'#' * max(1, round(BAR * ms / longest))}")
+def _ours(preview: Preview) -> str:
+    """What ds-hydra did in these steps."""
+    one, *others = preview.wins
+    return (
+        ours(fmean(map(is_heterogeneous, (plan.strategy for plan in preview.plans))))
+        if others
+        else (f"ds-hydra: {one} in every step")
+    )
 
 
 def plot(path: Path, sample: LengthSample, table: CostTable, preview: Preview, context: int) -> None:
@@ -165,53 +169,76 @@ def plot(path: Path, sample: LengthSample, table: CostTable, preview: Preview, c
         left.text(cost.max_length, left.get_ylim()[1], f" {cost.scheme}", rotation=90, va="top", fontsize=7)
     left.set(xscale="log", xlabel="tokens of a sequence", ylabel="share", title="Lengths, and MaxLen of every scheme")
     left.legend(loc="upper left")
-    right.plot(preview.step_ms / 1e3, label="planned")
-    if preview.fixed is not None:
-        right.plot(preview.assigned_ms / 1e3, label=f"{preview.fixed}, sequences assigned by ds-hydra")
-        right.plot(preview.packed_full_ms / 1e3, label=f"{preview.fixed}, packed full, dealt out in turn")
+    right.plot(preview.step_ms / 1e3, label=_ours(preview))
+    for name, one in preview.rivals.items():
+        right.plot(one.step_ms / 1e3, label=f"{name}: {one.layout}", linewidth=1)
     right.set(xlabel="step", ylabel="seconds", ylim=(0, None), title="Predicted step time")
-    right.legend()
+    right.legend(fontsize=7)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
 
-def _cluster(args: argparse.Namespace, found: TableFile) -> SimulatedJob | None:
-    """The job whose messages count; None where its model is not known."""
-    if args.cost_table not in SHIPPED:
-        return None
-    return shipped_cluster(args.cost_table, found, links_of(args, found), args.gpus)
+def setting_of(args: argparse.Namespace, found: TableFile) -> JobSetting:
+    """What other systems are set up for."""
+    links = links_of(args, found)
+    model: RivalModel = OwnModel.of(found, links)
+    if args.cost_table in SHIPPED:
+        model = RivalModel.of_shipped(args.cost_table, found, links.inside, args.gpus_per_node)
+    return JobSetting(model, args.gpus, args.context, args.tokens, between=links.between.bytes_per_s / 1e9)
 
 
 def _counted(cluster: SimulatedJob | None) -> str:
     if cluster is None:
-        return "not in these times: the table does not say which model it is for"
+        return (
+            "not in these times, nor those of rings and gathers of others: the table does not say which model it is for"
+        )
     inside, between = (speed.bytes_per_s / 1e9 for speed in (cluster.links.inside, cluster.links.between))
     return f"in these times: {inside:g} GB/s for each GPU inside a node, {between:g} GB/s between nodes"
 
 
-class Previewed(NamedTuple):
-    """What a command line asks for, computed."""
+class Prepared(NamedTuple):
+    """What a command line asks about."""
 
     sample: LengthSample
-    table: CostTable
+    lengths: list[int]  # of it, in another order
+    measured: CostTable  # as it was read
+    table: CostTable  # of all schemes that ours has
+    setting: JobSetting
     cluster: SimulatedJob | None
+
+
+class Previewed(NamedTuple):
+    """The same, computed."""
+
+    given: Prepared
     strategies: tuple[StrategyShape, ...]
     preview: Preview
 
 
+def prepared(args: argparse.Namespace) -> Prepared:
+    """Read the files. ConfigError or PlanError if the input is refused."""
+    found = told(read_table_file(shipped(args.cost_table)))
+    setting = setting_of(args, found)
+    sample = read_lengths(shipped(args.lengths), args.context, seed=args.seed)
+    usable_schemes(found.table, args.gpus, args.gpus_per_node, args.tp_across_nodes)
+    lengths = np.random.default_rng(args.seed).permutation(sample.lengths)[:200_000].tolist()
+    if args.cost_table not in SHIPPED:
+        return Prepared(sample, lengths, found.table, found.table, setting, None)
+    table = with_ulysses(setting, lengths)
+    cluster = shipped_cluster(args.cost_table, replace(found, table=table), links_of(args, found), args.gpus)
+    return Prepared(sample, lengths, found.table, table, setting, cluster)
+
+
 def previewed(args: argparse.Namespace, told_lengths: bool = True) -> Previewed:
     """Propose strategies if none are named, and plan the steps. ConfigError or PlanError if the input is refused."""
-    found = told(read_table_file(shipped(args.cost_table)))
-    table, cluster = found.table, _cluster(args, found)
-    sample = read_lengths(shipped(args.lengths), args.context, seed=args.seed)
+    given = prepared(args)
+    sample, lengths, measured, table, setting, cluster = given
     options = PlannerOptions(seed=args.seed, kernels="compiled", layers=args.layers,
                              no_slices='--chunks is "off"' if args.chunks == "off" else "")  # fmt: skip
     if told_lengths:
-        print_lengths(sample, table, args.context)
-    usable_schemes(table, args.gpus, args.gpus_per_node, args.tp_across_nodes)
-    lengths = np.random.default_rng(args.seed).permutation(sample.lengths)[:200_000].tolist()
+        print_lengths(sample, measured, args.context)
     phased = [text for text in args.strategies or () if THEN in text]
-    if args.html and not phased and (switched := layouts_by_length(table, args.gpus, args.context)):
+    if args.html and not phased and (switched := layouts_by_length(measured, args.gpus, args.context)):
         phased.append(THEN.join(map(str, switched)))
     strategies = tuple(StrategyShape.parse(text) for text in args.strategies or () if text not in phased)
     if not strategies:
@@ -226,17 +253,39 @@ def previewed(args: argparse.Namespace, told_lengths: bool = True) -> Previewed:
         if told_lengths:
             print(f"{len(strategies)} strategies proposed in {time.perf_counter() - began:.1f} s")
     preview = preview_steps(
-        table, strategies, lengths, args.tokens, args.context, args.steps, options, phased, cluster,
-        hosts=args.rollouts is not None,
-    )  # fmt: skip
-    return Previewed(sample, table, cluster, strategies, preview)
+        table, strategies, lengths, setting, args.steps, options, phased, cluster, hosts=args.rollouts is not None
+    )
+    return Previewed(given, strategies, preview)
+
+
+def over_links(args: argparse.Namespace, strategies: Sequence[StrategyShape], steps: int) -> dict[float, list[float]]:
+    """By GB/s between nodes: how many times as long as ours the first steps take under the best fixed layout with
+    balanced sequences, and by Megatron-Core's schedule; other systems are set up anew for each, ours has these
+    strategies."""
+    found: dict[float, list[float]] = {}
+    for speed in args.links:
+        one = argparse.Namespace(**vars(args))
+        one.steps, one.strategies, one.html, one.rollouts = steps, [str(each) for each in strategies], None, None
+        one.between = Speed(BETWEEN.latency_s, 1e9 * speed)
+        preview = previewed(one, told_lengths=False).preview
+        ours_ms = preview.step_ms.mean()
+        found[speed] = [preview.rivals[name].step_ms.mean() / ours_ms for name in (BALANCED, SCHEDULED)
+                        if name in preview.rivals]  # fmt: skip
+    return found
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command with its parsed options. ConfigError or PlanError if the input is refused."""
-    sample, table, cluster, strategies, preview = previewed(args)
+    if args.links and args.cost_table not in SHIPPED:
+        raise ConfigError("--links needs a shipped cost table, whose model is known: else no messages are in the times")
+    (sample, _, measured, table, _, cluster), strategies, preview = previewed(args)
     print_preview(preview, [str(strategy) for strategy in strategies])
     print("\npulls, pushes and messages between stages are " + _counted(cluster))
+    if args.links:
+        gains = over_links(args, strategies, min(args.steps, LINK_STEPS))
+        print(f"\ntimes as long as ds-hydra in {min(args.steps, LINK_STEPS)} steps, by GB/s between nodes:")
+        print_table(("GB/s", "best fixed, balanced", "Megatron-Core's schedule"),
+                    [(f"{speed:g}", *(f"{gain:.2f}" for gain in row)) for speed, row in gains.items()])  # fmt: skip
     if args.html:
         from ds_hydra.commands.preview_page import write_preview
 
@@ -250,12 +299,13 @@ def run(args: argparse.Namespace) -> int:
         )
         print(f"{args.html}: the page")
     if args.plot:
-        plot(args.plot, sample, table, preview, args.context)
+        plot(args.plot, sample, measured, preview, args.context)
     if args.json:
         record = {
             "strategies": [str(s) for s in strategies], "wins": preview.wins,
-            "step_ms": preview.step_ms.tolist(), "gaps": preview.gaps.tolist(), "fixed": preview.fixed,
-            "assigned_ms": preview.assigned_ms.tolist(), "packed_full_ms": preview.packed_full_ms.tolist(),
+            "step_ms": preview.step_ms.tolist(), "gaps": preview.gaps.tolist(),
+            "rivals": {name: {"layout": one.layout, "step_ms": one.step_ms.tolist()}
+                       for name, one in preview.rivals.items()},
             "phased_ms": {text: times.tolist() for text, times in preview.phased_ms.items()},
             "hosts_ms": {name: way.step_ms.tolist() for name, way in preview.hosts.items()},
         }  # fmt: skip

@@ -113,8 +113,9 @@ def as_made(setting: Setting, batches: Sequence[Lengths], name: str) -> Made:
             continue
     found: list[Made] = []
     for _, _, units in sorted(ranked, key=lambda row: row[:2])[:_FINALISTS]:
-        job, layout = cluster_of(setting, units.table), StrategyShape.of([units.unit] * units.count)
-        exposed = exposed_ms(job, layout, setting.tokens)
+        layout, exposed = StrategyShape.of([units.unit] * units.count), 0.0
+        if setting.of_model.transfers:
+            exposed = exposed_ms(cluster_of(setting, units.table), layout, setting.tokens)
         found.append(Made(units, tuple(run(units, batch) for batch in batches), exposed))
     if not found:
         raise PlanError(f"no units of {setting} hold all batches")
@@ -125,7 +126,7 @@ def _set_ups(setting: Setting, *, pipelines: bool) -> Iterator[Units]:
     """All units that the context fits; of several stages only where `pipelines` are allowed."""
     all_units = {setting.gpus // scheme.num_ranks for scheme in measured(setting).schemes}
     degrees = tuple(sorted({*powers_of_two(setting.gpus), *all_units}))
-    for again in Recomputed:
+    for again in setting.of_model.forms:
         table = table_of(setting, Way(degrees, again=again))
         for scheme in table.schemes:
             assert isinstance(scheme, ParallelScheme), "the tables have no others"

@@ -35,47 +35,27 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import lru_cache
 
 import numpy as np
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.costs.shares import Shares, Terms
 from ds_hydra.pipe.head_sharing import head_parts, near_ranks
 from ds_hydra.pipe.shape import ParallelScheme
-from ds_hydra.rivals.setting import Setting
+from ds_hydra.plan.schemes import MOST_SHARING
+from ds_hydra.rivals.setting import NODE, Recomputed, Setting
 from ds_hydra.rivals.waits import TwoHopCost, WaitingCost, fields_of, waits_of
 from ds_hydra.simulate.job import SimulatedJob
 from ds_hydra.simulate.links import BETWEEN, INSIDE, LinkModel
 from ds_hydra.simulate.llama import llama_plan
 
-NODE = 8  # GPUs
 # 10^9 bytes a second of each GPU in an all-to-all over so many, rows of 4096 tokens (FlexSP, branch flexsp of
 # PKU-DAIR/Hetu-Galvatron, galvatron/flexsp_solver/solver.py, Apache-2.0).
 ALL_TO_ALL = {2: 119.54, 4: 104.07, 8: 96.5, 16: 20.01, 32: 10.53, 64: 7.77}
 _RING = 6  # keys and values forward, again backward, and their gradients
 _TENSORS = 8  # queries, keys, values and outputs, forward and backward
 _BYTES = 2  # BF16
-_SOME_KEPT, _SOME_AGAIN = 22.7 / 32, 1.04  # where norms and the MLP's activation are computed again
-
-
-class Recomputed(Enum):
-    """What the backward computes again; the value is what texts of set-ups say."""
-
-    NOTHING = ""
-    SOME = " selective AC"
-    ALL = " AC"
-
-    def kept(self, shares: Shares) -> float:
-        """Share of the activations that stays until the backward."""
-        return {Recomputed.NOTHING: 1.0, Recomputed.SOME: _SOME_KEPT, Recomputed.ALL: shares.recomputed}[self]
-
-    def times(self, shares: Shares) -> Terms:
-        """How many times a, b and c it takes."""
-        if self is Recomputed.ALL:
-            return Terms(*(1.0 + share for share in shares.forward))
-        return Terms(1.0, _SOME_AGAIN if self is Recomputed.SOME else 1.0, 1.0)
+_OURS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # 24 GPUs, three nodes, share queries [Note: heads inside a node]
 
 
 @dataclass(frozen=True)
@@ -105,16 +85,30 @@ def measured(setting: Setting) -> CostTable:
 def table_of(setting: Setting, way: Way) -> CostTable:
     """All schemes within the job's GPUs that the measured ones become that way [Note: costs of other systems]."""
     found = setting.of_model.found.table
-    wanted = [cost for base in _more_stages(found, way) for cost in _shared(setting, base, way)]
+    if way.ulysses and (own := setting.of_model.measured_ulysses):
+        wanted = [_again(cost, way) for cost in own]
+    else:
+        wanted = [cost for base in _more_stages(found, way) for cost in _shared(setting, base, way)]
     fitting = [cost for cost in wanted if cost.scheme.num_ranks <= setting.gpus]
     return CostTable(tuple(_limited(fitting, setting, way)), found.source)
 
 
+def _again(cost: SchemeCost, way: Way) -> SchemeCost:
+    """A measured scheme with what the way computes again."""
+    if way.again is Recomputed.NOTHING:
+        return cost
+    assert cost.shares is not None, "tables have shares"
+    more = way.again.times(cost.shares)
+    derived = _from(cost, f"with{way.again.value}")
+    return replace(cost, a=more.a * cost.a, b=more.b * cost.b, c=more.c * cost.c, derived=derived)
+
+
 def _more_stages(found: CostTable, way: Way) -> Iterator[SchemeCost]:
-    """The measured schemes, TP 1 without pipelines, and deeper pipelines where they are asked for."""
-    yield from found.costs
+    """The measured schemes without Ulysses, TP 1 without pipelines, and deeper pipelines where they are asked for."""
+    plain = [cost for cost in found.costs if cost.uniform.sp == 1]
+    yield from plain
     known: dict[int, list[SchemeCost]] = {}
-    for cost in found.costs:
+    for cost in plain:
         known.setdefault(cost.uniform.tp, []).append(cost)
     for tp, costs in known.items():
         by_depth = sorted(costs, key=lambda cost: cost.scheme.pp)
@@ -156,7 +150,7 @@ def _shared(setting: Setting, base: SchemeCost, way: Way) -> Iterator[SchemeCost
         kind = "Ulysses" if way.ulysses else "a ring"
         how = [f"{kind} of {degree}"] * (degree > 1) + [f"with{way.again.value}"] * bool(way.again.value)
         derived = _from(base, " and ".join(how)) if how else base.derived
-        known = base.max_length, base.util_length, base.shares, derived
+        known = base.max_length, base.util_length, base.shares, derived, base.stages, base.floor
         if not way.ulysses and degree > 1:
             ring = _ring_ms(setting, base, degree)
             yield WaitingCost(scheme, a, b, c, *known, message=ring, alone=max(0, alone) if way.by_length else 0)
@@ -171,10 +165,27 @@ def _shared(setting: Setting, base: SchemeCost, way: Way) -> Iterator[SchemeCost
         yield _overlapping(setting, base, SchemeCost(scheme, a, b, c, *known), tokens)
 
 
+def with_ulysses(setting: Setting, lengths: Sequence[int]) -> CostTable:
+    """What ours chooses from: the measured schemes, and Ulysses on them.
+
+    Pipelines are searched by a, b and c alone, so there what messages leave exposed in the mean of `lengths` is in b.
+    """
+    plain, more = measured(setting), table_of(setting, Way(_OURS, ulysses=True, overlapped=True))
+    known = set(plain.schemes)
+    added = [cost for cost in more.costs if cost.scheme not in known and _is_used(cost.uniform)]
+    own = [with_keys(cost, setting.keys) for cost in plain.costs]
+    shared = (cost if cost.scheme.pp == 1 else averaged(cost, lengths) for cost in added)
+    return CostTable((*own, *shared), plain.source)
+
+
+def _is_used(scheme: ParallelScheme) -> bool:
+    return scheme.pp == 1 or scheme.tp * scheme.sp <= MOST_SHARING
+
+
 def _shares_queries(setting: Setting, scheme: ParallelScheme) -> bool:
     """Whether whole nodes share the queries of a pipeline's one stage, and their ranks the heads."""
     every = setting.of_model.published.heads
-    near = near_ranks(scheme.sp, scheme.tp, NODE)
+    near = near_ranks(scheme.sp, scheme.tp, setting.of_model.node)
     parts = head_parts(scheme.sp, every, max(1, round(setting.keys * every)), scheme.tp, near=near)
     return scheme.pp == 1 and 0 < near == parts
 
@@ -184,7 +195,7 @@ def _overlapping(setting: Setting, base: SchemeCost, cost: SchemeCost, tokens: i
     scheme = cost.uniform
     every, tp, degree = setting.of_model.published.heads, scheme.tp, scheme.sp
     of_keys = max(1, round(setting.keys * every))
-    near, k = near_ranks(degree, tp, NODE), setting.of_model.shape
+    near, k = near_ranks(degree, tp, setting.of_model.node), setting.of_model.shape
 
     def shared_by(ranks: int) -> tuple[int, int]:
         """Heads and key heads of a rank where so many share them."""
@@ -231,7 +242,7 @@ def _ring_ms(setting: Setting, base: SchemeCost, degree: int) -> float:
     """What the ring takes for a token of a sequence on one stage, in ms: its slowest hop decides."""
     k, tp = setting.of_model.shape, base.uniform.tp
     of_layer = setting.keys * _RING * _BYTES * (k.width or k.hidden) / tp * (degree - 1) / degree
-    rate = setting.of_model.inside.bytes_per_s if tp * degree <= NODE else 1e9 * setting.between
+    rate = setting.of_model.inside.bytes_per_s if tp * degree <= setting.of_model.node else 1e9 * setting.between
     return 1e3 * of_layer * k.layers / base.scheme.pp / rate
 
 
@@ -242,15 +253,14 @@ def _all_to_all_ms(setting: Setting, base: SchemeCost, degree: int, sharers: int
         return 0.0
     k, tp = setting.of_model.shape, base.uniform.tp
     # Where TP groups fill nodes, as large a part of the bytes leaves the node as with Ulysses over TP * degree GPUs.
-    across = sharers if tp * sharers <= NODE else tp * sharers
+    across = sharers if tp * sharers <= setting.of_model.node else tp * sharers
     keys = min(1.0, max(setting.keys, tp * (copies or sharers) / setting.of_model.published.heads))
     of_layer = (0.5 + 0.5 * keys) * _TENSORS * _BYTES * (k.width or k.hidden) / (tp * degree)
-    gpus, rate = next(row for row in sorted(ALL_TO_ALL.items()) if row[0] >= min(across, max(ALL_TO_ALL)))
-    rate *= (
-        setting.between * 1e9 / BETWEEN.bytes_per_s
-        if gpus > NODE
-        else (setting.of_model.inside.bytes_per_s / INSIDE.bytes_per_s)
-    )
+    far = across > setting.of_model.node
+    rates = [(gpus, rate) for gpus, rate in sorted(ALL_TO_ALL.items()) if (gpus > NODE) == far]
+    rate = next((rate for gpus, rate in rates if gpus >= across), rates[-1][1])
+    here, there = (1e9 * setting.between, BETWEEN) if far else (setting.of_model.inside.bytes_per_s, INSIDE)
+    rate *= here / there.bytes_per_s
     return 1e3 * of_layer * k.layers / base.scheme.pp / (1e9 * rate)
 
 
@@ -285,6 +295,6 @@ def powers_of_two(most: int) -> tuple[int, ...]:
 def cluster_of(setting: Setting, table: CostTable) -> SimulatedJob:
     """The job's model and GPUs, with these costs and the links that all systems are simulated with."""
     model = setting.of_model
-    links = LinkModel(NODE, model.inside, BETWEEN._replace(bytes_per_s=1e9 * setting.between))
+    links = LinkModel(model.node, model.inside, BETWEEN._replace(bytes_per_s=1e9 * setting.between))
     found = replace(model.found, table=table)
     return SimulatedJob(llama_plan(model.shape), model.shape.hidden, found, links, setting.gpus)

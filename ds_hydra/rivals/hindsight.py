@@ -51,10 +51,12 @@ _FINALISTS = 4
 _CLOSE = 1.1  # finalists take at most so many times the least, on the few batches
 
 
-def hindsight(configurations: Iterable[Configuration], batches: Sequence[Lengths], ms: StepMs) -> Chosen:
+def hindsight(
+    configurations: Iterable[Configuration], batches: Sequence[Lengths], ms: StepMs, *, finalists: int = _FINALISTS
+) -> Chosen:
     """The configuration whose steps take the least `ms` in the mean. PlanError when none holds all batches.
 
-    All are compared on a few of the batches, that with the longest sequence among them, and the best few on all. One
+    All are compared on a few of the batches, that with the longest sequence among them, and `finalists` on all. One
     is left when its plans alone, without transfers, take clearly more on most of the few than the best so far in all.
     """
     # The longest sequences come first: what cannot hold them is left at once.
@@ -80,18 +82,18 @@ def hindsight(configurations: Iterable[Configuration], batches: Sequence[Lengths
                     best = taken
         except PlanError as error:
             refused = error
-    finalists: list[Chosen] = []
-    for of_few, _, configuration, plans in sorted(ranked, key=lambda row: row[:2])[:_FINALISTS]:
-        if finalists and of_few > _CLOSE * sum(best.values()):
+    last_ones: list[Chosen] = []
+    for of_few, _, configuration, plans in sorted(ranked, key=lambda row: row[:2])[:finalists]:
+        if last_ones and of_few > _CLOSE * sum(best.values()):
             break
         try:
             plans |= {step: configuration.plan(step, batches[step]) for step in order if step not in plans}
         except PlanError as error:
             refused = error
             continue
-        finalists.append(Chosen(configuration, tuple(plans[step] for step in range(len(batches)))))
-    if not finalists:
+        last_ones.append(Chosen(configuration, tuple(plans[step] for step in range(len(batches)))))
+    if not last_ones:
         raise PlanError(f"no configuration holds these batches: {refused}")
-    if len(finalists) == 1:
-        return finalists[0]
-    return min(finalists, key=lambda one: sum(ms(plan, one.configuration.table) for plan in one.plans))
+    if len(last_ones) == 1:
+        return last_ones[0]
+    return min(last_ones, key=lambda one: sum(ms(plan, one.configuration.table) for plan in one.plans))

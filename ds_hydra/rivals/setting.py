@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum
 from typing import NamedTuple, Protocol
 
 from ds_hydra.costs.analytic import ModelShape
+from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.costs.shares import Shares, Terms
 from ds_hydra.costs.table_file import TableFile
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.rivals.memory import MemoryModel
-from ds_hydra.simulate.links import INSIDE, Speed
+from ds_hydra.simulate.links import INSIDE, LinkModel, Speed
 from ds_hydra.simulate.llama import SHIPPED, ShippedModel
+from ds_hydra.zero_hetero.nodes import largest_node
+
+NODE = 8  # GPUs
+_SOME_KEPT, _SOME_AGAIN = 22.7 / 32, 1.04  # where norms and the MLP's activation are computed again
 
 
 class Published(NamedTuple):
@@ -33,6 +40,24 @@ PUBLISHED = {
 }
 
 
+class Recomputed(Enum):
+    """What the backward computes again; the value is what texts of set-ups say."""
+
+    NOTHING = ""
+    SOME = " selective AC"
+    ALL = " AC"
+
+    def kept(self, shares: Shares) -> float:
+        """Share of the activations that stays until the backward."""
+        return {Recomputed.NOTHING: 1.0, Recomputed.SOME: _SOME_KEPT, Recomputed.ALL: shares.recomputed}[self]
+
+    def times(self, shares: Shares) -> Terms:
+        """How many times a, b and c it takes."""
+        if self is Recomputed.ALL:
+            return Terms(*(1.0 + share for share in shares.forward))
+        return Terms(1.0, _SOME_AGAIN if self is Recomputed.SOME else 1.0, 1.0)
+
+
 @dataclass(frozen=True, eq=False)
 class RivalModel:
     """A model on a device, as costs of other systems are derived from it; each is made once, and equal to no other."""
@@ -41,11 +66,23 @@ class RivalModel:
     published: Published
     found: TableFile  # the measured schemes
     inside: Speed = INSIDE  # of a node's links
+    node: int = NODE
+    forms: tuple[Recomputed, ...] = tuple(Recomputed)  # that rivals may use
 
     @classmethod
-    def of_shipped(cls, name: str, found: TableFile, inside: Speed = INSIDE) -> RivalModel:
+    def of_shipped(cls, name: str, found: TableFile, inside: Speed = INSIDE, node: int = NODE) -> RivalModel:
         """With the sizes of a shipped table, and these costs."""
-        return cls(SHIPPED[name], PUBLISHED[name], found, inside)
+        return cls(SHIPPED[name], PUBLISHED[name], found, inside, node)
+
+    @property
+    def measured_ulysses(self) -> tuple[SchemeCost, ...]:
+        """Schemes with Ulysses that need not be derived."""
+        return ()
+
+    @property
+    def transfers(self) -> bool:
+        """Whether pulls and pushes are known."""
+        return True
 
     @property
     def shape(self) -> ModelShape:
@@ -59,6 +96,41 @@ class RivalModel:
             self.shape.hidden, self.shape.layers, self.shape.vocab, one.room_bytes, gpus,
             kept * self.sizes.activations[scheme.tp], one.state_bytes, 1.0 if zero_3 else one.sharded_share,
         ).max_length(scheme)  # fmt: skip
+
+
+class OwnModel(RivalModel):
+    """A user's table: Ulysses as it was measured, or estimated, with this engine, which favours the rival. Of the model
+    little is known: gathers of ZeRO-3 and, without `shape`, messages of rings take no time."""
+
+    @classmethod
+    def of(
+        cls, found: TableFile, links: LinkModel, shape: ModelShape | None = None,
+        forms: tuple[Recomputed, ...] = tuple(Recomputed),
+    ) -> OwnModel:  # fmt: skip
+        """With the rows of this table whose stages are alike."""
+        table = found.table
+        alike = tuple(replace(table[one], shares=table.shares(one)) for one in dict.fromkeys(table.schemes))
+        own = replace(found, table=CostTable(alike, table.source))
+        sizes = ShippedModel(shape or ModelShape(1, 1, 1, 1, 1, 1, 1), {})
+        if found.job is not None and found.job.stages.activation_checkpointing:
+            forms = (Recomputed.NOTHING,)  # more of it
+        return cls(sizes, Published(1, 0.0, 0.0, 0.0), own, links.inside, largest_node(links.node_size), forms)
+
+    @property
+    def measured_ulysses(self) -> tuple[SchemeCost, ...]:
+        """Those without it too."""
+        return self.found.table.costs
+
+    @property
+    def transfers(self) -> bool:
+        """See `RivalModel`."""
+        return False
+
+    def max_length(self, gpus: int, scheme: ParallelScheme, *, kept: float = 1.0, zero_3: bool = False) -> int:
+        """MaxLen as the table has it, or of as many times the ranks; 0 where it has neither."""
+        most = {cost.uniform: cost.max_length for cost in self.found.table.costs}
+        unit = ParallelScheme(scheme.tp, scheme.pp)
+        return int(most.get(scheme, scheme.sp * most.get(unit, 0)) / kept)
 
 
 class Setting(Protocol):

@@ -16,7 +16,7 @@ from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner import Planner, PlannerOptions
 from ds_hydra.planner.fixed_layout import packed, packed_in_turn, step_plan
-from ds_hydra.rivals.costs import Recomputed, Way, powers_of_two, table_of
+from ds_hydra.rivals.costs import Way, powers_of_two, table_of
 from ds_hydra.rivals.hindsight import Configuration, PlanStep, planned_by
 from ds_hydra.rivals.setting import Setting
 
@@ -62,16 +62,16 @@ def balanced(setting: Setting) -> Iterator[Configuration]:
 
 def _megatron_ways(setting: Setting) -> Iterator[Way]:
     for ulysses in (False, True):
-        yield from _with_recomputation(Way(powers_of_two(setting.gpus), ulysses=ulysses))
+        yield from _with_recomputation(setting, Way(powers_of_two(setting.gpus), ulysses=ulysses))
 
 
 def _ulysses_ways(setting: Setting) -> Iterator[Way]:
-    return _with_recomputation(Way(powers_of_two(setting.gpus), ulysses=True, zero_3=True))
+    return _with_recomputation(setting, Way(powers_of_two(setting.gpus), ulysses=True, zero_3=True))
 
 
-def _with_recomputation(way: Way) -> Iterator[Way]:
+def _with_recomputation(setting: Setting, way: Way) -> Iterator[Way]:
     """A way with nothing computed again, and with all that may be."""
-    return (replace(way, again=again) for again in Recomputed)
+    return (replace(way, again=again) for again in setting.of_model.forms)
 
 
 def _layouts(setting: Setting, ways: Iterable[Way]) -> Iterator[tuple[str, CostTable, SchemeCost, StrategyShape]]:

@@ -79,12 +79,17 @@ class WaitingCost(SchemeCost):
         return SchemeCost(*fields_of(self))
 
 
-Fields = tuple[ParallelScheme | PipelineShape, float, float, float, int, int, Shares | None, str]
+Fields = tuple[
+    ParallelScheme | PipelineShape, float, float, float, int, int, Shares | None, str, tuple[float, ...], float
+]
 
 
 def fields_of(cost: SchemeCost) -> Fields:
     """What any entry of a table made here has, in order."""
-    return cost.scheme, cost.a, cost.b, cost.c, cost.max_length, cost.util_length, cost.shares, cost.derived
+    return (
+        cost.scheme, cost.a, cost.b, cost.c, cost.max_length, cost.util_length, cost.shares, cost.derived, cost.stages,
+        cost.floor,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=4096)

@@ -453,7 +453,7 @@ def test_a_zero_3_job_of_trl_is_translated_in_one_run(
     assert f"--max_length {lengths.max()}" in told
     assert "now: ZeRO-3" in told
     rows = [line for line in told.splitlines() if line.startswith(("what you run", "best fixed", "ds-hydra  "))]
-    assert len(rows) == 3
+    assert len(rows) == 4
     subprocess.run(["patch", "-p0", "--quiet", "-i", "ds_hydra.diff"], check=True)
     assert "from ds_hydra.hugging_face.sft import HydraSFTTrainer as SFTTrainer" in Path("sft.py").read_text()
     assert accept(json.loads(Path("ds_hydra.json").read_text()), 8, "SFTTrainer") is not None

@@ -25,6 +25,7 @@ from ds_hydra.planner.fixed_layout import packed_in_turn
 from ds_hydra.planner.proposal.candidates import usable_schemes
 from ds_hydra.planner.proposal.pool import greedy_subset
 from ds_hydra.planner.proposal.propose import QUICK, propose_strategies
+from ds_hydra.rivals.preview import BALANCED, FIXED, ONE, SCHEDULED, ZERO_3
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tests.support.planner_cases import TABLES, a800_batch
 
@@ -250,9 +251,10 @@ def test_full_packing_is_first_fit_decreasing_dealt_out_in_turn() -> None:
 def test_preview_prints_what_it_found(tmp_path: Path) -> None:
     out = tmp_path / "preview.json"
     command = [
-        sys.executable, "-m", "tools.preview_plan", "--cost-table", str(TABLES / "llama_32b_a800.json"), "--lengths",
+        sys.executable, "-m", "tools.preview_plan", "--cost-table", "a800-32b", "--lengths",
         "lognormal:6.220,1.233", "--gpus", "64", "--tokens", "200000", "--context", "32768", "--tp-across-nodes",
         "--steps", "6", "--strategies", "4*tp16", "tp16 + 2*tp8 + 8*tp4", "--json", str(out),
+        "--links", "12",
     ]  # fmt: skip
     text = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     for word in (
@@ -260,12 +262,23 @@ def test_preview_prints_what_it_found(tmp_path: Path) -> None:
         "steps won",
         "p50",
         "certified gap",
-        "4*tp16 in every step, packed full",
+        FIXED,
+        f"{BALANCED}: ",
+        SCHEDULED,
+        f"{ZERO_3}: 8*sp8 Ulysses",
+        f"{ONE}: 4*tp16",
+        "GB/s",
         "times as long",
         "####",
     ):
         assert word in text
-    assert len(json.loads(out.read_text())["step_ms"]) == 6
+    found = json.loads(out.read_text())
+    assert len(found["step_ms"]) == 6
+    means = {name: np.mean(one["step_ms"]) for name, one in found["rivals"].items()}
+    one, *others = found["wins"]
+    assert ("of several shapes in" if others else f"ds-hydra: {one} in every step") in text
+    # The best of all layouts with our assignment is no slower than one of them packed in turn, or ours of one shape.
+    assert means[BALANCED] < min(means[FIXED], means[ZERO_3], means[ONE])
     command[command.index("lognormal:6.220,1.233")] = str(tmp_path / "none")
     failed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert failed.returncode == 2

@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 import typing
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,12 +16,18 @@ from benchmarks.rivals import kernels
 from benchmarks.rivals.dispatch import ComparedDispatch
 from benchmarks.rivals.hydraulis import HydraulisPlanner
 from benchmarks.rivals.proposal import propose_by_program
-from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.costs.job_fingerprint import JobFingerprint
+from ds_hydra.costs.table_file import TableFile
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
+from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.planner import validate_plan
 from ds_hydra.planner.exact.programs import dispatch_ms, pack_exactly
 from ds_hydra.planner.kernels.arrays import Scheme
+from ds_hydra.rivals.costs import Way, table_of
 from ds_hydra.rivals.memory import MemoryModel
+from ds_hydra.rivals.setting import JobSetting, OwnModel, Recomputed
+from ds_hydra.simulate.links import LinkModel
 from ds_hydra.zero_hetero.errors import PlanError
 from tests.support.planner_cases import POOL, TABLES, a800_batch
 
@@ -169,3 +176,26 @@ def test_memory_model_gives_published_limits_of_32b(scheme: tuple[int, int], act
     assert model.max_length(ParallelScheme(*scheme)) == expected
     table = CostTable.load(TABLES / "llama_32b_a800.json")
     assert table[ParallelScheme(*scheme)].max_length == expected
+
+
+def test_of_a_users_table_ulysses_counts_as_it_was_measured_and_rings_as_shares_of_its_units() -> None:
+    costs = (
+        SchemeCost(ParallelScheme(1), 2e-6, 0.02, 10.0, 1000, floor=3.0),
+        SchemeCost(ParallelScheme(1, 1, 2), 1.2e-6, 0.011, 10.0, 2100),
+        SchemeCost(ParallelScheme(2), 1e-6, 0.012, 9.0, 2000),
+    )
+    kept = TableFile(CostTable(costs))
+    again = replace(kept, job=JobFingerprint("m", "d", "bf16", "flash", StageOptions(activation_checkpointing=True)))
+    setting = JobSetting(OwnModel.of(kept, LinkModel(8)), 4, 1000, 8000)
+    ring, ulysses = (table_of(setting, Way((1, 2, 4), ulysses=one)) for one in (False, True))
+    shared = ring[ParallelScheme(1, 1, 2)]
+    assert (shared.a, shared.b, shared.c, shared.floor, shared.max_length) == (1e-6, 0.01, 10.0, 3.0, 2100)
+    assert shared.sequence_ms([1000])[0] == pytest.approx(11.0, rel=1e-4), "its messages take no time"
+    assert ring[ParallelScheme(1, 1, 4)].max_length == 4000
+    assert [(one.scheme, one.a, one.max_length) for one in ulysses.costs] == [
+        (one.scheme, one.a, one.max_length) for one in costs
+    ]
+    some = table_of(setting, Way(ulysses=True, again=Recomputed.SOME))[ParallelScheme(2)]
+    assert (some.b, some.max_length) == (pytest.approx(1.04 * 0.012), int(2000 * 32 / 22.7))
+    assert OwnModel.of(kept, LinkModel(8)).forms == tuple(Recomputed)
+    assert OwnModel.of(again, LinkModel(8)).forms == (Recomputed.NOTHING,), "the table has it already"

@@ -19,6 +19,7 @@ from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner import PhasedPlanner, validate_plan
 from ds_hydra.planner.fixed_layout import in_turn, packed
 from ds_hydra.rivals.as_made import AS_MADE
+from ds_hydra.rivals.chunking import chunks, mesh_of
 from ds_hydra.rivals.costs import Recomputed, Way, measured, table_of
 from ds_hydra.rivals.hindsight import Configuration, hindsight
 from ds_hydra.rivals.static import OPTIONS, balanced, by_load
@@ -28,7 +29,6 @@ from tools import aims, bench_spaces
 from tools.bench_spaces import over_smaller
 from tools.bench_systems import kept_cells, run_cells
 from tools.systems.cells import FLAGSHIP, WIDE_CELLS, Cell, all_cells
-from tools.systems.chunking import chunks, mesh_of
 from tools.systems.curves import FACTORS, Point
 from tools.systems.devices import DEVICES
 from tools.systems.groups import mixes_of_groups

@@ -40,7 +40,7 @@ def test_ours_has_ulysses_on_stages_of_up_to_two_nodes_with_its_waits_in_b() -> 
 
 
 def test_three_nodes_share_queries_with_memory_for_the_keys_of_all() -> None:
-    table = all_schemes(WIDE_CELLS[-1])
+    table = all_schemes(next(cell for cell in WIDE_CELLS if cell.context == 524_288))
     two, three = table[ParallelScheme(4, 1, 4)], table[ParallelScheme(4, 1, 6)]
     assert two.max_length < three.max_length < 0.8 * 1.5 * two.max_length
     assert {cost.uniform.tp * cost.uniform.sp for cost in table.costs if cost.uniform.sp % 3 == 0} == {24}

@@ -20,10 +20,10 @@ from ds_hydra.data.length_sources import read_lengths, sample_batches
 from ds_hydra.engine.plan_source import PlanSource
 from ds_hydra.planner import PlannerOptions, PlanRecipe
 from ds_hydra.planner.proposal.propose import propose_strategies
+from ds_hydra.rivals.preview import Messages
 from ds_hydra.simulate.hosts import EQUAL_COUNTS, EQUAL_TOKENS, SHARED, hosts_ways
 from ds_hydra.simulate.links import LinkModel
 from ds_hydra.simulate.llama import shipped_cluster
-from ds_hydra.simulate.preview import Messages
 from ds_hydra.watchdog import Activity
 from tools.check_swap import Overheard
 from tools.systems.cells import Cell
@@ -69,11 +69,11 @@ def updates(model: str, steps: int, *, systems: bool) -> Update:
         began = time.perf_counter()
         plan = source.given(step, tuple(batch)).plan
         waited.append(1e3 * (time.perf_counter() - began))
-        taken.append(messages.step_ms(plan))
+        taken.append(messages.ms(plan, found.table))
     source.close()
     del waited[:UNMEASURED], taken[:UNMEASURED], batches[:UNMEASURED]
     ours = float(np.mean(taken) + np.median(waited))
-    ways = hosts_ways(found.table, GPUS, batches, CONTEXT, options, messages.of_costs)
+    ways = hosts_ways(found.table, GPUS, batches, CONTEXT, options, messages.ms)
     counts, tokens, bound = (float(ways[name].step_ms.mean()) / ours for name in (EQUAL_COUNTS, EQUAL_TOKENS, SHARED))
     dynamic = None
     if systems:

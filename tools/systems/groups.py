@@ -22,7 +22,7 @@ from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.planner import Planner
 from ds_hydra.planner.proposal.propose import QUICK, propose_strategies
-from ds_hydra.rivals.costs import Recomputed, Way, powers_of_two, table_of
+from ds_hydra.rivals.costs import Way, powers_of_two, table_of
 from ds_hydra.rivals.hindsight import Configuration, Lengths, planned_by
 from ds_hydra.rivals.static import OPTIONS
 from ds_hydra.zero_hetero.errors import PlanError
@@ -50,7 +50,7 @@ def flexsp(cell: Cell) -> Iterator[Configuration]:
     Its solver has five seconds a step; here a proposal for the very batches that are reported and our search stand for
     it, which leave less to be gained.
     """
-    for again in Recomputed:
+    for again in cell.of_model.forms:
         way = Way(powers_of_two(cell.gpus), ulysses=True, zero_3=True, again=again)
         table = of_unit(table_of(cell, way), 1, 1)
         if table is None or table.max_length < cell.context:
@@ -65,7 +65,7 @@ def flexsp(cell: Cell) -> Iterator[Configuration]:
 
 def _grouped(cell: Cell, degrees: tuple[int, ...], batches: Sequence[Lengths]) -> Iterator[Configuration]:
     least: Sequence[float] = [math.inf] * _LOOKED_AT  # what the best units so far take for each batch
-    for again in Recomputed:
+    for again in cell.of_model.forms:
         way = Way(degrees, by_length=True, again=again)
         for tp, pp in dict.fromkeys((scheme.tp, scheme.pp) for scheme in table_of(cell, way).schemes):
             found = _of_units(cell, way, tp, pp)

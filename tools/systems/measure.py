@@ -16,19 +16,18 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.pipe.shape import PipelineShape
 from ds_hydra.plan.simulate import simulate_plan
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.plan.validate import validate_plan
 from ds_hydra.planner.exact.counts import continuous_ms
 from ds_hydra.planner.kernels.problem import Batch, scheme_arrays
-from ds_hydra.report.calibration import StageLoad
 from ds_hydra.rivals.as_made import AS_MADE, as_made
 from ds_hydra.rivals.costs import cluster_of
 from ds_hydra.rivals.hindsight import Chosen, Configuration, Lengths, hindsight
+from ds_hydra.rivals.infinipipe import infinipipe
+from ds_hydra.rivals.rows import RowSimulator
 from ds_hydra.rivals.static import balanced, batch_rebalance, deepspeed, megatron
 from ds_hydra.rivals.waits import WaitingCost
-from ds_hydra.simulate.step import Simulator
 from ds_hydra.zero_hetero.errors import PlanError
 from tools.systems.cells import LONG_CELLS, Cell
 from tools.systems.dealt import dealt, dealt_out_ms
@@ -36,7 +35,7 @@ from tools.systems.groups import dynamic_context_parallel, flexsp, hybrid_data_p
 from tools.systems.jitter import jitter_ms
 from tools.systems.long_contexts import chunked_bound_ms
 from tools.systems.ours import all_schemes, composed, ds_hydra, one_layout, one_mix
-from tools.systems.published import hydraulis, infinipipe
+from tools.systems.published import hydraulis
 from tools.systems.rates import tflops
 from tools.systems.switching import hetu_b, hotspa
 
@@ -101,33 +100,12 @@ class Simulated(NamedTuple):
     waits_ms: float = 0.0  # of `ms`, if transfers took no time
 
 
-@dataclass(frozen=True)
-class _RowLoad(StageLoad):
-    """Coefficients of a stage whose ranks share sequences: each micro-batch waits as its row does."""
-
-    cost: WaitingCost | None = None
-
-    def load_ms(self, lengths: Lengths, starts: Lengths | None = None) -> float:
-        """See `StageLoad`."""
-        assert self.cost is not None, "made below, of one"
-        waits = self.cost.in_rows.load_ms(lengths) - self.cost.without_waits.load_ms(lengths)
-        return StageLoad.load_ms(self, lengths, starts) + waits
-
-
-class _RowSimulator(Simulator):
-    """A simulator that knows what messages of shared sequences leave exposed: pulls go on meanwhile."""
-
-    def _stage_loads(self, shape: PipelineShape) -> tuple[StageLoad, ...]:
-        loads, cost = super()._stage_loads(shape), self.job.table[shape]
-        return tuple(_RowLoad(**vars(one), cost=cost) for one in loads) if isinstance(cost, WaitingCost) else loads
-
-
 class Simulators:
     """Simulators of a cell's cluster, one for each cost table; each plan is simulated once."""
 
     def __init__(self, cell: Cell) -> None:
         self._cell = cell
-        self._known: dict[int, tuple[CostTable, _RowSimulator]] = {}
+        self._known: dict[int, tuple[CostTable, RowSimulator]] = {}
         self._done: dict[int, tuple[StepPlan, Simulated]] = {}  # the plans too, so that no other gets the id of one
 
     def simulated(self, plan: StepPlan, table: CostTable) -> Simulated:
@@ -142,7 +120,7 @@ class Simulators:
 
     def _simulated(self, plan: StepPlan, table: CostTable) -> Simulated:
         if id(table) not in self._known:
-            self._known[id(table)] = table, _RowSimulator(cluster_of(self._cell, table))
+            self._known[id(table)] = table, RowSimulator(cluster_of(self._cell, table))
         step = self._known[id(table)][1].step(plan)
         times = iter(simulate_plan(plan, table))
         noise = sum(jitter_ms(list(itertools.islice(times, len(phase.pipelines)))) for phase in plan.phases)

@@ -8,14 +8,13 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
-from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
-from ds_hydra.plan.schemes import MOST_SHARING
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner import Planner, PlannerOptions
 from ds_hydra.planner.proposal.propose import Wider, propose_strategies
 from ds_hydra.planner.proposal.spaces import wider_shapes
-from ds_hydra.rivals.costs import NODE, Way, averaged, cluster_of, measured, table_of, with_keys
+from ds_hydra.rivals.costs import NODE, cluster_of, with_ulysses
 from ds_hydra.rivals.hindsight import Configuration, StepMs, hindsight, planned_by
 from ds_hydra.simulate.exposed import exposed_ms
 from ds_hydra.simulate.job import SimulatedJob
@@ -24,7 +23,6 @@ from tools.systems.cells import SEEN_BEFORE, Cell
 
 _TRIED = 3  # batches by which ours is set up
 _CLOSE, _MIXES = 1.08, 3  # layouts of one shape that are looked at: so many times the best on one batch; and mixes
-_ULYSSES = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # 24 GPUs, three nodes, share queries [Note: heads inside a node]
 _MOST = 60  # of whole sequences, which are quick to plan
 
 
@@ -126,21 +124,8 @@ def _some(table: CostTable, *, sharing: int) -> CostTable:
 
 
 def all_schemes(cell: Cell) -> CostTable:
-    """The measured schemes, and Ulysses on them.
-
-    Pipelines are searched by a, b and c alone, so there what messages leave exposed in the mean of other data is in b.
-    """
-    plain, more = measured(cell), table_of(cell, Way(_ULYSSES, ulysses=True, overlapped=True))
-    known = set(plain.schemes)
-    added = [cost for cost in more.costs if cost.scheme not in known and _is_used(cost)]
-    lengths = cell.lengths(SEEN_BEFORE)
-    own = [with_keys(cost, cell.keys) for cost in plain.costs]
-    return CostTable((*own, *(cost if cost.scheme.pp == 1 else averaged(cost, lengths) for cost in added)))
-
-
-def _is_used(cost: SchemeCost) -> bool:
-    scheme = cost.uniform
-    return scheme.pp == 1 or scheme.tp * scheme.sp <= MOST_SHARING
+    """The measured schemes, and Ulysses on them as ours runs it, by lengths of other data."""
+    return with_ulysses(cell, cell.lengths(SEEN_BEFORE))
 
 
 def _proposed(cell: Cell, table: CostTable, **more: Any) -> tuple[StrategyShape, ...]:
