@@ -22,7 +22,8 @@ from transformers import AutoModelForTokenClassification
 from trl import RewardTrainer
 
 from ds_hydra.hugging_face.trainer import HydraTrainer
-from ds_hydra.pipe.models.adapted import is_peft_model
+from ds_hydra.pipe.adapters import trained_copy
+from ds_hydra.pipe.models.adapted import base_of, is_peft_model
 from ds_hydra.zero_hetero.errors import ConfigError
 
 
@@ -34,21 +35,36 @@ class Rewards:
 
 
 def for_tokens(model: Any) -> Any:
-    """A model with the base, the head and the config of one for sequences, which gives a value of each token.
+    """A model with the base, the head and the config of one for sequences, which gives a value of each token; around
+    one that PEFT has adapted the same adapters stand.
 
     Raises ConfigError for a head that is not one linear layer `score` of one output.
     """
-    head = getattr(model, "score", None)
-    if is_peft_model(model) or not isinstance(head, nn.Linear) or head.out_features != 1:
+    base = base_of(model)
+    head = getattr(base, "score", None)
+    linear = None if head is None else trained_copy(head)
+    if not isinstance(linear, nn.Linear) or linear.out_features != 1:
         raise ConfigError(
-            f"{type(model).__name__} has no head `score` of one output: rewards are trained of models that "
-            "AutoModelForSequenceClassification makes with num_labels=1, without adapters"
+            f"{type(base).__name__} has no head `score` of one output: rewards are trained of models that "
+            "AutoModelForSequenceClassification makes with num_labels=1"
         )
     with torch.device("meta"):
-        made: Any = AutoModelForTokenClassification.from_config(model.config, dtype=head.weight.dtype)
-    setattr(made, made.base_model_prefix, model.base_model)
+        made: Any = AutoModelForTokenClassification.from_config(base.config, dtype=linear.weight.dtype)
+    setattr(made, made.base_model_prefix, base.base_model)
     made.score, made.dropout = head, nn.Dropout(0.0)
-    return made.train(model.training)
+    made.train(model.training)
+    if base is model:
+        return made
+    made.peft_config = base.peft_config
+    tuner = _with_child(model.base_model, "model", made)
+    return _with_child(model, "base_model", tuner)
+
+
+def _with_child(module: nn.Module, name: str, child: nn.Module) -> Any:
+    """The module with another one in the place of a child; it shares all else."""
+    other = copy.copy(module)
+    other._modules = module._modules | {name: child}
+    return other
 
 
 class _OfRewards(HydraTrainer):
@@ -113,7 +129,7 @@ class _OfRewards(HydraTrainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write a folder that `from_pretrained` loads as a model for sequences. Every rank must call it."""
         super().save_model(output_dir, _internal_call)
-        if self.plans_steps and self.deepspeed is not None and self.args.should_save:
+        if self.plans_steps and self.deepspeed is not None and self.args.should_save and not is_peft_model(self.model):
             config = copy.deepcopy(self.model.config)
             config.architectures = [type(self.model).__name__]
             config.save_pretrained(output_dir or self.args.output_dir)

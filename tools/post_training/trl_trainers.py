@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import trl
 from datasets import Dataset, load_from_disk
+from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
@@ -39,7 +40,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "DPO": ("DPO", {"max_length": 32}),
     "DPO, reference before": ("DPO", {"max_length": 32, "precompute_ref_log_probs": True, "loss_type": "ipo"}),
     "Reward": ("Reward", {"center_rewards_coefficient": 0.01}),
+    "Reward, adapters": ("Reward", {}),
 }
+ADAPTERS = {"Reward, adapters": LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="SEQ_CLS")}
 QUICK = ["GRPO, CISPO, older policy", "DPO"]
 
 
@@ -65,7 +68,8 @@ def compare(cases: list[str]) -> list[Row]:
                 run_ranks(_train, ranks, case, folder, f"{folder}/{number}-{ranks}", ranks, timeout=300)[0]
                 for ranks in (2, 1)
             )
-            moved = max(float((plain[name] - start[name]).abs().max()) for name in plain.keys() & start.keys())
+            begun = start | {name: torch.zeros(()) for name in plain if "lora_B" in name}
+            moved = max(float((plain[name] - begun[name]).abs().max()) for name in plain.keys() & begun.keys())
             apart = max(float((found[name] - plain[name]).abs().max()) for name in plain)
             of_loss = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
             rows.append(Row(case, of_loss, apart / moved, moved))
@@ -101,7 +105,7 @@ def _train(
         args=getattr(trl, f"{kind}Config")(**settings | own),
         train_dataset=prompts() if policy else load_from_disk(f"{model}/pairs"),
         processing_class=word_tokenizer(),
-        **({"reward_funcs": _reward} if policy else {}),
+        **({"reward_funcs": _reward} if policy else {"peft_config": ADAPTERS.get(case)}),
     )
     if policy:
         trainer._generate_single_turn = _answers if kind == "RLOO" else lambda *given: (_answers(*given), None)
