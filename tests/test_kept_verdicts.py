@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from unittest import mock
@@ -43,10 +44,14 @@ def test_a_damaged_cache_is_ignored() -> None:
         '{"what": {}}',
         file.read_text()[:-9],
         "\x00",
+        '{"tp2": ' * 100_000,
     ):
         file.write_text(content)
         assert read_verdicts("model") == {}
     file.write_bytes(b"\xff")
+    assert read_verdicts("model") == {}
+    file.unlink()
+    os.mkfifo(file)
     assert read_verdicts("model") == {}
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from ds_hydra.commands.figures import figures_parser, finish, print_table
 from tools.faults.drawn import check_drawn
 from tools.faults.running import check_false_alarms, check_faults, check_resharding, check_resume, check_soak
-from tools.faults.saved import check_damage, check_drawn_damages, check_forgeries, check_kills
+from tools.faults.saved import check_damage, check_drawn_damages, check_folders, check_forgeries, check_kills
 from tools.faults.security import check_security
 from tools.faults.tally import Tally
 
@@ -25,6 +25,7 @@ CHECKS: dict[str, Callable[..., Tally]] = {
     "damages": check_drawn_damages,
     "forgeries": check_forgeries,
     "kills": check_kills,
+    "folders": check_folders,
     "resume": check_resume,
     "resharding": check_resharding,
     "faults": check_faults,
@@ -32,7 +33,7 @@ CHECKS: dict[str, Callable[..., Tally]] = {
     "alarms": check_false_alarms,
     "soak": check_soak,
 }
-_QUICK = ("security", "damage", "damages", "forgeries", "kills", "drawn")
+_QUICK = ("security", "damage", "damages", "forgeries", "kills", "folders", "drawn")
 _SAMPLED = (check_faults, check_drawn)
 
 

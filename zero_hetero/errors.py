@@ -22,6 +22,7 @@ class CheckpointError(RuntimeError):
     """A checkpoint that cannot be written, or that is not what was saved; names the file and the remedy."""
 
     exit_code = 74  # EX_IOERR
+    passing = False  # whether the same may go well a little later, as where a disk is full
 
 
 class NumericsError(ArithmeticError):

@@ -11,7 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +26,7 @@ from ds_hydra.checkpoint.format import MANIFEST, Manifest, OtherJobError, check_
 from ds_hydra.checkpoint.loading import Loading, PartsToLoad, TrainingState, as_json
 from ds_hydra.checkpoint.optimizer_state import collect_groups, element_wise_states, fresh_state
 from ds_hydra.checkpoint.other_engines import other_checkpoint
+from ds_hydra.checkpoint.owner import Owner
 from ds_hydra.checkpoint.read_manifest import check_saved_text
 from ds_hydra.checkpoint.universal import weights_of_deepspeed
 from ds_hydra.checkpoint.write import Saving, Writer, try_writing, warn_of_little_space
@@ -63,7 +66,6 @@ class Checkpointer:
         self._engine, self._masters, self._aliases, self._channel = engine, masters, aliases, channel
         self._loss_scale, self._planning = loss_scale, planning
         self.writer = Writer(channel)
-        self.folder: Path | None = None  # where the last save went
         self.stage = 0  # how often weights alone were gone on from [Note: stages]
 
     def save(
@@ -88,13 +90,14 @@ class Checkpointer:
         # Whatever is wrong with one rank's state is found here, before a file exists, and told to all.
         error, saving = None, None
         try:
+            state.check_masters(self._masters)
+            manifest = self._manifest(name, check_client_state(client_state), with_frozen)
             saving = Saving(
                 folder,
-                self._manifest(name, check_client_state(client_state), with_frozen),
+                replace(manifest, latest=save_latest, unnamed=tag is None),
                 state.collect_tensors(self._masters, engine.optimizer, engine.device, with_frozen=with_frozen),
                 collect_groups(engine.optimizer),
                 tuple(element_wise_states(self._masters.trained.spans, engine.optimizer)),
-                save_latest=save_latest,
                 keep_last=keep_last,
             )
         except CheckpointError as raised:
@@ -103,7 +106,6 @@ class Checkpointer:
         if len(set(names)) > 1:
             raise CheckpointError(f"the ranks save different tags, rank 0 {names[0]!r}: {names}; give all ranks one")
         assert saving is not None, "there was no error"
-        self.folder = folder
         (self.writer.start if background else self.writer.save)(saving)
 
     def load(
@@ -119,7 +121,7 @@ class Checkpointer:
         found = self._choose(folder, tag)
         if found is None:
             return None, {}
-        place = folder / found
+        place = folders.place_of(folder, found)
         loading: Loading | None = None
         planning: Any = None
         error: Exception | None = None
@@ -133,6 +135,7 @@ class Checkpointer:
         assert loading is not None, "there was no error"
         loading.install(self._engine, self._masters, self._loss_scale)
         manifest = loading.manifest
+        self.writer.last = {os.path.realpath(folder): manifest.number} if parts.progress else {}
         if parts.progress:
             self.stage = manifest.stage
             self._planning.restore(planning)
@@ -140,7 +143,7 @@ class Checkpointer:
             if manifest.config_sha256 != config_digest(self._engine.config):
                 logger.info("the config is not the one that was saved with")
             logger.info("loaded %s: step %d, saved by %d ranks", manifest.tag, manifest.step, manifest.num_ranks)
-        return str(place), manifest.client_state
+        return str(folder / found), manifest.client_state
 
     def load_of_another_engine(
         self, folder: Path, tag: object, group: dist.ProcessGroup | None
@@ -250,6 +253,7 @@ class Checkpointer:
         So a job hears of it before its first step, and not when its first checkpoint is due.
         """
         self._try_writing(folder)
+        self.writer.own(folder, f"writing to hydra.checkpoint.dir {str(folder)!r}", 0, _tidied)
         error, size = None, 0
         try:
             check_saved_text(self._manifest("trial", {}, with_frozen=True))
@@ -293,20 +297,18 @@ class Checkpointer:
         """All tags that could be meant, as JSON: complete ones, newest first, then damaged ones."""
         if not folder.is_dir():
             return "[]"
-        _restore_aside(folder)
         whole = [(found.tag, found.stage) for found in folders.complete_manifests(folder)]
         named = folder / (folders.latest_text(folder / folders.LATEST) or "latest")
         if not whole and (other := other_checkpoint(named)):  # to begin anew beside it would overwrite its `latest`
             raise CheckpointError(f"{named}, which hydra.checkpoint.dir names as its latest, is {other}")
         # Damaged ones are tried too, after all others: each attempt leaves an error in the log that says what is wrong.
-        return json.dumps([*whole, *((tag, 0) for tag in folders.broken_tags(folder))])
+        return json.dumps([*whole, *((tag, 0) for tag in folders.broken_tags(folder, dict(whole)))])
 
     def _choose(self, folder: Path, tag: object) -> str | None:
         """The tag to load, as rank 0 sees it; None where nothing was ever saved."""
         found, error = None, None
         if self._channel.rank == 0:
             try:
-                _restore_aside(folder)
                 found = folders.find_tag(folder) if tag is None else check_tag(tag)
             except Exception as raised:
                 error = raised
@@ -352,10 +354,6 @@ def config_digest(config: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _restore_aside(folder: Path) -> None:
-    """Bring back a tag that an interrupted save left aside; only a warning where this process may not write."""
-    if folder.is_dir():
-        try:
-            folders.restore_aside(folder)
-        except OSError as error:
-            logger.warning("%s: %s", folder, error)
+def _tidied(owner: Owner) -> str:
+    folders.tidy(owner.folder)
+    return ""

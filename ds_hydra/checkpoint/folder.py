@@ -1,4 +1,4 @@
-"""A folder of checkpoints: which tags it holds, how one appears whole, and how old ones go. Pure.
+"""A folder of checkpoints: which tags it holds, how one appears whole, which is the newest, and how old ones go.
 
 [Note: whole or absent] A tag appears by one rename of a folder whose files are durable already. A crash at any moment
 leaves a whole checkpoint, or what the next save tidies up. In the order in which a save of tag T does things:
@@ -11,26 +11,36 @@ leaves a whole checkpoint, or what the next save tidies up. In the order in whic
     .old-T removed
 
 A rename is durable once the folder that holds the name is fsynced, and a file's bytes once the file is: hence an fsync
-of both, in this order. Names that begin with a dot are never tags, so nobody takes a half-written folder for one.
+of both, in this order. Names that begin with a dot are never tags, so nobody takes a half-written folder for one. Who
+reads takes .old-T for T where there is no T; only who owns the folder [Note: one owner] renames and removes.
+
+[Note: branches] A manifest has the number of its save, which counts up within a folder, and that of the checkpoint that
+its job had loaded or saved there before. The newest checkpoint is that of the highest number, and it and those before
+it are the living branch:
+
+    saved at step 5, 8, 9, then 5 is loaded and 6 saved      number 1, 2, 3, 4; 4 follows 1
+    a restart begins at 6, and if that is damaged at 5; 8 and 9 are an abandoned branch, kept and tried last
 """
 
 from __future__ import annotations
 
-import logging
 import os
+import secrets
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
-from ds_hydra.checkpoint.format import MANIFEST, MAX_MANIFEST_BYTES, Manifest, check_tag
+from ds_hydra.checkpoint.format import LEAST_MANIFEST_BYTES, MANIFEST, MAX_MANIFEST_BYTES, Manifest, check_tag
 from ds_hydra.checkpoint.other_engines import other_checkpoint
+from ds_hydra.checkpoint.owner import Owner
 from ds_hydra.checkpoint.read_manifest import read_manifest
 from ds_hydra.zero_hetero.errors import CheckpointError
-
-logger = logging.getLogger(__name__)
+from ds_hydra.zero_hetero.files import check_kind, check_owner, create_file, read_file
 
 LATEST = "latest"
 TEMPORARY, _ASIDE = ".tmp-", ".old-"
 _MAX_LATEST_BYTES = 4096
+_UNDER_WAY: set[Path] = set()  # what this process is writing: several engines may save in one folder
 
 
 def fsync_path(path: Path) -> None:
@@ -43,20 +53,23 @@ def fsync_path(path: Path) -> None:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write a small file and wait until it is on disk."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
+    """Write a small new file and wait until it is on disk."""
+    with create_file(path) as file:
+        data = memoryview(text.encode())
+        while len(data):
+            data = data[file.write(data) :]
         os.fsync(file.fileno())
 
 
-def begin(folder: Path, tag: str, save_id: str) -> Path:
+def begin(owner: Owner, tag: str, save_id: str) -> Path:
     """A fresh temporary folder for a save; what earlier, broken saves left behind is taken away."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tidy(folder)  # first, so that a full disk gets back what an interrupted save took
+    owner.folder.mkdir(parents=True, exist_ok=True)
+    owner.claim()
+    tidy(owner.folder)  # first, so that a full disk gets back what an interrupted save took
     # The save's own id in the name: ranks of a save that was given up cannot write into the folder of this one.
-    temporary = folder / f"{TEMPORARY}{tag}-{save_id}"
+    temporary = owner.folder / f"{TEMPORARY}{tag}-{save_id}"
     temporary.mkdir()
+    _UNDER_WAY.add(temporary)
     return temporary
 
 
@@ -65,23 +78,28 @@ def publish(temporary: Path, tag: str, *, latest: bool) -> Path:
     folder = temporary.parent
     target, aside = folder / tag, folder / f"{_ASIDE}{tag}"
     fsync_path(temporary)
-    if target.exists():  # a rename onto a folder with files in it is refused, so the old one must go aside
+    if os.path.lexists(target):  # a rename onto a folder with files in it is refused, so the old one must go aside
         remove(aside)
         target.rename(aside)
-    temporary.rename(target)
+    try:
+        temporary.rename(target)
+    except OSError:
+        restore_aside(folder)
+        raise
+    _UNDER_WAY.discard(temporary)
     fsync_path(folder)  # before `latest`: it may not name a tag that a crash could take away again
     if latest:
-        set_latest(folder, tag)
+        set_latest(folder / LATEST, tag)
     remove(aside)
     return target
 
 
-def set_latest(folder: Path, tag: str) -> None:
+def set_latest(path: Path, tag: str) -> None:
     """Replace `latest` by one rename, so that who reads it sees the old name or the new one, never a part."""
-    fresh = folder / f"{TEMPORARY}{LATEST}"
+    fresh = path.with_name(f"{TEMPORARY}{path.name}-{secrets.token_hex(8)}")
     write_durably(fresh, tag)
-    os.replace(fresh, folder / LATEST)
-    fsync_path(folder)
+    os.replace(fresh, path)
+    fsync_path(path.parent)
 
 
 def restore_aside(folder: Path) -> None:
@@ -89,49 +107,84 @@ def restore_aside(folder: Path) -> None:
     for path in folder.glob(f"{_ASIDE}*"):
         target = folder / path.name[len(_ASIDE) :]
         # With the target there, the save that set this one aside has succeeded, and `tidy` removes it.
-        if not target.exists():
+        if not os.path.lexists(target):
             path.rename(target)
 
 
 def tidy(folder: Path) -> None:
-    """Undo what an interrupted save left. Only for the one that saves: a save under way would lose its files."""
+    """Undo what an interrupted save left. Only for who owns the folder: a save under way would lose its files."""
     restore_aside(folder)
     for path in [*folder.glob(f"{_ASIDE}*"), *folder.glob(f"{TEMPORARY}*")]:
-        remove(path)
+        if path not in _UNDER_WAY:
+            remove(path)
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder as far as that is possible."""
-    if path.is_dir():
+    """Remove a file, a link or a folder as far as that is possible."""
+    _UNDER_WAY.discard(path)
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
 
 
-def prune(folder: Path, keep_last: int) -> list[str]:
-    """Remove all but the `keep_last` newest complete tags , never the one that `latest` names; what went."""
+def prune(folder: Path, keep_last: int, number: int) -> list[str]:
+    """Of the branch whose end has this number, remove all but the `keep_last` newest checkpoints that were saved
+    without a name, and never what `latest` names; what went."""
     removed = []
     named = latest_text(folder / LATEST)
-    for tag in [tag for _, tag in complete_tags(folder)][keep_last:]:
-        if tag != named:
+    living = branch({manifest.number: manifest for manifest in complete_manifests(folder)}, number)
+    for manifest in [one for one in living if one.unnamed][keep_last:]:
+        if manifest.tag != named:
             # Renamed first: removing takes a while, and a tag that is half removed must not be found as one.
-            gone = folder / f"{TEMPORARY}gone-{tag}"
-            (folder / tag).rename(gone)
+            gone = folder / f"{TEMPORARY}gone-{manifest.tag}"
             remove(gone)
-            removed.append(tag)
+            (folder / manifest.tag).rename(gone)
+            remove(gone)
+            removed.append(manifest.tag)
     return removed
 
 
+def branch(found: dict[int, Manifest], number: int) -> list[Manifest]:
+    """The checkpoint with a number and those that it follows, as far as they are there [Note: branches]."""
+    living = []
+    while number and (manifest := found.get(number)):
+        living.append(manifest)
+        number = manifest.follows if manifest.follows < number else 0
+    return living
+
+
+def _tags(folder: Path) -> list[str]:
+    names = os.listdir(folder) if folder.is_dir() else []
+    aside = {name[len(_ASIDE) :] for name in names if name.startswith(_ASIDE)}
+    return sorted(aside | {name for name in names if not name.startswith(".")})
+
+
+def place_of(folder: Path, tag: str) -> Path:
+    """The folder of a tag's files; an interrupted save may have left them aside."""
+    place, aside = folder / check_tag(tag), folder / f"{_ASIDE}{tag}"
+    return aside if aside.is_dir() and not os.path.lexists(place) else place
+
+
 def complete_manifests(folder: Path) -> list[Manifest]:
-    """The manifests of the checkpoints that lie whole in `folder`, newest first: by stage, then by step."""
+    """The manifests of the checkpoints that lie whole in `folder`: the living branch, newest first, then all others,
+    those last that `latest` was not to name."""
     found = []
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+    for tag in _tags(folder):
         try:
-            if (path / MANIFEST).is_file():
-                found.append(open_manifest(folder, path.name))
+            if os.path.lexists(place_of(folder, tag) / MANIFEST):
+                found.append(open_manifest(folder, tag))
         except (CheckpointError, OSError):  # not complete, or not to be read, which is what was asked
             continue
-    return sorted(found, key=lambda manifest: (manifest.stage, manifest.step, manifest.tag), reverse=True)
+    # Manifests of before had no number.
+    found.sort(key=lambda m: (m.latest, m.number, m.stage, m.step, m.tag), reverse=True)
+    living = branch({manifest.number: manifest for manifest in found}, found[0].number if found else 0)
+    return living + [manifest for manifest in found if manifest not in living]
+
+
+def highest(folder: Path) -> int:
+    """The highest number of a checkpoint in `folder`."""
+    return max((manifest.number for manifest in complete_manifests(folder)), default=0)
 
 
 def complete_tags(folder: Path) -> list[tuple[int, str]]:
@@ -139,27 +192,18 @@ def complete_tags(folder: Path) -> list[tuple[int, str]]:
     return [(manifest.step, manifest.tag) for manifest in complete_manifests(folder)]
 
 
-def broken_tags(folder: Path) -> list[str]:
-    """Tags that were saved in `folder` and do not lie whole there any more: a file of a checkpoint is left of each."""
-    whole = {tag for _, tag in complete_tags(folder)}
-    return [
-        path.name
-        for path in (sorted(folder.iterdir()) if folder.is_dir() else ())
-        if path.name not in whole
-        and not path.name.startswith(".")
-        and ((path / MANIFEST).exists() or any(path.glob("rank_*.safetensors")))
-    ]
+def broken_tags(folder: Path, whole: Collection[str]) -> list[str]:
+    """Tags that were saved in `folder` and do not lie `whole` there: a file of a checkpoint is left of each."""
+    places = [folder / tag for tag in _tags(folder) if tag not in whole]
+    return [one.name for one in places if os.path.lexists(one / MANIFEST) or any(one.glob("rank_*.safetensors"))]
 
 
 def open_manifest(folder: Path, tag: str) -> Manifest:
     """The manifest of a tag, its files all there and of the right size. Raises CheckpointError for any other."""
-    place = folder / check_tag(tag) / MANIFEST
+    place = place_of(folder, tag) / MANIFEST
     try:
-        if place.stat().st_size > MAX_MANIFEST_BYTES:
-            raise CheckpointError(
-                f"{place} has more than {MAX_MANIFEST_BYTES} bytes; it is no manifest: {_other(folder, tag)}"
-            )
-        manifest = read_manifest(place.read_bytes(), str(place))
+        check_owner(place.parent, place.parent.stat())
+        manifest = read_manifest(read_file(place, _most_bytes(place)), str(place))
     except FileNotFoundError:
         if other := other_checkpoint(place.parent):
             raise CheckpointError(f"{place.parent} is {other}") from None
@@ -168,7 +212,7 @@ def open_manifest(folder: Path, tag: str) -> Manifest:
         ) from None
     except OSError as error:
         raise CheckpointError(
-            f"{place} cannot be read: {error.strerror}; correct that, or {_other(folder, tag)}"
+            f"{error.filename or place} cannot be read: {error.strerror}; correct that, or {_other(folder, tag)}"
         ) from None
     if manifest.tag != tag:
         raise CheckpointError(
@@ -178,26 +222,39 @@ def open_manifest(folder: Path, tag: str) -> Manifest:
     # Sizes now, contents when they are read: a cut-off file is found at once, without reading gigabytes.
     for entry in manifest.files:
         path = place.parent / entry.name
-        size = path.stat().st_size if path.is_file() else None
-        if size is None:
-            raise CheckpointError(f"{path} is missing: bring it back, or {_other(folder, tag)}")
-        if size != entry.size:
+        try:
+            found = path.lstat()
+            check_kind(path, found)
+        except OSError as error:
+            what = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
+            raise CheckpointError(f"{path} {what}: bring it back, or {_other(folder, tag)}") from None
+        if found.st_size != entry.size:
             raise CheckpointError(
-                f"{path} has {size} bytes but was saved with {entry.size}: it is truncated or of another save; "
-                f"{_other(folder, tag)}"
+                f"{path} has {found.st_size} bytes but was saved with {entry.size}: it is truncated or of another "
+                f"save; {_other(folder, tag)}"
             )
     return manifest
+
+
+def _most_bytes(place: Path) -> int:
+    """That a manifest may have: digests of each MiB of the files beside it take 8, and to read 256 MiB takes long."""
+    if place.lstat().st_size <= LEAST_MANIFEST_BYTES:
+        return LEAST_MANIFEST_BYTES
+    held = sum(path.lstat().st_size for path in place.parent.iterdir() if path != place)
+    return min(MAX_MANIFEST_BYTES, LEAST_MANIFEST_BYTES + held // 2**16)
 
 
 def find_tag(folder: Path) -> str | None:
     """The tag that `latest` names; None where nothing was ever saved.
 
-    Raises CheckpointError where `folder` is another engine's, and, naming the newest complete tag, when `latest` is
-    missing beside checkpoints, whole or damaged, is empty or damaged itself, or names a tag that is not there.
+    Where `latest` is missing, as after a first save that was interrupted, it is the newest of those that it was to
+    name, all whole. Raises CheckpointError where `folder` is another engine's, and, naming the newest complete tag,
+    when `latest` is missing beside damaged ones, is empty or damaged itself, or names a tag that is not there.
     """
     path = folder / LATEST
-    tags = [tag for _, tag in complete_tags(folder)]
-    broken = broken_tags(folder)
+    found = complete_manifests(folder)
+    tags = [manifest.tag for manifest in found]
+    broken = broken_tags(folder, tags)
     if tags:
         remedy = f"load_checkpoint({str(folder)!r}, tag={tags[0]!r}) loads the newest complete one"
     elif broken:
@@ -210,6 +267,8 @@ def find_tag(folder: Path) -> str | None:
             if other := other_checkpoint(folder):
                 raise CheckpointError(f"{folder} is {other}")
             return None
+        if not broken and found[0].latest:
+            return tags[0]
         raise CheckpointError(f"{path} is missing, though there are checkpoints: {remedy}")
     if not text:
         raise CheckpointError(f"{path} is empty: {remedy}")
@@ -217,16 +276,15 @@ def find_tag(folder: Path) -> str | None:
         tag = check_tag(text)
     except CheckpointError:
         raise CheckpointError(f"{path} holds {text[:80]!r}, which is no tag: {remedy}") from None
-    if not (folder / tag).is_dir():
+    if not place_of(folder, tag).is_dir():
         raise CheckpointError(f"{path} names {tag!r}, which does not exist: {remedy}")
     return tag
 
 
 def latest_text(path: Path) -> str | None:
-    """What `latest` says, at most its first 4096 bytes; None when there is no such file."""
+    """What `latest` says; None when there is no such file."""
     try:
-        with path.open("rb") as file:
-            return file.read(_MAX_LATEST_BYTES).decode("utf-8", "replace").strip()
+        return read_file(path, _MAX_LATEST_BYTES).decode("utf-8", "replace").strip()
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -235,8 +293,5 @@ def latest_text(path: Path) -> str | None:
 
 def _other(folder: Path, tag: str) -> str:
     """The remedy of an error about `tag`: what to load instead."""
-    others = []
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if path.name != tag and (path / MANIFEST).is_file():
-            others.append(path.name)
+    others = [name for name in _tags(folder) if name != tag and (folder / name / MANIFEST).is_file()]
     return "load another tag: " + ", ".join(others[:8]) if others else "there is no other tag in this folder"

@@ -25,7 +25,7 @@ FORMAT, VERSION = "ds_hydra checkpoint", 1
 MANIFEST = "manifest.json"
 BLOCK_BYTES = 2**20  # of a file under one digest
 DIGEST_BYTES = 4  # CRC-32: finds every single flipped bit, and at memory speed; it is against damage, not forgery
-MAX_MANIFEST_BYTES = 256 * 2**20
+LEAST_MANIFEST_BYTES, MAX_MANIFEST_BYTES = 16 * 2**20, 256 * 2**20  # for small files and for large ones beside it
 MAX_RANKS = 2**20
 MAX_STEP = 2**48  # beyond any job
 MAX_NAME_BYTES = 255
@@ -148,6 +148,10 @@ class Manifest:
     block_bytes: int = BLOCK_BYTES
     stage: int = 0  # how often training began anew with the weights alone [Note: stages]
     planning: dict[str, Any] | None = None  # what plans follow from, and what they have learnt from measured times
+    number: int = 0  # of the save, in its folder [Note: branches]
+    follows: int = 0  # the number of what its job had loaded or saved there before; 0: nothing
+    latest: bool = True  # whether `latest` was to name it
+    unnamed: bool = False  # saved without a tag, so `keep_last` counts it
 
     def to_json(self) -> str:
         """The manifest as text, with a digest over its contents."""

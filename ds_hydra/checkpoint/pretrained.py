@@ -94,7 +94,7 @@ def write_pretrained(
     adapters; a model that has none gets its weights in one file. The tokenizer is the one given, or that of the folder
     which the model was loaded from.
     """
-    temporary = folder.with_name(f".tmp-{folder.name}")
+    temporary = folder.with_name(f".new-{folder.name}")  # not as in a folder of checkpoints, whose next save tidies up
     remove(temporary)
     temporary.mkdir(parents=True)
     try:

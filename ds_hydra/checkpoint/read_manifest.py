@@ -29,7 +29,7 @@ from ds_hydra.checkpoint.format import (
 )  # fmt: skip
 from ds_hydra.zero_hetero.errors import CheckpointError
 
-_NEWER = frozenset({"stage", "planning"})  # fields that older manifests lack
+_NEWER = frozenset({"stage", "planning", "number", "follows", "latest", "unnamed"})  # fields that older manifests lack
 
 
 def read_manifest(text: str | bytes, place: str) -> Manifest:
@@ -113,8 +113,10 @@ def _manifest(contents: dict[str, Any]) -> Manifest:
 def _check(manifest: Manifest) -> None:
     """Fields that everything else relies on."""
     check_tag(manifest.tag)
-    for name in ("step", "num_ranks", "block_bytes", "stage"):
+    for name in ("step", "num_ranks", "block_bytes", "stage", "number", "follows"):
         count(getattr(manifest, name))
+    for name in ("latest", "unnamed"):
+        of_kind(getattr(manifest, name), bool)
     for name in ("save_id", "optimizer", "config_sha256"):
         of_kind(getattr(manifest, name), str)
     for name in ("counters", "aliases", "client_state"):

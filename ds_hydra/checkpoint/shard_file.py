@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ds_hydra.checkpoint.format import BLOCK_BYTES, DIGEST_BYTES, FileEntry, block_digest, count, parse_json
 from ds_hydra.zero_hetero.errors import CheckpointError
+from ds_hydra.zero_hetero.files import create_file, open_file
 
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -72,7 +73,7 @@ def write_shard(path: Path, tensors: Mapping[str, Source], metadata: Mapping[str
         at += source.num_bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that tensors begin at a multiple of 8, as the format wants
-    with path.open("wb", buffering=0) as file, _Blocks(file.fileno()) as blocks:
+    with create_file(path) as file, _Blocks(file.fileno()) as blocks:
         blocks.add(memoryview(len(text).to_bytes(8, "little") + text))
         for source in tensors.values():
             blocks.add(_bytes_of(source.fetch()))
@@ -171,7 +172,7 @@ class ShardReader:
         self._kept = (-1, bytearray())
         self.bytes_read = 0
         try:
-            self._file = path.open("rb", buffering=0)
+            self._file = open_file(path)
         except OSError as error:
             raise CheckpointError(
                 f"{path} cannot be read: {error.strerror}; bring it back, or use another tag"

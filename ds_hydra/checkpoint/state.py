@@ -73,6 +73,20 @@ def collect_tensors(
     return sources
 
 
+def check_masters(masters: ModelMasters) -> None:
+    """CheckpointError for NaN in what is trained: the checkpoints before are better to go on from."""
+    for spec, shard in zip(masters.trained.buckets, masters.trained.shards, strict=True):
+        _check_numbers(spec.name, shard)
+
+
+def _check_numbers(name: str, values: Tensor) -> None:
+    if values.numel() and bool(values.amax().isnan()):  # which NaN alone makes NaN, and which takes no memory
+        raise CheckpointError(
+            f"{int(values.isnan().sum())} of {values.numel()} masters in {name!r} are NaN: go on from a checkpoint of "
+            "before, by its tag"
+        )
+
+
 @dataclass
 class LoadedTensors:
     """This rank's part of a checkpoint, verified, before any of it is installed."""
@@ -207,6 +221,8 @@ def read_tensors(
             # Frozen parameters may have been left out of the checkpoint; then the model's own values stay.
             if all(reader.has(param.name) for param, _, _ in mine):
                 shards.append((shard, _assemble(reader, mine, "master")))
+                if own is masters.trained:
+                    _check_numbers(masters.trained.buckets[index].name, shards[-1][1])
             if own is masters.trained:
                 for key, values in loaded.items():
                     values.append(_assemble(reader, mine, key))

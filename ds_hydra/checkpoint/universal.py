@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import secrets
 import sys
 import tempfile
 from argparse import Namespace
@@ -23,7 +22,6 @@ from torch import Tensor
 
 from ds_hydra.checkpoint import folder as folders
 from ds_hydra.checkpoint.format import (
-    MANIFEST,
     Manifest,
     SavedBucket,
     SavedGroup,
@@ -32,13 +30,14 @@ from ds_hydra.checkpoint.format import (
     check_client_state,
     check_name,
     check_tag,
-    rank_file,
 )
 from ds_hydra.checkpoint.other_engines import other_checkpoint
-from ds_hydra.checkpoint.shard_file import Source, write_shard
+from ds_hydra.checkpoint.shard_file import Source
 from ds_hydra.checkpoint.state import RangeReader
+from ds_hydra.checkpoint.write import Saving, Writer
 from ds_hydra.pipe.models.adapted import NAMES_OF_PEFT
 from ds_hydra.pipe.stage import from_flat
+from ds_hydra.ranks.channel import Channel
 from ds_hydra.zero_hetero.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -71,7 +70,7 @@ def to_universal(folder: Path, tag: str | None, target: Path, target_tag: str | 
         raise CheckpointError(f"{out} exists already: remove it or choose another tag")
     zero = out / "zero"
     zero.mkdir(parents=True)
-    frozen = _write_parameters(manifest, folder / found, zero)
+    frozen = _write_parameters(manifest, folders.place_of(folder, found), zero)
     groups = [
         {key: tuple(v) if isinstance(v, list) else v for key, v in group.options.items() if key in _OPTIONS}
         | {"params": [index]}
@@ -95,7 +94,7 @@ def to_universal(folder: Path, tag: str | None, target: Path, target_tag: str | 
         },
         out / _MODEL_STATES,
     )
-    folders.write_durably(target / _LATEST, out.name)
+    folders.set_latest(target / _LATEST, out.name)
     return out
 
 
@@ -197,28 +196,27 @@ def from_universal(source: Path, target: Path, tag: str, *, step: int | None = N
     scalars = {}
     if count is not None:
         scalars["step"] = SavedScalar(float(count), "float32")
-    groups = _groups(zero / _OPTIMIZER_STATE, scalars)
-    save_id = secrets.token_hex(8)
-    temporary = folders.begin(target, tag, save_id)
-    entry = write_shard(temporary / rank_file(0), tensors, {"format": "pt", "save_id": save_id})
     schedule = states.get("lr_scheduler")
     manifest = Manifest(
         tag=tag,
-        save_id=save_id,
+        save_id="",
         step=step,
         num_ranks=1,
         buckets=tuple(buckets),
-        files=(entry,),
-        groups=groups,
-        states=tuple(keys),
+        files=(),
         lr_scheduler=schedule if isinstance(schedule, dict) else None,
         counters={
             "global_samples": int(states.get("global_samples", 0)),
             "skipped_steps": int(states.get("skipped_steps", 0)),
         },
     )
-    folders.write_durably(temporary / MANIFEST, manifest.to_json())
-    return folders.publish(temporary, tag, latest=True)
+    groups = list(_groups(zero / _OPTIMIZER_STATE, scalars))
+    writer = Writer(Channel(None, 0, 1))
+    try:
+        writer.save(Saving(target, manifest, tensors, groups, tuple(keys)))
+    finally:
+        writer.close()
+    return target / tag
 
 
 def _model_states(source: Path) -> Path:

@@ -1,9 +1,10 @@
 """Every rank's tensors in, a checkpoint that appears whole or not at all out.
 
-[Note: a save] Rank 0 makes the temporary folder and tells its name. Every rank writes its file and fsyncs it. All ranks
-tell how it went. If all went well, rank 0 writes the manifest with the digests of all files and renames the folder to
-its tag; else it removes the folder. Last, all ranks hear whether that went well. No rank returns before: who returns
-without an error knows that the whole checkpoint is durable. See [Note: whole or absent] in `folder.py`.
+[Note: a save] Rank 0 sees to it that the job owns the folder, makes the temporary folder and tells its name. Every rank
+writes its file and fsyncs it. All ranks tell how it went. If all went well and the job still owns the folder, rank 0
+writes the manifest with the digests of all files and renames the folder to its tag; else it removes the folder. Last,
+rank 0 tells whether that went well. No rank returns before: who returns without an error knows that the whole
+checkpoint is durable. See [Note: whole or absent] in `folder.py`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import os
 import secrets
 import shutil
 import threading
@@ -18,12 +20,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ds_hydra.checkpoint import folder as folders
 from ds_hydra.checkpoint.format import MANIFEST, FileEntry, Manifest, SavedGroup, SavedScalar, rank_file
 from ds_hydra.checkpoint.optimizer_state import merge_groups
+from ds_hydra.checkpoint.owner import POLL_S, STILL_S, OwnedError, Owner, owner_of
 from ds_hydra.checkpoint.read_manifest import check_saved_text
 from ds_hydra.checkpoint.shard_file import Source, write_shard
 from ds_hydra.ranks.channel import Channel
@@ -42,8 +46,12 @@ class Saving:
     tensors: Mapping[str, Source]
     groups: list[SavedGroup]  # of the optimizer, as far as this rank has parameters in them
     states: tuple[str, ...]  # names of element-wise optimizer states, such as "exp_avg"
-    save_latest: bool = True
     keep_last: int | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """That this rank writes, about."""
+        return sum(source.num_bytes for source in self.tensors.values())
 
 
 class Writer:
@@ -53,6 +61,10 @@ class Writer:
         self._channel = channel
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._owners: set[Owner] = set()
+        self.failures = 0  # in a row, the same on all ranks
+        self.on_failure: Callable[[], object] | None = None  # of a save in the background, from its thread
+        self.last: dict[str, int] = {}  # by folder: the number of what this job has loaded or saved there last
         self._host: dict[str, torch.Tensor] = {}  # what the last save in the background was copied to
         self.step = -1  # of the last save in the background
         self.dropped = False  # that save, with the world
@@ -108,6 +120,44 @@ class Writer:
             self._save(saving)
         except BaseException as error:
             self._error = error
+            if self.on_failure is not None:
+                self.on_failure()
+
+    def close(self) -> None:
+        """Wait for a save that is under way, and let go of the folders."""
+        try:
+            self.wait()
+        finally:
+            for owner in self._owners:
+                owner.leave(self)
+
+    def own(self, folder: Path, what: str, need: int, then: Callable[[Owner], str]) -> str:
+        """Return when this job owns the folder [Note: one owner], and what rank 0's `then` has returned; or raise on
+        all ranks what either has raised, with `what` was tried and the bytes that it needs."""
+        channel, owner = self._channel, owner_of(folder, folders.highest)
+        self._owners.add(owner)
+        owner.users.add(self)
+        waits = False
+        while True:
+            told = ["", "", ""]  # how it stands, the error or who owns it, what was returned
+            if channel.rank == 0:
+                try:
+                    told = ["owned", owner.text, then(owner)] if owner.take() else ["wait", "", ""]
+                except Exception as error:  # whatever it is, the other ranks must hear of it
+                    told = [_kind(error), str(_explained(error, folder, need)), ""]
+            how, text, found = json.loads(channel.tell(json.dumps(told)))
+            if how == "owned":
+                owner.follow(text)
+                return str(found)
+            if how != "wait":
+                self.failures += 1
+                raise _failed(f"{what} failed on rank 0: {text}", how)
+            if channel.rank == 0:
+                if not waits:
+                    logger.warning("%s: waiting up to %.0f s to see whether the job that saved there is gone", folder,
+                                   STILL_S)  # fmt: skip
+                waits = True
+                time.sleep(POLL_S)
 
     def _save(self, saving: Saving) -> None:
         """See [Note: a save]. No rank may raise between two calls of the channel: the others would wait for it."""
@@ -115,31 +165,46 @@ class Writer:
         channel, tag = self._channel, saving.manifest.tag
         what = f"saving checkpoint {str(saving.folder / tag)!r} of step {saving.manifest.step}"
         # Rank 0's is used. It stands in every file and in the manifest, so that files of two saves cannot be mixed.
-        save_id, refused = secrets.token_hex(8), ""
-        if channel.rank == 0:
-            refused = str(_explained(_attempt(lambda: folders.begin(saving.folder, tag, save_id)), saving) or "")
-        save_id, _, refused = channel.tell(f"{save_id} {refused}").partition(" ")
-        if refused:
-            raise CheckpointError(f"{what} failed on rank 0: {refused}")
-        temporary = saving.folder / f".tmp-{tag}-{save_id}"
+        save_id = secrets.token_hex(8)
+        temporary = Path(
+            self.own(saving.folder, what, saving.num_bytes, lambda owner: str(folders.begin(owner, tag, save_id)))
+        )
+        save_id = temporary.name[-len(save_id) :]
         record: dict[str, object] = {}
         error = _attempt(lambda: record.update(_write_own(temporary, channel.rank, saving, save_id)))
-        record["error"] = "" if error is None else str(_explained(error, saving))
+        record["error"] = "" if error is None else str(_explained(error, saving.folder, saving.num_bytes))
         everyone = [json.loads(text) for text in channel.texts(json.dumps(record))]
-        failed = [(rank, own["error"]) for rank, own in enumerate(everyone) if own["error"]]
-        error = None
-        if channel.rank == 0 and not failed:
-            error = _explained(_attempt(lambda: _finish(temporary, saving, save_id, everyone)), saving)
-        # Removed by one rank when all have ended their writing; what cannot be removed, the next save tidies up.
-        if channel.rank == 0 and (failed or error):
-            _attempt(lambda: folders.remove(temporary))
-        if failed:
-            raise CheckpointError(f"{what} failed on rank {failed[0][0]}: {failed[0][1]}")
-        channel.settle(error, what)
+        told = ["", "", 0]
+        if channel.rank == 0:
+            told = self._end(temporary, saving, save_id, everyone)
+        how, text, number = json.loads(channel.tell(json.dumps(told)))
+        if how:
+            self.failures += 1
+            raise _failed(f"{what} failed on {text}", how)
+        self.failures, self.last[os.path.realpath(saving.folder)] = 0, number
         self.seconds = time.perf_counter() - began
         if channel.rank == 0:
             size = sum(own["file"]["size"] for own in everyone)
             logger.info("saved %s: %.1f MB in %.2f s", saving.folder / tag, size / 1e6, self.seconds)
+
+    def _end(self, temporary: Path, saving: Saving, save_id: str, everyone: list[dict]) -> list[Any]:
+        """Rank 0, when all have ended their writing: the checkpoint appears, or what was written goes. How it failed,
+        where and why; its number."""
+        owner = owner_of(saving.folder, folders.highest)
+        failed = [(rank, own["error"]) for rank, own in enumerate(everyone) if own["error"]]
+        try:
+            number = owner.claim()
+            if not failed:
+                manifest = replace(
+                    saving.manifest, number=number, follows=self.last.get(os.path.realpath(saving.folder), 0)
+                )
+                _finish(temporary, replace(saving, manifest=manifest), save_id, everyone)
+                return ["", "", number]
+            how, text = "passing", f"rank {failed[0][0]}: {failed[0][1]}"
+        except Exception as error:
+            how, text = _kind(error), f"rank 0: {_explained(error, saving.folder, saving.num_bytes)}"
+        _attempt(lambda: folders.remove(temporary))  # what cannot be removed, the next save tidies up
+        return [how, text, 0]
 
 
 def _write_own(temporary: Path, rank: int, saving: Saving, save_id: str) -> dict[str, object]:
@@ -159,9 +224,9 @@ def _finish(temporary: Path, saving: Saving, save_id: str, everyone: list[dict])
         states=tuple(dict.fromkeys(key for own in everyone for key in own["states"])),
     )
     folders.write_durably(temporary / MANIFEST, check_saved_text(manifest))
-    folders.publish(temporary, manifest.tag, latest=saving.save_latest)
+    folders.publish(temporary, manifest.tag, latest=manifest.latest)
     if saving.keep_last is not None:
-        folders.prune(saving.folder, saving.keep_last)
+        folders.prune(saving.folder, saving.keep_last, manifest.number)
 
 
 def _group(record: dict) -> SavedGroup:
@@ -186,15 +251,25 @@ def _attempt(action: Callable[[], object]) -> Exception | None:
     return None
 
 
-def _explained(error: Exception | None, saving: Saving) -> Exception | None:
-    """The system's error with what to do about it."""
-    if error is None or isinstance(error, CheckpointError):
+def _kind(error: Exception) -> str:
+    """Whether the same may go well a little later, as other ranks are told it."""
+    return "taken" if isinstance(error, OwnedError) else "passing"
+
+
+def _failed(text: str, how: str) -> CheckpointError:
+    error = CheckpointError(text)
+    error.passing = how == "passing"
+    return error
+
+
+def _explained(error: Exception, folder: Path, need: int) -> Exception:
+    """The system's error with what to do about it; `need` are the bytes that were to be written."""
+    if isinstance(error, CheckpointError):
         return error
     kept = "checkpoints saved before are as they were"
     if not isinstance(error, OSError):
         return CheckpointError(f"{type(error).__name__}: {message_of(error)}; {kept}")
-    need = sum(source.num_bytes for source in saving.tensors.values())
-    return CheckpointError(f"{_remedied(error, saving.folder, need)}; {kept}")
+    return CheckpointError(f"{_remedied(error, folder, need)}; {kept}")
 
 
 def _remedied(error: OSError, folder: Path, need: int) -> str:

@@ -63,11 +63,12 @@ class CheckpointConfig:
     """The block "hydra.checkpoint": the folder of the checkpoints, and when one is saved."""
 
     dir: str = setting(text())
-    """Folder of the checkpoints, on a file system that all ranks share."""
+    """Folder of the checkpoints, on a file system that all ranks share; one job at a time saves there."""
     every: int = setting(integer(0), 0)
     """Save every N steps; 0: only at a signal, or when the script calls save_checkpoint()."""
     keep_last: int | None = setting(integer(1, optional=True), None)
-    """Checkpoints to keep, the newest; None keeps all."""
+    """Checkpoints to keep, the newest of those that were saved without a tag by this job and those that it has gone on
+    from; None keeps all. What was saved with a tag stays."""
     asynchronous: bool = setting(flag, False)
     """Train on while a copy in host memory is written; that memory, 12 bytes per parameter over all ranks with Adam, is
     kept for the next save."""

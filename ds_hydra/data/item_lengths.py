@@ -22,8 +22,10 @@ from ds_hydra.data.columns import Int64Array, read_item
 from ds_hydra.data.item_check import ItemCheck
 from ds_hydra.data.tokens import Limits
 from ds_hydra.zero_hetero.errors import ConfigError
+from ds_hydra.zero_hetero.files import open_file
 from ds_hydra.zero_hetero.kept_files import keep_file, kept_folder
 
+_LONGEST = 2**40  # tokens, beyond any sequence: their sums must be counts, too
 _PATIENCE_S = 3.0  # what takes longer shows how far it is
 
 
@@ -93,11 +95,12 @@ def kept(dataset: Any) -> ItemLengths | None:
     try:
         if file is None:
             return None
-        with np.load(file) as arrays:
+        with open_file(file) as opened, np.load(opened) as arrays:
             found = ItemLengths(arrays["lengths"], arrays["counts"])
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+    except (OSError, ValueError, KeyError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile):
         return None
-    whole = len(found.counts) == len(dataset) and found.counts.sum() == len(found.lengths)
+    plain = all(a.dtype == np.int64 and a.ndim == 1 and ((a >= 0) & (a < _LONGEST)).all() for a in found)
+    whole = plain and len(found.counts) == len(dataset) and found.counts.sum() == len(found.lengths)
     return found if whole else None
 
 

@@ -26,11 +26,13 @@ from ds_hydra.elastic.view import Member, Report, View
 from ds_hydra.ranks.together import Texts, agree
 from ds_hydra.watchdog.host import EXIT_CODE, Identity, end_process, kill, listen, own_address, say, stopped
 from ds_hydra.watchdog.watchdog import beat_seconds
+from ds_hydra.zero_hetero.files import create_file, read_file
 
 logger = logging.getLogger(__name__)
 
 _UNANSWERED = 40  # times that a process which wants to join has asked in vain, one after the other
 _ANSWERS_S = 1.0  # within which a member that is not frozen greets
+_MOST_BYTES = 64 * 2**20  # of an invitation or a token
 _READ_S = 2.0  # within which a token that exists has to be whole
 Store = tuple[tuple[str, int], Any]  # where it listens, and what keeps it open
 
@@ -48,13 +50,14 @@ class Invitation:
     def write(self, path: Path) -> None:
         """Readable for this user only, and whole at any moment."""
         new = path.with_name(f"{path.name}.{os.getpid()}")
-        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            json.dump(asdict(self), file)
+        new.unlink(missing_ok=True)  # of a process before that had this number
+        with create_file(new, 0o600) as file:
+            file.write(json.dumps(asdict(self)).encode())
         new.replace(path)
 
     @classmethod
     def read(cls, path: Path) -> Invitation:
-        return TypeAdapter(cls).validate_python(json.loads(path.read_text()))
+        return TypeAdapter(cls).validate_python(json.loads(read_file(path, _MOST_BYTES)))
 
 
 def open_store(host: str) -> Store:
@@ -343,15 +346,15 @@ def take_token(folder: Path, name: str, roster: m.Roster) -> m.Roster:
     place, adapter = folder / "epochs" / name, TypeAdapter(m.Roster)
     place.parent.mkdir(parents=True, exist_ok=True)
     try:
-        handle = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        made = create_file(place, 0o600)
     except FileExistsError:
         deadline = time.monotonic() + _READ_S
-        while not (text := place.read_text()).endswith("\n"):
+        while not (text := read_file(place, _MOST_BYTES)).endswith(b"\n"):
             if time.monotonic() > deadline:
                 raise ValueError(f"{place} is not whole: whoever made it has died") from None
             time.sleep(0.05)
         return adapter.validate_json(text)
-    with os.fdopen(handle, "wb") as file:
+    with made as file:
         file.write(adapter.dump_json(roster) + b"\n")
         file.flush()
         os.fsync(file.fileno())

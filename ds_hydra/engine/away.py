@@ -39,7 +39,7 @@ _READERS = (
     ("crew", "masters", _OF_STEPS, _NOTHING),
     ("crew", "stepper", _OF_STEPS, frozenset({"close", "plans"})),
     ("crew", "real_sequences", frozenset({MODEL}), _NOTHING),
-    ("crew", "checkpoints", _ALL, frozenset({"writer", "stage", "folder"})),
+    ("crew", "checkpoints", _ALL, frozenset({"writer", "stage"})),
     ("update", "optimizer", frozenset({OPTIMIZER}), _NOTHING),
 )
 """Parts of a crew or its update, what states they read, and what may be asked of them without."""

@@ -216,7 +216,7 @@ class Crew:
     def close(self) -> None:
         """Wait for a save that is under way; end threads and the planning process. The world stays open."""
         # The save is waited for while heartbeats still go: a rank that dies during the wait must end it on the others.
-        self.checkpoints.writer.wait()
+        self.checkpoints.writer.close()
         self.coming.forget()
         atexit.unregister(self._at_exit)
         self.watchdog.close()

@@ -48,13 +48,13 @@ class Carried:
     planning: dict[str, Any]
     skipped_in_a_row: int
     stage: int
-    folder: Path | None
+    saved: dict[str, int]  # see `Writer.last`
     complete: bool = False  # but for planning, and where it saves
 
     @classmethod
     def left_by(cls, crew: Crew) -> Carried:
         """What is to be read of it before it is dropped."""
-        return cls(None, None, crew.learned.saved(), 0, crew.checkpoints.stage, crew.checkpoints.folder)
+        return cls(None, None, crew.learned.saved(), 0, crew.checkpoints.stage, crew.checkpoints.writer.last)
 
     def give_to(self, engine: HydraEngine, crew: Crew, *, joins: bool, joiners: bool) -> None:
         """Let the next crew go on with it; every rank must call it. A process that `joins` takes all of it from rank 0,
@@ -63,23 +63,22 @@ class Carried:
 
         record: dict[str, Any] = {"planning": self.planning}
         if joiners:
-            folder = self.folder and str(self.folder)
-            record |= {"schedule": self.schedule, "loss_scale": self.loss_scale, "stage": self.stage, "folder": folder,
-                       "skipped_in_a_row": self.skipped_in_a_row, **progress_of(engine)}  # fmt: skip
+            record |= {"schedule": self.schedule, "loss_scale": self.loss_scale, "stage": self.stage,
+                       "skipped_in_a_row": self.skipped_in_a_row, "saved": self.saved,
+                       **progress_of(engine)}  # fmt: skip
         told = json.loads(crew.world.channel.tell(json.dumps(record) if crew.world.rank == 0 else None))
         crew.learned.restore(crew.learned.read(told["planning"]))
         left = self
         if joins:
             take_progress(engine, crew, told)
-            folder = told["folder"] and Path(told["folder"])
             left = Carried(told["schedule"], told["loss_scale"], told["planning"], told["skipped_in_a_row"],
-                           told["stage"], folder)  # fmt: skip
+                           told["stage"], told["saved"])  # fmt: skip
         if left.schedule is not None:
             engine.lr_scheduler.load_state_dict(left.schedule)
         if left.loss_scale is not None:
             crew.loss_scale.load_state_dict(left.loss_scale)
         crew.update.skipped_in_a_row = left.skipped_in_a_row
-        crew.checkpoints.stage, crew.checkpoints.folder = left.stage, left.folder
+        crew.checkpoints.stage, crew.checkpoints.writer.last = left.stage, left.saved
 
 
 def start_agent(engine: HydraEngine) -> MemberAgent:
@@ -183,7 +182,7 @@ def complete(
     """What the old crew has `left`, whole; and what a step came to that the vote has completed, if there is one, which
     is recorded unless it was before. `update` is None for a process that joins: it takes rank 0's."""
     if update is None:
-        return Carried(None, None, {}, 0, 0, None), None
+        return Carried(None, None, {}, 0, 0, {}), None
     assert left is not None, "it has left a crew"
     if left.complete:
         return left, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,15 @@ from ds_hydra.checkpoint.loading import PartsToLoad
 from ds_hydra.checkpoint.pretrained import gather_weights, load_pretrained, stored_weights, write_pretrained
 from ds_hydra.config.hydra_block import WEIGHTS
 from ds_hydra.engine.crew import Crew
-from ds_hydra.engine.signals import LEAVE, NOTHING, Signals
+from ds_hydra.engine.signals import LEAVE, NOTHING, SAVE, Signals
 from ds_hydra.host.host_engine import HostEngine
 from ds_hydra.pipe.models.adapted import base_of, is_peft_model, names_with_adapters
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
+
+_TRIES = 7  # of a save that is due, over 64 steps
+_PAUSES_S = (1.0, 2.0, 4.0, 8.0)  # between the tries of the last one
 
 
 class Saving:
@@ -29,6 +33,8 @@ class Saving:
     def __init__(self, host: HostEngine, crew: Crew, signals: Signals):
         self._host, self._crew, self._signals = host, crew, signals
         self.config = crew.job.config.checkpoint
+        self._due = False  # whether the last save was one that the config or a signal asked for
+        self._again = -1  # the step after which one that failed is tried again
 
     def save(
         self,
@@ -40,6 +46,22 @@ class Saving:
         with_frozen: bool = True,
     ) -> None:
         """Save under `folder`/`tag`, in the background where the config says so."""
+        self._save(folder, tag, client_state, due=False, save_latest=save_latest, with_frozen=with_frozen)
+
+    def _save(
+        self,
+        folder: str | Path,
+        tag: object = None,
+        client_state: Mapping[str, Any] | None = None,
+        *,
+        due: bool,
+        save_latest: bool = True,
+        with_frozen: bool = True,
+    ) -> None:
+        if due != self._due:
+            self.wait()  # so that what has failed is raised as what it was
+        self._due = due
+        self._crew.checkpoints.writer.on_failure = self._ask_again if due else None
         with self._crew.together("saving"):
             self._crew.checkpoints.save(
                 Path(folder),
@@ -83,17 +105,48 @@ class Saving:
         if self.config is None:
             return
         step = self._host.global_steps
-        if request or (self.config.every > 0 and step % self.config.every == 0):
-            self.save(self.config.dir)
+        if request == LEAVE:
+            self._save_now(self.config.dir)
+        elif request or step == self._again or (self.config.every > 0 and step % self.config.every == 0):
+            self._save_or_later(self.config.dir)
             # The ranks exchanged their requests during the step. A signal that came later, such as SIGTERM during the
             # save that SIGUSR1 asked for, is more than what they know of: it must stay for the next step.
             if self._signals.request <= request:
                 self._signals.request = NOTHING
         if request == LEAVE:
-            self.wait()
             logger.info("saved step %d and leaving, as a signal asked for", step)
             self._host.destroy()
             sys.exit(0)
+
+    def _save_or_later(self, folder: str) -> None:
+        """Save; what fails is tried again after 1, 2, 4, ... more steps before it ends the job: a disk may be full, or
+        a file system away, for a minute. The same steps on all ranks."""
+        try:
+            self._save(folder, due=True)
+        except CheckpointError as error:
+            failures = self._crew.checkpoints.writer.failures
+            if not error.passing or failures >= _TRIES:
+                raise
+            self._again = self._host.global_steps + 2 ** (failures - 1)
+            if self._host.global_rank == 0:
+                logger.error("%s; try %d of %d, the next one after step %d", error, failures, _TRIES, self._again)
+
+    def _save_now(self, folder: str) -> None:
+        """Save, and wait for it, before the job leaves."""
+        for pause_s in (*_PAUSES_S, None):
+            try:
+                self._save(folder, due=True)
+                return self.wait()
+            except CheckpointError as error:
+                if not error.passing or pause_s is None:
+                    raise
+                if self._host.global_rank == 0:
+                    logger.error("%s; trying again in %.0f s", error, pause_s)
+                time.sleep(pause_s)
+
+    def _ask_again(self) -> None:
+        """A save in the background has failed: its error is raised, and it is tried again, after this step."""
+        self._signals.request = max(self._signals.request, SAVE)
 
     def wait(self) -> None:
         """Wait until no save is under way. Raises the error of the last save in the background, if it had one."""

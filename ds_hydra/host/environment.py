@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_hydra.zero_hetero.errors import ConfigError
+from ds_hydra.zero_hetero.files import check_private
 
 if TYPE_CHECKING:
     from ds_hydra.config.hydra_block import HydraConfig
@@ -80,8 +81,16 @@ def launched_node_size() -> int | None:
 
 def members_folder() -> Path | None:
     """Where processes of this host that train together tell others of it how to join them, if whoever started them
-    lets survivors live (`ds-hydra launch` does); None where it ends them all with the first that dies."""
+    lets survivors live (`ds-hydra launch` does); None where it ends them all with the first that dies. ConfigError for
+    a folder in which others may write: the job's secret lies there."""
     text = os.environ.get(MEMBERS_FOLDER)
+    try:
+        if text:
+            check_private(Path(text))
+    except OSError as error:
+        raise ConfigError(
+            f"{MEMBERS_FOLDER}={text} cannot be used: {error.strerror}. Make one of your own, `mkdir -m 700 {text}`"
+        ) from None
     return Path(text) if text else None
 
 

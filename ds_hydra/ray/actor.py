@@ -27,6 +27,7 @@ from typing import NamedTuple
 from ds_hydra.commands.launch_node import Job, is_member
 from ds_hydra.host.environment import INVITATION, MEMBERS_FOLDER, free_port
 from ds_hydra.zero_hetero.errors import ConfigError
+from ds_hydra.zero_hetero.files import check_private, create_file
 
 _LOOKS_S = 0.5  # between two looks at the daemon
 _TURN_S = 0.05
@@ -65,6 +66,7 @@ class Rank:
     def __init__(self, job: str) -> None:
         self._folder = Path(tempfile.gettempdir()) / f"ds_hydra-{job}"
         self._folder.mkdir(mode=0o700, exist_ok=True)  # the actors of a node share it
+        check_private(self._folder)
         self._process: subprocess.Popen[bytes] | None = None
         self._lines: deque[str] = deque(maxlen=_LINES)
         self._reader = threading.Thread()
@@ -92,8 +94,9 @@ class Rank:
         place = self._folder / INVITATION
         if not place.exists():
             new = place.with_name(f"{place.name}.{os.getpid()}")
-            new.touch(mode=0o600)
-            new.write_text(invitation)
+            new.unlink(missing_ok=True)
+            with create_file(new, 0o600) as file:
+                file.write(invitation.encode())
             new.replace(place)
         self._came = True
         return self._start(work, job.of_joiner(0))

@@ -28,12 +28,14 @@ from ds_hydra.pipe.models.whose_code import (
 from ds_hydra.pipe.shape import PipelineShape
 from ds_hydra.self_check.contents import Contents, UnreadableError
 from ds_hydra.self_check.verdicts import Verdict
+from ds_hydra.zero_hetero.files import read_file
 from ds_hydra.zero_hetero.kept_files import keep_file, kept_folder
 
 logger = logging.getLogger(__name__)
 
 _PACKAGES = ("torch", "transformers", "deepspeed", "peft", "accelerate")
 _OWN_KEYS = frozenset(vars(nn.Module()))
+_MOST_BYTES = 64 * 2**20  # of a file of verdicts
 _HARMLESS = frozenset({"generation_config", "warnings_issued", "hf_device_map", "model_tags", "name_or_path"})
 
 
@@ -121,9 +123,9 @@ def read_verdicts(name: str | None) -> dict[PipelineShape, Verdict]:
     if name is None:
         return {}
     try:
-        raw = json.loads((cache_folder() / f"{name}.json").read_text(encoding="utf-8"))
+        raw = json.loads(read_file(cache_folder() / f"{name}.json", _MOST_BYTES))
         return {PipelineShape.parse(scheme): Verdict.from_json(verdict) for scheme, verdict in raw.items()}
-    except (OSError, ValueError, AttributeError, TypeError):
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError, OverflowError):
         return {}
 
 

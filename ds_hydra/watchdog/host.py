@@ -84,6 +84,18 @@ def stopped(who: Identity) -> bool:
     return who.host == host() and _status(who.pid)[:1] == ["T"]
 
 
+def gone(pid: int, since: str) -> bool:
+    """Whether it is known that the process of this host with a number and a start time has ended."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:  # another user's
+        return False
+    now = _status(pid)  # one that has ended stays, as "Z", until its parent has asked for its code
+    return bool(now) and (now[0] in "ZX" or now[19] != since)
+
+
 def _status(pid: int) -> list[str]:
     """What the system tells of a process, from its state on; empty where it does not."""
     try:

@@ -16,10 +16,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ds_hydra.checkpoint import state as loads
 from ds_hydra.checkpoint.folder import complete_tags
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import CheckpointError
+from tests.support.folder_trials import HOW, MOVES, ORDERS, PLANTS, SAVES, in_order, interrupted, planted
+from tests.support.folder_trials import NAMES as NAMES_IN_FOLDER
 from tests.support.saver import Saver
 from tests.support.small_job import same, small_engine, small_model, whole_state
 
@@ -89,7 +92,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         "manifest.json",
     ),
     "latest empty": (lambda new: (new.parent / "latest").write_text(""), "latest"),
-    "latest missing": (lambda new: (new.parent / "latest").unlink(), "latest"),
+    "latest missing beside damage": (
+        lambda new: [path.unlink() for path in (new.parent / "latest", new / NAMES[1])],  # type: ignore[func-returns-value]
+        "latest",
+    ),
     "latest to nowhere": (lambda new: (new.parent / "latest").write_text("gone"), "latest"),
     "latest to another folder": (lambda new: (new.parent / "latest").write_text("../run/new"), "latest"),
 }
@@ -167,7 +173,7 @@ def test_what_cannot_be_written_leaves_what_was_saved(tmp_path: Path, monkeypatc
         assert "free space" in messages[0]
         assert "latest" in messages[1]
         assert "client_state" in messages[2]
-    assert [path.name for path in sorted(tmp_path.iterdir())] == ["latest", "old"]
+    assert [path.name for path in sorted(tmp_path.glob("[!.]*"))] == ["latest", "old"]
 
 
 def test_a_folder_that_is_gone_in_the_end_is_told_as_an_error_of_the_checkpoint(
@@ -272,6 +278,61 @@ def test_killed_while_saving_one_tag_always_loads(tmp_path: Path) -> None:
         assert step >= last
         last = step
     assert last > 1
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("which", SAVES)
+def test_a_save_that_is_interrupted_at_any_call_leaves_the_old_or_the_new(which: str, tmp_path: Path) -> None:
+    """Each fourth call of some seventy, in four ways; `tools.check_faults` tries all."""
+    tried = 0
+    for at, how in enumerate(HOW):
+        nth = 1 + at
+        while (wrong := interrupted(tmp_path / "run", which, nth, how)) is not None:
+            assert not wrong, f"{how} call {nth}: {wrong}"
+            nth, tried = nth + 4, tried + 1
+    assert tried > 50
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("frozen", [MOVES + 1, 2, 4, 6])
+def test_two_jobs_in_one_folder_in_any_order(frozen: int, tmp_path: Path) -> None:
+    """One of two that are alive saves, the other is told; who was frozen and comes back saves no more."""
+    for order in ORDERS[:: len(ORDERS) // 20]:
+        assert not in_order(tmp_path / "run", order, frozen), order
+
+
+@pytest.mark.parametrize("what", PLANTS)
+def test_what_others_have_put_into_a_folder_is_neither_followed_nor_waited_for(what: str, tmp_path: Path) -> None:
+    if what == "stranger's" and os.geteuid() != 0:
+        pytest.skip("only root can give a file away")
+    for name in NAMES_IN_FOLDER:
+        assert not planted(tmp_path / "trial", what, name), name
+
+
+def test_nan_is_neither_saved_nor_loaded(tmp_path: Path) -> None:
+    def run(rank: int) -> list[str]:
+        engine = small_engine(rank)
+        engine.save_checkpoint(tmp_path, "good")
+        masters, told = engine.crew.masters.trained.flat, []
+        if rank == 1:
+            masters[3] = float("nan")
+        for bad in (False, True):
+            if bad:
+                loads.check_masters = lambda masters: None
+            try:
+                engine.save_checkpoint(tmp_path, "bad")
+                engine.load_checkpoint(tmp_path, "bad")
+            except CheckpointError as error:
+                told.append(str(error))
+        engine.load_checkpoint(tmp_path, "good")
+        assert not masters.isnan().any()
+        return told
+
+    for saving, loading in run_ranks(run, 2):
+        assert "saving checkpoint" in saving
+        assert "failed on rank 1: 1 of" in saving
+        assert "loading checkpoint" in loading
+        assert "are NaN: go on from a checkpoint of before" in loading
 
 
 def test_shards_are_safetensors(template: Path) -> None:

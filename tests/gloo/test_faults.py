@@ -55,7 +55,7 @@ def test_signals_save_and_leave_or_go_on(tmp_path: Path) -> None:
         if rank == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
         engine.train_batch()
-        found = sorted(path.name for path in tmp_path.iterdir())
+        found = sorted(path.name for path in tmp_path.iterdir() if path.name[0] != ".")
         engine.train_batch()
         if rank == 0:
             os.kill(os.getpid(), signal.SIGTERM)

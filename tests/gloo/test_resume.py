@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_hydra.checkpoint.folder import complete_manifests
+from ds_hydra.checkpoint.folder import complete_manifests, complete_tags
+from ds_hydra.engine import saving
 from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError
 from tests.support.small_job import same, sequences, small_engine, small_model, whole_state
@@ -266,6 +269,98 @@ def test_a_second_stage_begins_with_the_weights_alone(num_ranks: int, tmp_path: 
     assert (step, place["step"]) == (1, 1)
     assert same(state, expected)
     assert [found.stage for found in complete_manifests(tmp_path / "run")] == [1, 1, 0]
+
+
+def test_going_back_begins_a_branch_that_a_restart_follows(tmp_path: Path) -> None:
+    """What the script has named stays, as do checkpoints of the branch that was left."""
+
+    def run(rank: int, steps: int, back_to: str = "") -> int:
+        engine = small_engine(rank, checkpoint={"dir": str(tmp_path), "every": 1, "keep_last": 2})
+        begun = engine.global_steps
+        if back_to:
+            engine.load_checkpoint(tmp_path, back_to)
+        for _ in range(steps):
+            engine.train_batch()
+            if engine.global_steps == 1:
+                engine.save_checkpoint(tmp_path, "best")
+        engine.destroy()
+        return begun
+
+    assert run_ranks(run, 2, 4) == [0, 0]
+    assert [tag for _, tag in complete_tags(tmp_path)] == ["global_step4", "global_step3", "best"]
+    assert run_ranks(run, 2, 1, "best") == [4, 4]
+    assert run_ranks(run, 2, 1) == [2, 2]
+    assert sorted(complete_tags(tmp_path)) == [
+        (1, "best"), (2, "global_step2"), (3, "global_step3"), (4, "global_step4"),
+    ]  # fmt: skip
+    assert complete_tags(tmp_path)[0] == (3, "global_step3")
+    assert not list(tmp_path.glob(".*"))
+    assert run_ranks(run, 2, 2) == [3, 3]
+    assert [tag for _, tag in complete_tags(tmp_path)] == ["global_step5", "global_step4", "best"]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_save_that_fails_is_tried_again_at_the_next_steps(asynchronous: bool, tmp_path: Path) -> None:
+    """A disk that is full for a while costs no job; one that stays full ends it after seven tries."""
+
+    def run(rank: int) -> tuple[list[int], int, str]:
+        from ds_hydra.checkpoint import shard_file
+
+        block = {"dir": str(tmp_path), "every": 3, "asynchronous": asynchronous}
+        engine = small_engine(rank, checkpoint=block)
+        write, saved = shard_file._write_all, []
+
+        def full(handle: int, data: memoryview) -> None:
+            raise OSError(28, "No space left on device")
+
+        for step in range(1, 8):
+            shard_file._write_all = full if rank == 1 and step < 5 else write
+            engine.train_batch()
+            if engine.crew.checkpoints.writer.busy:
+                engine.crew.checkpoints.writer._thread.join()
+            saved = [number for number, _ in complete_tags(tmp_path)]
+        engine.wait_for_checkpoint()
+        shard_file._write_all = full
+        saving._TRIES = 2
+        told = ""
+        while not told and engine.global_steps < 13:
+            try:
+                engine.train_batch()
+            except CheckpointError as error:
+                told = str(error)
+        return saved, engine.global_steps, told
+
+    for saved, ended, told in run_ranks(run, 2):
+        assert max(saved) >= 5
+        assert 8 < ended < 13
+        assert "free space" in told
+
+
+def test_a_second_job_in_the_folder_is_refused_and_told_by_whom(tmp_path: Path) -> None:
+    """One that lives goes on; the other ends with 74 before its first step, though the same command."""
+
+    def first(rank: int) -> None:
+        engine = small_engine(rank, checkpoint={"dir": str(tmp_path), "every": 1})
+        engine.train_batch()
+        (tmp_path / ".began").touch()
+        while not (tmp_path / ".ended").exists():
+            time.sleep(0.1)
+        engine.train_batch()
+
+    def second(rank: int) -> str:
+        with pytest.raises(CheckpointError) as error:
+            small_engine(rank, checkpoint={"dir": str(tmp_path), "every": 1})
+        return str(error.value)
+
+    with ThreadPoolExecutor(1) as beside:
+        lives = beside.submit(run_ranks, first, 1)
+        while not (tmp_path / ".began").exists():
+            time.sleep(0.1)
+        told = run_ranks(second, 2)
+        (tmp_path / ".ended").touch()
+        lives.result()
+    assert all("is in use: process" in text and "is alive" in text for text in told)
+    assert [step for step, _ in complete_tags(tmp_path)] == [2, 1]
 
 
 def test_weights_of_nowhere_are_refused(tmp_path: Path) -> None:

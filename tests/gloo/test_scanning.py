@@ -96,6 +96,12 @@ def test_what_is_kept_belongs_to_one_fingerprint_and_is_whole(cache: Path) -> No
     (file,) = cache.iterdir()
     file.write_bytes(file.read_bytes()[:40])
     assert kept(data) is None
+    for lengths, counts in (
+        ([-1, *LENGTHS[1:]], COUNTS), ([2**61, *LENGTHS[1:]], COUNTS), ([LENGTHS], COUNTS), (np.ones(10), COUNTS),
+        (LENGTHS, [2, 0, 1, 1, 3, 2**63 - 1, -(2**63)]), (["x"] * 10, COUNTS),
+    ):  # fmt: skip
+        np.savez(file, lengths=lengths, counts=counts)
+        assert kept(data) is None
     keep(ITEMS, read_part(ITEMS))
     assert len(list(cache.iterdir())) == 1, "a list has no fingerprint"
 

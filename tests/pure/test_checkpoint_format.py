@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import tempfile
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,11 +29,15 @@ from ds_hydra.checkpoint.format import (
     SavedScalar,
     check_client_state,
     check_tag,
+    digest_of,
+    dump,
     owners,
     parse_json,
     rank_file,
 )
+from ds_hydra.checkpoint.owner import OwnedError, Owner
 from ds_hydra.checkpoint.read_manifest import read_manifest
+from ds_hydra.watchdog.host import Identity, started
 from ds_hydra.zero_hetero.errors import CheckpointError
 from ds_hydra.zero_hetero.layout import even_layout
 
@@ -200,20 +207,132 @@ def test_owners_are_those_of_the_even_layout(numel: int, num_ranks: int, data: s
     assert rebuilt == list(range(start, stop))
 
 
-def complete(folder: Path, tag: str, step: int) -> None:
-    temporary = folders.begin(folder, tag, "id")
+def complete(folder: Path, tag: str, step: int, **more: Any) -> int:
+    """Save a tag; the number of the save."""
+    owner = Owner(folder, folders.highest)
+    assert owner.take()
+    temporary = folders.begin(owner, tag, "id")
     for rank in range(2):
         (temporary / rank_file(rank)).write_bytes(b"12345")
-    (temporary / "manifest.json").write_text(replace(MANIFEST, tag=tag, step=step, data={"step": step}).to_json())
-    folders.publish(temporary, tag, latest=True)
+    number = owner.claim()
+    manifest = replace(MANIFEST, tag=tag, step=step, data={"step": step}, number=number, **more)
+    (temporary / "manifest.json").write_text(manifest.to_json())
+    folders.publish(temporary, tag, latest=manifest.latest)
+    owner.release()
+    return number
 
 
-def test_keep_last_never_takes_what_latest_names(tmp_path: Path) -> None:
-    for step in range(5):
-        complete(tmp_path, f"s{step}", step)
-    folders.set_latest(tmp_path, "s0")
-    assert folders.prune(tmp_path, 2) == ["s2", "s1"]
-    assert [tag for _, tag in folders.complete_tags(tmp_path)] == ["s4", "s3", "s0"]
+def test_keep_last_takes_neither_what_latest_names_nor_what_was_named_nor_another_branch(tmp_path: Path) -> None:
+    root = end = complete(tmp_path, "s0", 0, unnamed=True)
+    numbers = {}
+    for step in (1, 2, 3, 4):
+        end = numbers[step] = complete(tmp_path, f"s{step}", step, unnamed=step != 2, follows=end)
+    other = complete(tmp_path, "again", 1, unnamed=True, follows=root)  # the start was loaded once more
+    assert [tag for _, tag in folders.complete_tags(tmp_path)] == ["again", "s0", "s4", "s3", "s2", "s1"]
+    folders.set_latest(tmp_path / "latest", "s1")
+    assert folders.prune(tmp_path, 1, numbers[4]) == ["s3", "s0"]
+    assert folders.prune(tmp_path, 1, other) == []
+    assert [tag for _, tag in folders.complete_tags(tmp_path)] == ["again", "s4", "s2", "s1"]
+
+
+def owner(folder: Path, pid: int, now: list[float], *, host: str = "", started: str = "1") -> Owner:
+    made = Owner(folder, folders.highest, Identity(host or f"host{pid}", pid, started), lambda: now[0])
+    made._beat = lambda ended: None  # type: ignore[method-assign]
+    return made
+
+
+def test_a_folder_has_one_owner_until_it_stands_still(tmp_path: Path) -> None:
+    now = [0.0]
+    first, second, third = (owner(tmp_path, pid, now) for pid in (11, 22, 33))
+    assert first.take()
+    assert not second.take()
+    now[0] += 29.0
+    assert not second.take()
+    assert first.claim() == 2
+    with pytest.raises(OwnedError, match="in use: process 11 on host11 saves there and is alive"):
+        second.take()
+    assert not second.take()
+    assert not third.take()
+    now[0] += 31.0
+    assert second.take()
+    with pytest.raises(OwnedError, match="in use: process 22 on host22"):
+        third.take()
+    for _ in range(2):
+        with pytest.raises(OwnedError, match="taken over by another job, process 22 on host22"):
+            first.claim()
+    first.release()
+    assert second.claim() == 4
+    second.release()
+    assert third.take()
+    assert [path.name for path in tmp_path.iterdir()] == [".owner-1"]
+
+
+def test_an_owner_that_is_gone_or_of_the_same_job_is_followed_at_once(tmp_path: Path) -> None:
+    now = [0.0]
+    pid = os.fork()
+    if pid == 0:
+        signal.pause()
+    since = started(pid)
+    assert owner(tmp_path, pid, now, host="here", started=since).take()
+    second = owner(tmp_path, 22, now, host="here")
+    assert not second.take()
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # a zombie
+    assert second.take()
+    os.waitpid(pid, 0)
+    other = owner(tmp_path, pid, now, host="there", started=since)
+    assert not other.take(), "the number is another host's"
+    other.follow(second.text)  # as rank 0 of its job told it, before it was lost
+    assert other.take()
+    second.follow(other.text)
+    assert not second.owns
+    assert other.claim() == 4
+    other.release()
+    assert owner(tmp_path, pid, now, host="here", started=since).take()
+    assert owner(tmp_path, 44, now, host="here").take(), "it never died, but its process is no more"
+
+
+@pytest.mark.parametrize("content", ["", "[" * 3000, '{"host": 1, "pid": "x", "started": 2}', "x" * 9000])
+def test_an_owner_that_does_not_say_who_it_is_is_waited_for(tmp_path: Path, content: str) -> None:
+    now = [0.0]
+    (tmp_path / ".owner-7").write_text(content)
+    taker = owner(tmp_path, 11, now)
+    assert not taker.take()
+    now[0] += 31.0
+    assert taker.take()
+    assert taker.claim() == 9
+    (tmp_path / ".owner-12").write_text("")
+    with pytest.raises(OwnedError, match="by another job, another process"):
+        taker.claim()
+
+
+def test_numbers_go_on_from_those_of_the_checkpoints(tmp_path: Path) -> None:
+    number = complete(tmp_path, "a", 1)
+    late = owner(tmp_path, 11, [0.0])
+    assert late.take()
+    assert late.claim() == number + 2
+    (tmp_path / f".owner-{number + 2}").unlink()
+    assert late.claim() == number + 3, "a claim that somebody has removed is made anew"
+    (tmp_path / f".owner-{number + 3}").unlink()
+    for _ in range(3):
+        number = complete(tmp_path, "a", 1)
+    with pytest.raises(OwnedError, match="taken over"):  # by one that has come, saved and gone
+        late.claim()
+
+
+def test_a_folder_of_earlier_releases_is_read_as_ever(tmp_path: Path) -> None:
+    """Without numbers the order is that of stage and step; the first save goes on from there, and removes nothing."""
+    for tag, step, stage in (("a", 5, 0), ("b", 1, 1), ("c", 9, 0)):
+        complete(tmp_path, tag, step, stage=stage)
+        record = json.loads((tmp_path / tag / "manifest.json").read_text())
+        for name in ("number", "follows", "latest", "unnamed"):
+            del record["contents"][name]
+        record["sha256"] = digest_of(record["contents"])
+        (tmp_path / tag / "manifest.json").write_text(dump(record))
+    assert [tag for _, tag in folders.complete_tags(tmp_path)] == ["b", "c", "a"]
+    number = complete(tmp_path, "d", 2, unnamed=True)
+    assert folders.prune(tmp_path, 1, number) == []
+    assert [tag for _, tag in folders.complete_tags(tmp_path)] == ["d", "b", "c", "a"]
 
 
 def test_a_tag_saved_again_is_there_at_every_moment(tmp_path: Path) -> None:
@@ -221,6 +340,10 @@ def test_a_tag_saved_again_is_there_at_every_moment(tmp_path: Path) -> None:
     (tmp_path / "a").rename(tmp_path / ".old-a")  # a save was killed between its two renames
     folders.tidy(tmp_path)
     assert folders.complete_tags(tmp_path) == [(1, "a")]
+    (tmp_path / "a").rename(tmp_path / ".old-a")  # who reads finds it there, and changes nothing
+    assert folders.find_tag(tmp_path) == "a"
+    assert folders.open_manifest(tmp_path, "a").step == 1
+    assert not (tmp_path / "a").exists()
     complete(tmp_path, "a", 2)
     assert folders.complete_tags(tmp_path) == [(2, "a")]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "latest"]
@@ -228,18 +351,27 @@ def test_a_tag_saved_again_is_there_at_every_moment(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("latest", "reason"),
-    [(None, "is missing"), ("", "is empty"), ("b", "does not exist"), ("../a", "no tag"), ("\xff\0", "no tag")],
+    [("", "is empty"), ("b", "does not exist"), ("../a", "no tag"), ("\xff\0", "no tag")],
 )
-def test_a_broken_latest_names_the_newest_tag(tmp_path: Path, latest: str | None, reason: str) -> None:
+def test_a_broken_latest_names_the_newest_tag(tmp_path: Path, latest: str, reason: str) -> None:
     complete(tmp_path, "a", 1)
-    if latest is None:
-        (tmp_path / "latest").unlink()
-    else:
-        (tmp_path / "latest").write_text(latest)
+    (tmp_path / "latest").write_text(latest)
     with pytest.raises(CheckpointError, match=reason) as error:
         folders.find_tag(tmp_path)
     assert "latest" in str(error.value)
     assert "tag='a'" in str(error.value)
+
+
+def test_without_latest_the_newest_that_it_was_to_name_is_found(tmp_path: Path) -> None:
+    """A first save may have been interrupted just before it; beside damaged ones it stays an error."""
+    complete(tmp_path, "a", 1)
+    complete(tmp_path, "best", 2, latest=False)
+    assert folders.find_tag(tmp_path) == "a"
+    (tmp_path / "latest").unlink()
+    assert folders.find_tag(tmp_path) == "a"
+    (tmp_path / "a" / rank_file(0)).unlink()
+    with pytest.raises(CheckpointError, match=r"latest is missing, though there are.*tag='best'"):
+        folders.find_tag(tmp_path)
 
 
 def test_nothing_saved_is_no_error(tmp_path: Path) -> None:
@@ -280,7 +412,7 @@ def test_every_tag_damaged_and_latest_gone_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "b" / rank_file(1)).write_bytes(b"1")
     with pytest.raises(CheckpointError, match=r"latest is missing.*a, b are damaged: restore one"):
         folders.find_tag(tmp_path)
-    assert folders.broken_tags(tmp_path) == ["a", "b"]
+    assert folders.broken_tags(tmp_path, ()) == ["a", "b"]
 
 
 @pytest.mark.parametrize(

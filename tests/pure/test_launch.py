@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import base64
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,8 @@ import pytest
 from ds_hydra.commands.launch import as_ours, main, read_options
 from ds_hydra.commands.launch_node import Job, code_of, job_of
 from ds_hydra.config.hydra_block import ElasticConfig, HydraConfig
-from ds_hydra.host.environment import JOINS, MEMBERS_FOLDER, MOST_RANKS, longest_wait_s
+from ds_hydra.elastic.agent import Invitation
+from ds_hydra.host.environment import INVITATION, JOINS, MEMBERS_FOLDER, MOST_RANKS, longest_wait_s, members_folder
 from ds_hydra.zero_hetero.errors import ConfigError
 
 
@@ -99,6 +102,39 @@ def test_the_last_places_of_each_node_are_spares(tmp_path: Path) -> None:
     assert jobs[1].of_joiner(1)["LOCAL_RANK"] == "1"
     with pytest.raises(ConfigError, match="--spares 2: node b has 2 places"):
         job_of(on_node(0), tmp_path, 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda place: place.mkdir(0o700), ""),
+        (lambda place: (place.mkdir(), place.chmod(0o777)), "mode 0777, and must be of user"),
+        (lambda place: (place.mkdir(), place.chmod(0o770)), "mode 0770"),
+        (lambda place: place.symlink_to("/tmp"), "it is a link and no folder"),
+        (lambda place: place.touch(), "it is a file and no folder"),
+        (lambda place: None, "No such file or directory. Make one of your own, `mkdir -m 700"),
+    ],
+)
+def test_the_secret_of_a_job_lies_only_where_nobody_else_writes(
+    make: Callable[[Path], object], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "members"
+    make(place)
+    monkeypatch.setenv(MEMBERS_FOLDER, str(place))
+    if words:
+        with pytest.raises(ConfigError, match=words):
+            members_folder()
+        return
+    assert members_folder() == place
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (place / f"{INVITATION}.{os.getpid()}").symlink_to(victim)
+    Invitation("secret", (), None, "run").write(place / INVITATION)
+    assert victim.read_text() == "mine"
+    assert oct((place / INVITATION).stat().st_mode)[-3:] == "600"
+    monkeypatch.setattr("os.geteuid", lambda: 12345)
+    with pytest.raises(ConfigError, match="it belongs to user"):
+        members_folder()
 
 
 def test_only_an_elastic_job_that_has_begun_waits_for_a_short_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,10 @@ class Saver:
             files=(),
             optimizer="SGD",
             counters=dict.fromkeys(COUNTERS, 0),
+            unnamed=True,
         )
+        found = folders.complete_manifests(folder)
+        self.writer.last[os.path.realpath(folder)] = found[0].number if found else 0  # as after loading it
         self.groups = collect_groups(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1))
 
     def save(self, step: int, tag: str) -> None:
@@ -55,9 +58,10 @@ class Saver:
     @classmethod
     def killed(cls, folder: Path, first: int, seconds: float) -> None:
         """Save in a process that is killed `seconds` after a complete tag is there."""
+        saver = cls(folder, Channel(None, 0, 1), first=first)  # before, for torch imports much with its first optimizer
         pid = os.fork()
         if pid == 0:
-            cls(folder, Channel(None, 0, 1), first=first).run()
+            saver.run()
         while not folders.complete_tags(folder):
             time.sleep(0.002)
         time.sleep(seconds)

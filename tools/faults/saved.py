@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import os
 import random
 import tempfile
@@ -31,6 +32,29 @@ def check_kills(quick: bool) -> Tally:
                 last = step
             except Exception as error:
                 tally.count(False, f"kill {index}: {error}")
+    return tally
+
+
+def check_folders(quick: bool) -> Tally:
+    """Saves that are interrupted at each call, two jobs in one folder in each order, what others have put there."""
+    from tests.support import folder_trials as trials
+
+    tally = Tally("folders")
+    with tempfile.TemporaryDirectory() as scratch, contextlib.redirect_stderr(io.StringIO()):
+        place = Path(scratch) / "run"
+        for which, how in itertools.product(trials.SAVES, trials.HOW):
+            for nth in itertools.count(1, 20 if quick else 1):
+                wrong = trials.interrupted(place, which, nth, how)
+                if wrong is None:
+                    break
+                tally.count(not wrong, f"{which} save, {how} call {nth}: {wrong}")
+        for frozen in range(1, trials.MOVES + 2):
+            for order in trials.ORDERS[:: 400 if quick else 1]:
+                wrong = trials.in_order(place, order, frozen)
+                tally.count(not wrong, f"two jobs in the order {order}, one frozen from move {frozen}: {wrong}")
+        for what, name in itertools.product(trials.PLANTS, trials.NAMES):
+            wrong = trials.planted(place, what, name)
+            tally.count(not wrong, f"{what} in the place of {name}: {wrong}")
     return tally
 
 
