@@ -46,6 +46,7 @@ Blocks = tuple[tuple[int, int], ...]  # rows, and how many units they are
 Names = Annotated[frozenset[str], PlainSerializer(sorted)]  # equal in every process, whatever Python's hashes there
 
 BY_WIDTH = "the job is set up for experts that are cut by width; name an ep in hydra.strategies"
+WIDE = "fp32"  # the bucket of all parameters that a model keeps in FP32
 LOGITS_AT_ONCE = 1 << 25
 """Elements, 128 MiB in FP32, of what a loss holds at a time beside the logits. Where autograd goes through these, a
 micro-batch with more computes its head twice, in blocks of as many."""
@@ -148,12 +149,14 @@ class ParamSpec:
 class Bucket:
     """Parameters that are pulled and pushed together, in flat order.
 
-    The parameters of a bucket are all trainable or all frozen, so that frozen ones need no master state.
+    The parameters of a bucket are all trainable or all frozen, so that frozen ones need no master state. Those of a
+    `wide` one are pulled in FP32 where others are in 16 bit.
     """
 
     name: str
     params: tuple[ParamSpec, ...]
     trainable: bool = True
+    wide: bool = False
 
     @property
     def numel(self) -> int:
@@ -202,6 +205,11 @@ class ModelPlan:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def frozen_wide(self) -> bool:
+        """Whether frozen parameters are held in FP32, since some of them are computed with in that."""
+        return any(bucket.wide and not bucket.trainable for bucket in self.buckets)
 
     @property
     def token_sharding(self) -> bool:
@@ -335,12 +343,13 @@ def end_of_slots(slots: Sequence[Slot]) -> int:
 def make_buckets(named: Sequence[tuple[str, frozenset[str]]], specs: Mapping[str, ParamSpec]) -> tuple[Bucket, ...]:
     """Buckets by name and the parameters of each, in the model's order.
 
-    Trainable and frozen parameters of one name become two buckets; a bucket without parameters is left out.
+    Trainable and frozen parameters of one name become two buckets; a bucket without parameters is left out. The bucket
+    WIDE is in FP32.
     """
     buckets: list[Bucket] = []
     for name, members in named:
         for trainable in (True, False):
             params = tuple(s for s in specs.values() if s.name in members and s.trainable is trainable)
             if params:
-                buckets.append(Bucket(name if trainable else f"{name}.frozen", params, trainable))
+                buckets.append(Bucket(name if trainable else f"{name}.frozen", params, trainable, name == WIDE))
     return tuple(buckets)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ds_hydra.pipe.collectives import Group
 from ds_hydra.pipe.head_sharing import most_of_room
-from ds_hydra.pipe.model_plan import ModelPlan, Slot
+from ds_hydra.pipe.model_plan import Bucket, ModelPlan, Slot
 from ds_hydra.pipe.packed_weights import Leaf, PackedLinears
 from ds_hydra.pipe.placement import Pipeline, Stage
 from ds_hydra.pipe.rows import AT_ONCE, MicroBatch, Overlap
@@ -316,6 +316,11 @@ def widths(source: ModelSource, place: StagePlace) -> tuple[int, int]:
     """Features that enter and that leave a place; 0 where the loss does."""
     stage = place.stage
     return source.width(stage.first_layer), 0 if place.is_last else source.width(stage.last_layer)
+
+
+def dtype_of(bucket: Bucket, dtype: torch.dtype) -> torch.dtype:
+    """In which a bucket is pulled where the model is computed in `dtype`."""
+    return torch.promote_types(dtype, torch.float32) if bucket.wide else dtype
 
 
 def to_flat(value: Tensor, dim: int | None, parts: int) -> Tensor:

@@ -70,7 +70,7 @@ def bucket_places(plan: ModelPlan, strategy: Strategy, twins: Twins) -> Iterator
         slots = plan.slots(bucket, stage, stage.holder(rank))
         size = twins.padded(end_of_slots(slots), plan.alignment)
         yield BucketPlace(bucket, slots, start, size)
-        start += size
+        start += size * (2 if bucket.wide else 1)  # elements of 16 bit
 
 
 def bucket_kinds(plan: ModelPlan) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_hydra.data.tokens import TokenSequence
 from ds_hydra.engine.real_sequences import stages_of_few
@@ -17,6 +18,7 @@ from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.self_check.few_layers import with_layers
 from ds_hydra.self_check.real import OwnModel, RealData, difference_on
+from ds_hydra.self_check.runs import run_stage
 from tests.support.families import build_model, vocab_size
 
 CPU = torch.device("cpu")
@@ -54,6 +56,40 @@ def test_a_llama_is_as_far_off_as_from_itself(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("family", ["dropout (Phi)", "mixtral", "olmoe, balanced", "gemma3_text"])
 def test_other_families_agree_in_bf16(family: str) -> None:
     assert difference(build_model(family, torch.float32), torch.bfloat16) is None
+
+
+ERNIE = {
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "moe_intermediate_size": 48, "moe_num_experts": 4, "moe_k": 2,
+    "moe_num_shared_experts": 0, "moe_layer_start_index": 1, "moe_layer_end_index": -1, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def test_what_a_model_keeps_in_fp32_is_so_in_stages() -> None:
+    """Weights and corrections of routers, trained and frozen, by whose last bits experts are chosen."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("ernie4_5_moe", **ERNIE))
+    kept = {f"model.layers.1.mlp.gate.{name}" for name in ("weight", "moe_statics.e_score_correction_bias")}
+    for name, parameter in model.named_parameters():
+        if name in kept:
+            parameter.data = torch.randn_like(parameter) * 0.1
+        else:
+            parameter.data = parameter.data.to(torch.bfloat16)
+    source = CausalLM(model, computed_in=torch.bfloat16)
+    source.values = values = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    data = real_data(97)
+    losses, gradients = run_stage(source, data, factor=1.0, device=CPU, dtype=torch.bfloat16)
+    assert source.wide == kept
+    assert source.plan.frozen_wide
+    assert {name for name, gradient in gradients.items() if gradient.dtype == torch.float32} == kept & set(gradients)
+    own = OwnModel(model, values, source)
+    assert difference_on(own, data, torch.bfloat16, CPU) is None
+    assert kept <= {name for name, value in source.values.items() if value.dtype == torch.float32}
+    with torch.no_grad():
+        logits = [model(input_ids=torch.from_numpy(one.input_ids)[None]).logits[0].float() for one in data.given]
+    targets = torch.from_numpy(np.concatenate([one.labels for one in data.given]))
+    plain = nn.functional.cross_entropy(torch.cat(logits), targets, ignore_index=-100, reduction="none")
+    assert float((losses - plain).norm() / plain.norm()) < 1e-6, "rounded routers are 1e-4 off"
 
 
 def counts_pairs(model: Any) -> None:

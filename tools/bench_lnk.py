@@ -128,10 +128,9 @@ class Lnk:
         self.pulls = Pulls(pulls, masters.shards, buffers)
         self.pushes = Pushes(
             [
-                PushBucket(Link(push, rank, transport), (), torch.zeros(held.sizes[rank]), masters.grads[b])
+                PushBucket(Link(push, rank, transport), (), torch.zeros(held.sizes[rank]), masters.grads[b], case.dtype)
                 for b, (_, held, push) in enumerate(plans)
             ],
-            wire_dtype=case.dtype,
             first_tag=PUSH_TAG,
         )
 

@@ -54,13 +54,15 @@ class PushBucket:
     """One bucket as this rank sees it in one strategy.
 
     `grads` is the flat local gradient buffer (empty where the rank holds nothing), of which the `.grad` of `params`
-    are views; `masters` is the rank's master gradient, which the push fills. `link` has the transposed plan.
+    are views; `masters` is the rank's master gradient, which the push fills. `link` has the transposed plan; `wire` is
+    its `wire_dtype`.
     """
 
     link: PushMover
     params: tuple[nn.Parameter, ...]
     grads: Tensor
     masters: Tensor
+    wire: torch.dtype | None = None
 
 
 class Pushes:
@@ -74,7 +76,6 @@ class Pushes:
         self,
         buckets: Sequence[PushBucket],
         *,
-        wire_dtype: torch.dtype | None = None,
         first_tag: int = 0,
         order: Sequence[int] | None = None,
         lane: Lane | None = None,
@@ -82,8 +83,8 @@ class Pushes:
         turns: Sequence[int] | None = None,
         scratch: Scratch | None = None,
     ):
-        """Bucket b is pushed with tag `first_tag + b`; `wire_dtype` as in `Link.push`; `lane` is the rank's, None: that
-        of a host. `order`: of the buckets' pushes, the same on all ranks; None: the last one first.
+        """Bucket b is pushed with tag `first_tag + b`; `lane` is the rank's, None: that of a host. `order`: of the
+        buckets' pushes, the same on all ranks; None: the last one first.
 
         `room`: bytes of scratch memory that open pushes may take together, if none of them alone needs more; None:
         as many as all of them need. `turns`, in the order of starting: how many pushes must be over before each, as if
@@ -91,7 +92,6 @@ class Pushes:
         take the first `scratch_bytes`; None: memory of their own.
         """
         self.buckets = tuple(buckets)
-        self.wire_dtype = wire_dtype
         self.first_tag = first_tag
         self._lane = lane or HostLane()
         self._order = tuple(reversed(range(len(self.buckets)))) if order is None else tuple(order)
@@ -201,7 +201,7 @@ class Pushes:
                 handle = bucket.link.push(
                     bucket.grads,
                     bucket.masters,
-                    wire_dtype=self.wire_dtype,
+                    wire_dtype=bucket.wire,
                     accumulate=self._accumulate,
                     tag=self.first_tag + index,
                     scratch=self._scratch.at(window, torch.uint8),
@@ -231,4 +231,4 @@ class Pushes:
     def _needed(self, bucket: PushBucket) -> int:
         """Bytes of scratch memory that a bucket's push takes."""
         grads = bucket.grads.dtype
-        return bucket.link.push_bytes(grads, self.wire_dtype or grads, bucket.masters.dtype)
+        return bucket.link.push_bytes(grads, bucket.wire or grads, bucket.masters.dtype)

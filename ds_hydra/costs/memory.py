@@ -247,7 +247,7 @@ class JobMemory:
             scheme,
             index,
             masters=(1 + self.phases + self.copies + copied) * share * self.master_bytes
-            + (1 + copied) * frozen * self.param_bytes,
+            + (1 + copied) * frozen * (self.master_bytes if self.plan.frozen_wide else self.param_bytes),
             optimizer=((1 + copied) * self.optimizer_states * share + updated) * self.master_bytes,
             params=held.params,
             grads=held.grads,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_hydra.pipe.model_plan import ModelPlan
+from ds_hydra.pipe.model_plan import Bucket, ModelPlan
 from ds_hydra.pipe.placement import Strategy
 from ds_hydra.pipe.transfers import (
     BucketTransfers,
@@ -40,6 +40,10 @@ class ElementBytes(NamedTuple):
     grad: int  # where micro-batches add up
     master: int = 4
     wire: int | None = None  # of a gradient that is pushed; None: as `param`
+
+    def pulled(self, bucket: Bucket) -> int:
+        """Of what is pulled of a bucket."""
+        return max(self.param, self.master) if bucket.wide else self.param
 
 
 class RankBytes(NamedTuple):
@@ -94,7 +98,7 @@ def _ranks(plan: ModelPlan, strategy: Strategy, element: ElementBytes, node_size
     most_stages = strategy.most_stages
     for twins in twins_of(strategy, node_size):
         sizes = bucket_sizes(plan, strategy, twins, kinds)
-        params = sum(sizes) * element.param
+        params = sum(size * element.pulled(bucket) for size, bucket in zip(sizes, plan.buckets, strict=True))
         places = places_by_size(plan, sizes, order, num_ranks, grad_bytes=element.grad, master_bytes=element.master)
         room, grads = room_for_pushes(params + places.pushed_bytes, most_stages), places.num_bytes
         for rank in twins.ranks:
@@ -110,17 +114,19 @@ def _scratch_of(
     num_ranks = strategy.num_ranks
     pulls = np.zeros(num_ranks, dtype=np.int64)
     pushes: dict[int, Column] = {}
-    wire = element.wire or element.param
+    kept = element.master if plan.frozen_wide else element.param
     cast: dict[int, list[int]] = {}  # by elements of a bucket
-    known: dict[int, Column] = {}  # by the plan's identity: equal buckets share their plans, which `transfers` keeps
+    # By the plan's identity: equal buckets share their plans, which `transfers` keeps.
+    known: dict[int, Column] = {}
     for index, (bucket, (pull, push)) in enumerate(zip(plan.buckets, transfers, strict=True)):
-        if bucket.trainable and element.param != element.master:  # masters are cast, frozen ones are kept cast
+        param, wire = element.pulled(bucket), element.pulled(bucket) if bucket.wide else element.wire or element.param
+        if param != (element.master if bucket.trainable else kept):  # masters are cast, frozen ones are kept cast
             if bucket.numel not in cast:
                 cast[bucket.numel] = [padded(size) for size in even_layout(bucket.numel, num_ranks).sizes]
-            pulls += cast[bucket.numel]
+            pulls += param * np.array(cast[bucket.numel])
         if id(pull) not in known:
             known[id(pull)] = pull_scratch(pull.enter if isinstance(pull, TwinPull) else pull)
-        pulls += known[id(pull)]
+        pulls += param * known[id(pull)]
         if push is not None:
             if id(push) not in known:
                 if isinstance(push, TransferPlan):
@@ -129,4 +135,4 @@ def _scratch_of(
                     known[id(push)] = twin_push_bytes(push, (wire, element.master), element.grad)
             pushes[index] = known[id(push)]
     pushed = np.array([pushes[index] for index in push_order(plan, strategy)], dtype=np.int64)
-    return pulls * element.param, pushed.reshape(-1, num_ranks)
+    return pulls, pushed.reshape(-1, num_ranks)

@@ -148,7 +148,10 @@ class HydraEngine(EngineInParts):
         """The model as a source of stages, with what is known of it. ConfigError if its layers cannot be found, or for
         a loss of its routers that hydra.loss_norm does not define."""
         config = self.hydra_config
-        source = model_source(model, config.stage_options, loss_fn=self._loss_fn, facts=facts, shapes=config.shapes)
+        source = model_source(
+            model, config.stage_options, loss_fn=self._loss_fn, facts=facts, shapes=config.shapes,
+            computed_in=self.types.compute,
+        )  # fmt: skip
         if source.balances and config.loss_norm == "micro_batch":
             raise ConfigError(
                 'hydra.loss_norm "micro_batch" gives a sequence in slices no share of the loss, by which its routers '

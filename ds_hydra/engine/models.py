@@ -8,6 +8,7 @@ from dataclasses import astuple, replace
 from functools import partial
 from typing import Any
 
+import torch
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
@@ -41,15 +42,17 @@ def model_source(
     loss_fn: TokenLoss | None = None,
     facts: ModelFacts | None = None,
     shapes: Iterable[StrategyShape] = (),
+    computed_in: torch.dtype = torch.float32,
 ) -> ModelSource:
     """The source of stages for the kind of model that was given, trained on `loss_fn` in place of the cross entropy.
 
-    `facts` are what another rank has found of the same model; `shapes` are the strategies that were listed.
-    ConfigError if its layers cannot be found, or where the model's own code ends with an error.
+    `facts` are what another rank has found of the same model; `shapes` are the strategies that were listed, and
+    `computed_in` is the type that it is computed in. ConfigError if its layers cannot be found, or where the model's
+    own code ends with an error.
     """
     model = base_of(model)
     try:
-        return _source_of(model, options, loss_fn, facts, shapes)
+        return _source_of(model, options, loss_fn, facts, shapes, computed_in)
     except (ConfigError, PlanError):
         raise
     except Exception as error:
@@ -60,7 +63,7 @@ def model_source(
 
 def _source_of(
     model: Any, options: StageOptions, loss_fn: TokenLoss | None, facts: ModelFacts | None,
-    shapes: Iterable[StrategyShape],
+    shapes: Iterable[StrategyShape], computed_in: torch.dtype,
 ) -> ModelSource:  # fmt: skip
     from transformers import PreTrainedModel
 
@@ -75,7 +78,7 @@ def _source_of(
             )
         return LayerList(model, options)
     if isinstance(model, PreTrainedModel):
-        source = CausalLM(model, options, token_loss=loss_fn, facts=facts)
+        source = CausalLM(model, options, token_loss=loss_fn, facts=facts, computed_in=computed_in)
         stages = (stage for shape in shapes for pipeline in shape.pipelines for stage in pipeline.stages)
         return spreading_experts(source) if any(stage.ep > 1 for stage in stages) else source
     kind = type(model).__name__

@@ -169,7 +169,7 @@ def _in_few(name: str, path: str, kept: Sequence[int]) -> str | None:
 def stages_of_few(few: Any, path: str, kept: Sequence[int], whole: CausalLM) -> CausalLM:
     """Stages of a model in few layers that compute as those of the whole model, with what was recognised there."""
     options = replace(whole.options, token_sharding=False, functions="off")
-    source = CausalLM(few, options, token_loss=whole.token_loss, by_one_rank=True)
+    source = CausalLM(few, options, token_loss=whole.token_loss, by_one_rank=True, computed_in=whole.computed_in)
     source.functions = whole.functions.moved(partial(_in_few, path=path, kept=kept))
     source.options = replace(source.options, functions=whole.options.functions)
     return source

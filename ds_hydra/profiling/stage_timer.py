@@ -16,7 +16,7 @@ from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.placement import Stage, place_pipeline
 from ds_hydra.pipe.rows import Chunk, MicroBatch, Pack, position_ids
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
-from ds_hydra.pipe.stage import ModelSource, StageModule, StagePlace, install_bucket
+from ds_hydra.pipe.stage import ModelSource, StageModule, StagePlace, dtype_of, install_bucket
 from ds_hydra.pipe.weight_gradients import SplitBackward, add_to_sum
 from ds_hydra.profiling.links import Collective, Counted, Links
 from ds_hydra.profiling.local_group import LocalGroup
@@ -218,7 +218,7 @@ def _install(
         slots = source.plan.slots(bucket, stage, holder)
         size = end_of_slots(slots)
         # Small values, as in a trained model: large ones run into infinities, which some kernels are slow with.
-        buffer = torch.randn(size, device=device, dtype=dtype).mul_(0.02)
+        buffer = torch.randn(size, device=device, dtype=dtype_of(bucket, dtype)).mul_(0.02)
         grads = torch.zeros(size, device=device, dtype=torch.promote_types(dtype, torch.float32))
         total += size
         for leaf in install_bucket([module], slots, buffer):

@@ -91,7 +91,11 @@ def difference_on(own: OwnModel, data: RealData, dtype: torch.dtype, device: tor
     source = own.source
     factor = (_SMALL_SCALE if dtype == torch.float16 else 1.0) / max(1, data.num_targets)
     # In all types the values are those of the job's type, or their rounding would count as the model's distance.
-    rounded = {path: value.to(dtype) if value.is_floating_point() else value for path, value in own.values.items()}
+    own_wide = {path for path, name in source.aliases.items() if name in source.wide}
+    rounded = {
+        path: value.to(dtype) if value.is_floating_point() and path not in own_wide else value
+        for path, value in own.values.items()
+    }
     alone = partial(_alone, own, source, rounded, data, factor, device)
     staged = partial(run_stage, source, data, factor=factor, device=device)
     narrow = alone(dtype)
@@ -125,8 +129,12 @@ def _alone(
     """The model's own forward, one sequence at a time."""
     model = copy_to_meta(own.model)
     place_on(model, device)
-    floating = {path: value.is_floating_point() for path, value in values.items()}
-    give_values(model, {path: v.to(device, dtype if floating[path] else None) for path, v in values.items()}, device)
+
+    def typed(path: str, value: Tensor) -> Tensor:
+        least = torch.float32 if source.aliases[path] in source.wide else dtype
+        return value.to(device, torch.promote_types(dtype, least) if value.is_floating_point() else None)
+
+    give_values(model, {path: typed(path, value) for path, value in values.items()}, device)
     for (path, parameter), before in zip(model.named_parameters(), own.model.parameters(), strict=True):
         parameter.requires_grad_(before.requires_grad)
         for hook in parameter_hooks(own.model).get(path, ()) if before.requires_grad else ():

@@ -30,6 +30,7 @@ from ds_hydra.pipe.stage import (
     ModelSource,
     StageModule,
     StagePlace,
+    dtype_of,
     from_flat,
     install_bucket,
     to_flat,
@@ -141,7 +142,10 @@ def run_stage(
     worker = RankOfPipeline(source, uneven_pipeline(BASE, source.plan.num_layers), 0, InProcessRanks(1), device, dtype)
     worker.install(_flat_values(source, dtype), {})
     losses = worker.train_keeping(data, factor)
-    totals = {bucket.name: torch.zeros(bucket.numel, dtype=dtype, device=device) for bucket in source.plan.buckets}
+    totals = {
+        bucket.name: torch.zeros(bucket.numel, dtype=dtype_of(bucket, dtype), device=device)
+        for bucket in source.plan.buckets
+    }
     worker.contribute(totals)
     return losses, _gradients(source, totals)
 
@@ -180,7 +184,10 @@ def _flat_values(source: ModelSource, dtype: torch.dtype = torch.float64) -> dic
     """Each bucket's parameters in flat order."""
     return {
         bucket.name: torch.cat(
-            [to_flat(source.values[p.name], p.rule.dim, p.rule.parts).to(dtype) for p in bucket.params]
+            [
+                to_flat(source.values[p.name], p.rule.dim, p.rule.parts).to(dtype_of(bucket, dtype))
+                for p in bucket.params
+            ]
         )
         for bucket in source.plan.buckets
     }
@@ -232,8 +239,8 @@ class RankOfPipeline:
             layout = self._plan.pull_layout(bucket, self._strategy)
             pieces = tuple(layout.pieces[self.rank])
             if (bucket.name, pieces) not in shards:
-                size = layout.sizes[self.rank]
-                shards[bucket.name, pieces] = torch.full((size,), math.nan, dtype=self._dtype, device=self._device)
+                size, dtype = layout.sizes[self.rank], dtype_of(bucket, self._dtype)
+                shards[bucket.name, pieces] = torch.full((size,), math.nan, dtype=dtype, device=self._device)
             buffer = shards[bucket.name, pieces]
             self._coming[bucket.name] = partial(_fill, buffer, pieces, values[bucket.name])
             grads = self._grads[bucket.name] = torch.zeros_like(buffer)

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from ds_hydra.pipe.runtime import Doing, StageRuntime
 from ds_hydra.pipe.schedules.registry import evaluation_slots, training_slots
-from ds_hydra.pipe.stage import ModelSource, StagePlace, install_bucket, widths
+from ds_hydra.pipe.stage import ModelSource, StagePlace, dtype_of, install_bucket, widths
 from ds_hydra.pipe.transfers import (
     bucket_places,
     gradient_places,
@@ -138,8 +138,10 @@ class StrategyRuntime:
         sizes = self._grad_dtype.itemsize, masters.trained.flat.dtype.itemsize
         gradients = gradient_places(plan, self.strategy, twins, grad_bytes=sizes[0], master_bytes=sizes[1])
         transfers = plan_transfers(plan, self.strategy, world.node_size)
-        for index, ((_, slots, start, size), (pull, push)) in enumerate(zip(places, transfers, strict=True)):
-            buffer = self._arena.params[start : start + size]
+        for index, ((bucket, slots, start, size), (pull, push)) in enumerate(zip(places, transfers, strict=True)):
+            dtype = dtype_of(bucket, self._arena.params.dtype)
+            whole = self._arena.params[start : start + size * dtype.itemsize // self._arena.params.dtype.itemsize]
+            buffer = whole.view(dtype)
             pull_links.append(pull_link(pull, rank, world))
             buffers.append(buffer)
             held += buffer.nbytes
@@ -151,7 +153,8 @@ class StrategyRuntime:
             grads = self._arena.gradients_at(gradients.gradients[at], self._grad_dtype)
             self._sums.append(self._arena.gradients_at(gradients.sums[at], shard.dtype)[: shard.numel()])
             params = self._install(slots, buffer, grads)
-            pushes.append(PushBucket(push_link(push, rank, world), tuple(params), grads, self._sums[at]))
+            wire = dtype if bucket.wide else wire_dtype
+            pushes.append(PushBucket(push_link(push, rank, world), tuple(params), grads, self._sums[at], wire))
         self._wire_dtype, scratch = wire_dtype, self._arena.scratch
         early, within = world.lane.early, Scratch.within(self._arena.grads)
         self.pulls = Pulls(pull_links, masters.shards, buffers, first_tag=PULL_TAG, early=early, scratch=within)
@@ -162,7 +165,6 @@ class StrategyRuntime:
         order = [trained.index(index) for index in push_order(plan, self.strategy)]
         self.pushes = Pushes(
             pushes,
-            wire_dtype=wire_dtype,
             first_tag=PUSH_TAG,
             order=order,
             lane=world.lane,

@@ -21,7 +21,7 @@ from torch import Tensor
 from ds_hydra.pipe.adapters import adapter_rule, ends_of, plain_name, stack_path
 from ds_hydra.pipe.attention import interface as attention
 from ds_hydra.pipe.loss import TokenLoss, loss_of_values
-from ds_hydra.pipe.model_plan import BY_WIDTH, ModelPlan, ParamSpec, ShardRule, make_buckets
+from ds_hydra.pipe.model_plan import BY_WIDTH, WIDE, ModelPlan, ParamSpec, ShardRule, make_buckets
 from ds_hydra.pipe.models.adapted import with_stack_rules
 from ds_hydra.pipe.models.balancing import Balancing, asks_for_balance, find_balancing
 from ds_hydra.pipe.models.causal_stage import CausalStage
@@ -38,6 +38,7 @@ from ds_hydra.pipe.models.meta_copy import (
     copy_to_meta,
     devices_to_run_on,
     give_values,
+    kept_in_fp32,
     parameter_hooks,
     place_on,
     ready_to_run,
@@ -84,13 +85,14 @@ class CausalLM:
         token_loss: TokenLoss | None = None,
         by_one_rank: bool = False,
         facts: ModelFacts | None = None,
+        computed_in: torch.dtype = torch.float32,
     ):
         """Copies what the model is but for its values, traces it, and refuses what cannot be packed or cut.
 
         `token_loss` is trained on in place of the cross entropy; a model of values has neither. `by_one_rank`: stages
-        of one rank alone are built, for which nothing is found out about tensor parallelism. With `facts` that were
-        found of the same model, its layers are not run again. Raises ConfigError for models with recurrent state, with
-        attention or positions that packing would change, and for attributes or hooks that cannot be copied.
+        of one rank alone are built, for which nothing is found out about tensor parallelism. With `facts` of the same
+        model its layers are not run again. `computed_in`: the job's type, beside which a model may keep parameters in
+        FP32. Raises ConfigError for states, attention or positions that packing would change, and what is not copied.
         """
         refuse_unsupported(model)
         attention.register()
@@ -101,6 +103,7 @@ class CausalLM:
         asked = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
         self.options = replace(options, activation_checkpointing=options.activation_checkpointing or asked)
         self.values: Mapping[str, Tensor] = {n: p.detach() for n, p in model.named_parameters() if not p.is_meta}
+        self.computed_in, self.wide = computed_in, kept_in_fp32(model, computed_in)
         self.dtype, self.hooks = next(model.parameters()).dtype, parameter_hooks(model)
         self.aliases: Mapping[str, str] = _aliases(model)
         self.template = copy_to_meta(model)
@@ -306,8 +309,8 @@ class CausalLM:
             rule = ShardRule(0, by_width=(rule.dim, rule.parts)) if name in spread.stacks else rule
             specs[name] = ParamSpec(name, shape, rule, parameter.requires_grad)
         specs = with_stack_rules(model, specs) if getattr(model, "peft_config", None) else specs
-        groups = [("embeddings", flow.first), *((f"layers.{i}", names) for i, names in enumerate(flow.layers))]
-        groups.append(("head", frozenset(specs)))
+        layers = ((f"layers.{i}", names) for i, names in enumerate(flow.layers))
+        groups = [(WIDE, self.wide), ("embeddings", flow.first), *layers, ("head", frozenset(specs))]
         placed: frozenset[str] = frozenset()
         for index, (bucket, names) in enumerate(groups):
             groups[index] = (bucket, names - placed)

@@ -18,7 +18,7 @@ from ds_hydra.pipe.models.graph import arguments, tensors_in
 from ds_hydra.pipe.models.meta_copy import are_few, devices_to_run_on, repeated, run_experts_one_by_one
 from ds_hydra.pipe.placement import Pipeline, Stage
 from ds_hydra.pipe.rows import MicroBatch, Pack
-from ds_hydra.pipe.stage import StageModule, StagePlace
+from ds_hydra.pipe.stage import StageModule, StagePlace, dtype_of
 from ds_hydra.zero_hetero.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -171,8 +171,9 @@ def _install_numbers(
     source: CausalLM, built: StageModule, stage: Stage, device: torch.device, dtype: torch.dtype
 ) -> None:
     """One repeated number for every parameter."""
-    few, number = are_few(source.template.parameters()), torch.full((), 0.01, dtype=dtype, device=device)
+    few = are_few(source.template.parameters())
     for bucket in source.plan.buckets:
+        number = torch.full((), 0.01, dtype=dtype_of(bucket, dtype), device=device)
         slots = source.plan.slots(bucket, stage, 0)
         for slot in slots:
             built.install(slot, repeated(number, (end_of_slots(slots),), few=few))

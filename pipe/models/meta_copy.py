@@ -8,6 +8,7 @@ values.
 from __future__ import annotations
 
 import copy
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -99,6 +100,16 @@ def parameter_hooks(model: nn.Module) -> dict[str, tuple[Any, ...]]:
         for name, parameter in model.named_parameters()
         if parameter._backward_hooks
     }
+
+
+def kept_in_fp32(model: Any, dtype: torch.dtype) -> frozenset[str]:
+    """The parameters that a model of transformers keeps in FP32 where it is loaded in `dtype`, by name."""
+    # transformers looks for its patterns anywhere in a name, too.
+    patterns = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ()) if dtype.itemsize == 2 else set()
+    if dtype == torch.float16:
+        patterns |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    kept = re.compile("|".join(pattern.replace("*", ".*") for pattern in sorted(patterns)))
+    return frozenset(name for name, _ in model.named_parameters() if patterns and kept.search(name))
 
 
 def place_on(model: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> None:
