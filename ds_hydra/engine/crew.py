@@ -122,12 +122,7 @@ class Crew:
             )
         with together(world.channel, "allocating the master shards"):
             self.masters = ModelMasters(
-                job.source,
-                world.rank,
-                world.num_ranks,
-                world.device,
-                job.types.masters,
-                job.types.masters if plan.frozen_wide else job.types.compute,
+                job.source, world.rank, world.num_ranks, world.device, job.types.masters, job.types.compute
             )
         self.real_sequences = RealSequences(job, world, self.masters, self.prepared.hidden)
         if initial:

@@ -194,7 +194,7 @@ class HydraEngine(EngineInParts):
         self.steps.begin_training("train_batch()")
         step = partial(self.steps.handed.next, self.global_steps, data_iter, sequence_loss)
         handed = None if data_iter is None else step
-        return torch.tensor(self._train("train_batch()", handed).loss, dtype=torch.float32)
+        return torch.tensor(self._train("train_batch()", handed).loss, dtype=torch.float32, device="cpu")
 
     def _train(self, name: str, handed: Handed | None) -> Outcome:
         with self.crew.calling(name):
@@ -229,7 +229,7 @@ class HydraEngine(EngineInParts):
         if batch is None:
             raise ConfigError("eval_batch() needs sequences: a dataset, a list of token lists, or an iterator of them")
         part = Call(lambda: self.steps.evaluate_batch(batch))
-        return torch.tensor(self.on_all("eval_batch()", part, meets=True), dtype=torch.float32)
+        return torch.tensor(self.on_all("eval_batch()", part, meets=True), dtype=torch.float32, device="cpu")
 
     def evaluate(self, dataset: Any) -> Evaluation:
         """Loss, perplexity and the loss of each sequence of a map-style dataset, without an update.
@@ -251,7 +251,7 @@ class HydraEngine(EngineInParts):
             raise ConfigError("predict() needs a Hugging Face model: the layers of a PipelineModule end in its loss")
         part = Call(lambda: self.steps.predict_handed(batch, function), once="predict")
         loss, found = self.on_all("predict()", part)
-        return torch.tensor(loss, dtype=torch.float32), torch.from_numpy(found)
+        return torch.tensor(loss, dtype=torch.float32, device="cpu"), torch.from_numpy(found)
 
     def destroy(self) -> None:
         """Finish a save that is under way, print the summary, release all that this engine and DeepSpeed's hold."""

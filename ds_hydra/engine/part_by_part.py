@@ -87,7 +87,7 @@ class EngineInParts(EngineWithWeights):
         self.steps.begin_training("forward_backward()")
         with self.crew.calling("forward_backward()"):
             found = self.steps.parts.forward_backward(sequences, loss, normaliser, temperature, mixes_tokens)
-        return torch.tensor(found, dtype=torch.float32)
+        return torch.tensor(found, dtype=torch.float32, device="cpu")
 
     def optimizer_step(self) -> float:
         """Update the parameters by the gradients of all `forward_backward` calls since the last update; returns their

@@ -35,6 +35,7 @@ class ModelMasters:
         trained = [spec for spec, b in zip(specs, self.buckets, strict=True) if b.trainable]
         kept = [spec for spec, b in zip(specs, self.buckets, strict=True) if not b.trainable]
         self.trained = MasterShards(trained, rank, num_ranks, device, master, pinned=pinned)
+        frozen = master if source.plan.frozen_wide else frozen
         self.frozen = MasterShards(kept, rank, num_ranks, device, frozen, pinned=pinned)
         self.revision = 0  # how often values came from elsewhere than the optimizer; equal on all ranks
         self.shards = tuple(self._pick(self.trained.shards, self.frozen.shards))
