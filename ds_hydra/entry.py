@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ds_hydra.config.checks import MAX_INT
 from ds_hydra.config.hosts import CALLS
@@ -15,6 +15,9 @@ from ds_hydra.host.environment import check_environment, launched_number
 from ds_hydra.host.uncaught import show_refusals_plainly
 from ds_hydra.report.log import show_log
 from ds_hydra.zero_hetero.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ds_hydra.ranks.together import Texts
 
 logger = logging.getLogger(__name__)
 
@@ -128,15 +131,26 @@ def initialize(
         if collate_fn is not None:
             logger.info("collate_fn is not called: sequences are packed, not collated")
 
-    from ds_hydra.host.launch import init_distributed
+    arguments = {"port": distributed_port, "required": dist_init_required}
+    engine = _engine(accepted.parsed, model, arguments, **own, **shared)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
-    init_distributed(accepted.parsed.hydra, port=distributed_port, required=dist_init_required)
 
+def _engine(parsed: ParsedConfig, model: Any, of_group: Mapping[str, Any], **given: Any) -> Any:
+    """The engine, of ranks that watch each other from when they have met; `of_group` as `init_distributed` has it."""
     from ds_hydra.engine.engine import HydraEngine
+    from ds_hydra.engine.guard import Guard
+    from ds_hydra.host.launch import init_distributed
     from ds_hydra.host.modes import out_of_modes
 
-    engine = out_of_modes("ds_hydra.initialize()")(HydraEngine)(accepted.parsed, model, **own, **shared)
-    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+    guards = list[Guard]()
+
+    def begin(channel: Texts) -> None:
+        guards.append(Guard.before_groups(channel, parsed.hydra))
+
+    init_distributed(parsed.hydra, begin=begin, **of_group)
+    made = out_of_modes("ds_hydra.initialize()")(HydraEngine)
+    return made(parsed, model, starting=guards.pop() if guards else None, **given)
 
 
 def _plain_deepspeed(own: Mapping[str, Any], rank: int, **arguments: Any) -> tuple[Any, Any, Any, Any]:

@@ -86,6 +86,8 @@ class Doing(Protocol):
 
     now: str
 
+    def __call__(self, name: str) -> AbstractContextManager[None]: ...
+
 
 class StageRuntime:
     """Executes schedules for one rank of a pipeline; `widths` are the features that enter and leave each of its

@@ -13,10 +13,11 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections import deque
+import queue
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,33 +93,30 @@ class _Blocks:
         self._handle, self._size = handle, 0
         # Digests of full blocks; the digest so far of the block that is not full, and the bytes that it covers.
         self._digests, self._open, self._filled = bytearray(), bytes(DIGEST_BYTES), 0
-        self._worker, self._flusher = ThreadPoolExecutor(1, "digest"), ThreadPoolExecutor(1, "flush")
-        self._pending: deque[Future[None]] = deque()
+        self._digester, self._flusher = _Helper("digest", _MOST_PENDING), _Helper("flush")
 
     def add(self, data: memoryview) -> None:
         """Write bytes behind those so far."""
         for start in range(0, len(data), _PART_BYTES):
             part = data[start : start + _PART_BYTES]
             self._size += len(part)
-            self._pending.append(self._worker.submit(self._digest, part))
+            self._digester.do(partial(self._digest, part))  # it keeps its tensor's memory in use until then
             _write_all(self._handle, part)
-            if len(self._pending) > _MOST_PENDING:  # each pending part keeps its tensor's memory in use
-                self._pending.popleft().result()
-            self._flusher.submit(begin_writing, self._handle, self._size - len(part), len(part))
+            self._flusher.do(partial(begin_writing, self._handle, self._size - len(part), len(part)))
 
     def __enter__(self) -> _Blocks:
         return self
 
     def __exit__(self, *_: object) -> None:
         """End the threads before the file is closed, after an error too: the number may be another file's then."""
-        self._flusher.shutdown(wait=True, cancel_futures=True)
-        self._worker.shutdown(wait=True, cancel_futures=True)
+        self._flusher.end()
+        self._digester.end()
 
     def finish(self) -> tuple[bytes, int]:
         """(digests, size), when everything is on disk."""
         os.fsync(self._handle)  # while the last digests are still being taken
-        for pending in self._pending:
-            pending.result()
+        if (failed := self._digester.end()) is not None:
+            raise failed
         if self._filled:
             self._end_block()
         return bytes(self._digests), self._size
@@ -136,6 +134,50 @@ class _Blocks:
     def _end_block(self) -> None:
         self._digests += self._open
         self._open, self._filled = bytes(DIGEST_BYTES), 0
+
+
+class _Helper:
+    """A thread that does what it is given, one after the other, until the first error.
+
+    A pool of `concurrent.futures` takes no more work as soon as a script has come to its end, where a save in the
+    background still goes on; and from 3.12 on Python starts no thread then, so the writer does it itself.
+    """
+
+    def __init__(self, name: str, most: int = 0):
+        """At `most` so many wait for it at a time, or any number."""
+        self._todo: queue.Queue[Callable[[], object] | None] = queue.Queue(most)
+        self._failed: Exception | None = None
+        self._thread: threading.Thread | None = threading.Thread(target=self._live, daemon=True, name=name)
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._thread = None
+
+    def do(self, action: Callable[[], object]) -> None:
+        """Waits where many wait already."""
+        if self._thread is None:
+            self._try(action)
+        else:
+            self._todo.put(action)
+
+    def end(self) -> Exception | None:
+        """Return the first error, if there was one, when everything is done; nothing can be given afterwards."""
+        if self._thread is not None:
+            self._todo.put(None)
+            self._thread.join()
+            self._thread = None
+        return self._failed
+
+    def _live(self) -> None:
+        while (action := self._todo.get()) is not None:
+            self._try(action)
+
+    def _try(self, action: Callable[[], object]) -> None:
+        try:
+            if self._failed is None:
+                action()
+        except Exception as error:
+            self._failed = error
 
 
 def begin_writing(handle: int, start: int, size: int) -> None:

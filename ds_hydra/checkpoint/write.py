@@ -105,6 +105,12 @@ class Writer:
         if error is not None:
             raise error
 
+    def ended(self, within: float) -> bool:
+        """Whether no save is under way any more, which is waited for so many seconds."""
+        if self._thread is not None:
+            self._thread.join(within)
+        return not self.busy
+
     def drop(self) -> None:
         """Return when no save is under way; one that fails is `dropped`, with its error."""
         error: Exception | None = None

@@ -123,6 +123,13 @@ class Coming:
             self._making.wait()
             self._making = None
 
+    def ended(self, within: float) -> bool:
+        """Whether nothing is made ready any more, which is waited for so many seconds."""
+        thread = self._making and self._making.thread
+        if thread:
+            thread.join(within)
+        return not (thread and thread.is_alive())
+
     def drop(self) -> None:
         """Drop what was made ready, and what its error holds."""
         if self._making is not None:

@@ -41,6 +41,7 @@ from functools import partial
 from pathlib import Path
 
 from ds_hydra.checkpoint.checkpointer import Checkpointer
+from ds_hydra.checkpoint.write import Writer
 from ds_hydra.engine.coming import Coming
 from ds_hydra.engine.copies import Copy
 from ds_hydra.engine.guard import Guard
@@ -70,9 +71,12 @@ from ds_hydra.step.runtimes import build_stages
 from ds_hydra.step.stepper import Stepper
 from ds_hydra.step.update import Update
 from ds_hydra.watchdog.host import end_process
+from ds_hydra.watchdog.watchdog import FINISH_S
 from ds_hydra.zero_hetero.errors import OWN_FAULT
 
 logger = logging.getLogger(__name__)
+
+_COMING_S = 2.0  # in which a step that is made ready ends, where its plan comes
 
 
 class Crew:
@@ -96,7 +100,11 @@ class Crew:
             if not initial:
                 self.drop()  # others may go on, and assemble once more
             raise
-        self._at_exit = partial(_wait_at_exit, weakref.ref(self))
+        writer: weakref.ref[Writer] = weakref.ref(
+            self.checkpoints.writer
+        )  # the watchdog's thread must not hold this crew
+        self.watchdog.finishes = lambda: (of := writer()) is not None and of.busy
+        self._at_exit = partial(_close_at_exit, weakref.ref(self))
         atexit.register(self._at_exit)
 
     def _assemble(self, host: HostEngine, signals: Signals, *, initial: bool) -> None:
@@ -152,7 +160,7 @@ class Crew:
             self._start_planner(producer)
         self.coming = Coming(self.plans, self.stepper, world, self.activity)
         self.learned = Learned(self.watch, self.plans)
-        self.checkpoints = Checkpointer(
+        self.checkpoints: Checkpointer = Checkpointer(
             host, self.masters, job.source.aliases, world.background, self.loss_scale, self.learned
         )
 
@@ -242,14 +250,20 @@ class Crew:
         parts.clear()
 
 
-def _wait_at_exit(of: weakref.ref[Crew]) -> None:
+def _close_at_exit(of: weakref.ref[Crew]) -> None:
     """A script that ends while a save is under way ends with it, and with its error if it fails."""
     crew = of()
-    # A rank that ends by an error has told it, and its save may wait for others in vain.
-    if crew is None or crew.watchdog.reported:
+    if crew is None:
+        return
+    if crew.watchdog.reported:
+        # It has told the error by which it ends, and the others stay until the save is whole [Note: who ends when].
+        # A thread that Python ends within gloo aborts the process, so none may be left there.
+        waits = crew.checkpoints.writer.ended(within=FINISH_S)
+        if not (waits and crew.coming.ended(within=_COMING_S)):
+            end_process(crew.watchdog.code)
         return
     try:
-        crew.checkpoints.writer.wait()
+        crew.close()
     except Exception as error:
         code = OWN_FAULT
         try:

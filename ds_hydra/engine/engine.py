@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -42,6 +43,7 @@ from ds_hydra.pipe.models.facts import ModelFacts
 from ds_hydra.pipe.predictions import TokenFunction
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.ranks.channel import Channel
+from ds_hydra.ranks.groups import CONNECTING
 from ds_hydra.ranks.nodes import GivenNode, Standing, cluster_of
 from ds_hydra.ranks.together import Texts, first_channel, together
 from ds_hydra.ranks.world import World
@@ -66,10 +68,14 @@ class HydraEngine(EngineInParts):
         *,
         loss_fn: TokenLoss | None = None,
         pre_step_callback: Callback | None = None,
+        starting: Guard | None = None,
         **arguments: Any,
     ) -> None:
+        """`starting`: the guard of these ranks from before torch's groups were made, which ends here."""
         with first_channel() as channel:
             guard = self._guard(channel, parsed.hydra)
+            if starting is not None:
+                starting.watchdog.close(goes_on=True)
             with guard.assembling():
                 make_whole(model, channel)
                 self._read(channel, parsed, self.given_back(model), loss_fn, arguments)
@@ -94,8 +100,11 @@ class HydraEngine(EngineInParts):
                 self.saving.resume()
 
     def _guard(self, channel: Texts, config: HydraConfig) -> Guard:
-        """The watchdog, which is asked for the coming step before there are steps."""
-        return Guard(channel, config, lambda: vars(self).get("global_steps", 0) + 1)
+        return Guard(channel, config, self._coming_step, starts="job" not in vars(self))
+
+    def _coming_step(self) -> int:
+        """As the watchdog asks for it, also before there are steps."""
+        return int(vars(self).get("global_steps", 0)) + 1
 
     def _read(
         self, channel: Channel, parsed: ParsedConfig, model: Any, loss_fn: TokenLoss | None, arguments: dict[str, Any]
@@ -133,7 +142,8 @@ class HydraEngine(EngineInParts):
         """
         self.job = job or self.job
         with torch._C.DisableTorchFunctionSubclass():  # to it a released parameter is one of the meta device
-            world = self.world_of_process()
+            with nullcontext() if guard is None else guard.activity(f"{CONNECTING} groups of all ranks"):
+                world = self.world_of_process()
             guard = guard or self._guard(world.background, self.job.config)
             shift = 1 if self.going_on is None else self.going_on.shift
             self.crew = Crew(self.job, world, self, self._signals, guard, initial=job is None, shift=shift)

@@ -64,6 +64,7 @@ def first_assembly(engine: HydraEngine, elastic: ElasticConfig, guard: Guard) ->
         engine.going_on.join(guard)
         return True
     engine.going_on = GoingOn(engine, elastic, epochs.start_agent(engine))
+    guard.watchdog.close(goes_on=True)  # the members watch each other from here on
     engine.going_on.begin(guard)
     return False
 

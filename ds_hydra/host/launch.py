@@ -9,7 +9,7 @@ import importlib.util
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -20,22 +20,33 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
-from ds_hydra.config.hydra_block import HydraConfig, check_num_ranks
+from ds_hydra.config.hydra_block import FaultsConfig, HydraConfig, check_num_ranks
 from ds_hydra.host.compile_locks import tell_locks
 from ds_hydra.host.devices import before_devices_start
 from ds_hydra.host.environment import joins, launched_number, longest_wait_s
+from ds_hydra.host.meeting import Fellows, meeting_of
 from ds_hydra.ranks.groups import wait_at_most
+from ds_hydra.ranks.together import Texts
 from ds_hydra.zero_hetero.errors import ConfigError
 
 _LISTENING_S, _ANSWER_S = 2.0, 8.0  # until a connection to MASTER_PORT, and an answer there, count as not coming
+_OTHER_PLACE = frozenset({"init_method", "rank", "world_size"})  # arguments that say where ranks meet otherwise
+_FROZEN_S, _TIMEOUT = FaultsConfig().frozen_seconds, torch.distributed.constants.default_pg_timeout
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-def init_distributed(config: HydraConfig, *, port: int, required: bool | None = None) -> None:
+def init_distributed(
+    config: HydraConfig,
+    *,
+    port: int,
+    required: bool | None = None,
+    begin: Callable[[Texts], object] | None = None,
+) -> None:
     """Start torch.distributed through DeepSpeed, with an explicit timeout and nothing compiled on CPU.
 
-    `port` and `required` are `distributed_port` and `dist_init_required` of `deepspeed.initialize`. Raises
-    ConfigError when no launcher has set the environment, or when the strategies do not fit the number of ranks.
+    `port` and `required` are `distributed_port` and `dist_init_required` of `deepspeed.initialize`. All ranks `begin`
+    with a channel of theirs when they have met, where torch.distributed was not there before. Raises ConfigError when
+    no launcher has set the environment, or when the strategies do not fit the number of ranks.
     """
     _require_launcher()
     check_launched_ranks(config)
@@ -44,9 +55,9 @@ def init_distributed(config: HydraConfig, *, port: int, required: bool | None = 
     before_devices_start(config, accelerator.communication_backend_name(), launched_number("WORLD_SIZE"))
     if accelerator.device_name() != "cpu" and "LOCAL_RANK" in os.environ:
         accelerator.set_device(int(os.environ["LOCAL_RANK"]))
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not torch.distributed.is_initialized():
-        _meet_in_this_attempt(accelerator.communication_backend_name(), timeout)
     init_as_deepspeed(
+        begin=begin,
+        frozen_s=config.faults.frozen_seconds,
         dist_backend=accelerator.communication_backend_name(),
         distributed_port=port,
         dist_init_required=required,
@@ -61,10 +72,21 @@ def init_distributed(config: HydraConfig, *, port: int, required: bool | None = 
         os.environ["LOCAL_RANK"] = str(dist.get_rank() % max(1, accelerator.device_count()))
 
 
-def init_as_deepspeed(*args: Any, **kwargs: Any) -> None:
-    """`deepspeed.init_distributed`, with nothing compiled on CPU, and a look at the port where the ranks meet."""
-    if not torch.distributed.is_initialized() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        check_port()
+def init_as_deepspeed(
+    *args: Any, begin: Callable[[Texts], object] | None = None, frozen_s: float = _FROZEN_S, **kwargs: Any
+) -> None:
+    """`deepspeed.init_distributed`, with nothing compiled on CPU, when all ranks have come [Note: meeting]."""
+    backend = (args[0] if args else kwargs.get("dist_backend")) or get_accelerator().communication_backend_name()
+    meeting = None  # its store is torch's, too, as long as it is there
+    if not torch.distributed.is_initialized() and not _OTHER_PLACE & kwargs.keys():
+        of_agent, timeout = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True", kwargs.get("timeout", _TIMEOUT)
+        if not of_agent:
+            check_port()
+        meeting = meeting_of(timeout_s=timeout.total_seconds(), frozen_s=frozen_s)
+        if meeting is not None:
+            (begin or (lambda channel: channel.texts("")))(meeting)
+        if of_agent:
+            _meet_in_this_attempt(backend, timeout)
     tell_locks()
     with _no_shared_memory_operator():
         deepspeed.init_distributed(*args, **kwargs)
@@ -99,7 +121,9 @@ def check_port() -> None:
     asking = threading.Thread(target=ask, daemon=True)  # torch waits for an answer longer than it is told to
     asking.start()
     asking.join(_ANSWER_S)
-    if not answered.is_set():
+    fellows = Fellows(rank, str(port))
+    fellows.look()
+    if not answered.is_set() and not fellows.is_stopped(0):  # of which the meeting tells
         raise _port_taken("what listens there does not answer as rank 0 does")
 
 

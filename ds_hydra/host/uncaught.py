@@ -14,7 +14,7 @@ import sys
 from types import TracebackType
 from typing import NamedTuple
 
-from ds_hydra.ranks.once import first, met
+from ds_hydra.ranks.once import first, first_on_host, met
 from ds_hydra.ranks.screen import show
 from ds_hydra.zero_hetero.errors import OTHERS_FAULT, CheckpointError, ConfigError, NumericsError, PlanError
 from ds_hydra.zero_hetero.told import message_of, told_of
@@ -43,7 +43,7 @@ def show_refusals_plainly() -> None:
             before(kind, error, trace)
             return
         logger.debug("a refusal was not caught", exc_info=(kind, error, trace))
-        if _is_first_to_tell(ending.key):
+        if _is_first_to_tell(ending.key, alike=told_of(error) is None):
             # Not sys.stderr: torch.distributed calls the hook that was there before it with another one, and drops what
             # was written there where that hook leaves.
             show(ending.line, sys.__stderr__)
@@ -81,13 +81,16 @@ def _lost_connection(error: BaseException) -> bool:
     return lost_connection(error)
 
 
-def _is_first_to_tell(text: str) -> bool:
+def _is_first_to_tell(text: str, *, alike: bool) -> bool:
     """Whether this rank is the one that shows an error of this text.
 
-    Before the ranks have met they have only read the same config, so the first rank of each node speaks for its node.
+    Before the ranks have met they have only read the same config, so the first rank of each node speaks for its node;
+    unless they do not fail `alike`, since one that is lost cannot speak.
     Later an error may belong to one rank alone: of all ranks with the same text, the first to reach the ranks' common
     store shows it.
     """
+    if not met() and not alike:
+        return first_on_host(f"ds_hydra/{os.environ.get('MASTER_PORT')}/{text}"[:100])
     if not met():
         return os.environ.get("LOCAL_RANK", "0") == "0"
     key = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()

@@ -16,9 +16,11 @@ each token's loss by the number of targets of the whole update (`average_tokens_
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import math
 import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import Trainer
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
 from ds_hydra.checkpoint.other_engines import other_checkpoint
 from ds_hydra.host.released import give_back
@@ -40,7 +42,7 @@ from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 
-_TRAINING_ARGS = "training_args.bin"  # as Trainer names it
+_TRAINING_ARGS, _STATE = "training_args.bin", "trainer_state.json"  # as Trainer names them
 _NO_LOGITS = (
     "needs the logits of whole batches, which no rank has: pass preprocess_logits_for_metrics, which treats each token "
     "alone, such as `lambda logits, labels: logits.argmax(-1)`"
@@ -122,7 +124,14 @@ class HydraTrainer(Trainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's own. After it the model is the script's: what writes to its weights, such as merging adapters, gets
-        them whole on each rank's CPU, and all ranks must do so alike; an evaluation after that has the new ones."""
+        them whole on each rank's CPU, and all ranks must do so alike; an evaluation after that has the new ones.
+
+        A folder of Trainer's that a save has left without its end, since a rank was lost, is put aside first.
+        """
+        if self.plans_steps:
+            if self.args.should_save:
+                _put_aside_unfinished(Path(self.args.output_dir))
+            self.accelerator.wait_for_everyone()
         found = super().train(*args, **kwargs)
         if self.plans_steps and self.deepspeed is not None:
             self.deepspeed.lent.training_is_over = self._give_model_back
@@ -153,6 +162,11 @@ class HydraTrainer(Trainer):
             own = functools.partial(_smoothed, smoothing)
         with in_place_of_deepspeed(own):
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        if self.plans_steps:  # then Trainer writes its state, by which a whole checkpoint is known
+            self.accelerator.wait_for_everyone()
 
     def _end_engine(self) -> None:
         """Before another training, which begins anew with the values that the model has now, as a plain Trainer's."""
@@ -291,11 +305,27 @@ def figures_of(step: StepRecord) -> dict[str, Any]:
     return found
 
 
+def _put_aside_unfinished(folder: Path) -> None:
+    """Rename those of Trainer's checkpoints that lack its state: `resume_from_checkpoint=True` takes the newest."""
+    for saved in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        try:
+            json.loads((saved / _STATE).read_text())
+        except (OSError, ValueError):
+            aside = saved.with_name(f"unfinished-{saved.name}-{secrets.token_hex(4)}")
+            saved.rename(aside)
+            logger.warning("%s was not saved to its end, and is not gone on from: it is %s now", saved, aside.name)
+
+
 def _refuse_without_engine(folder: Path) -> None:
     """CheckpointError for a checkpoint of a Trainer that had no engine; Trainer itself would find nothing in it."""
     other = other_checkpoint(folder)
     if other is not None and not any(folder.glob("global_step*")):
         raise CheckpointError(f"resume_from_checkpoint={str(folder)!r} is {other}")
+    if not (folder / _STATE).exists():
+        raise CheckpointError(
+            f"resume_from_checkpoint={str(folder)!r} has no {_STATE}: it was not saved to its end, or is no "
+            "checkpoint of Trainer's; give the one before, or True for the newest that is whole"
+        )
 
 
 def _in_rows(found: Tensor, input_ids: Tensor, mask: Tensor | None) -> Tensor:

@@ -30,6 +30,7 @@ class Calling:
         self.number = 0  # of calls whose names were compared
         self.waiting = ""  # the name of the present one, until its name was compared
         self.failed = ""  # the name of the last one in which this rank waited in vain
+        self.broken = ""  # what has left a step, so that nothing of the engine can be gone on with
         self._inside = False
 
     @contextmanager
@@ -38,6 +39,11 @@ class Calling:
         if self._inside:
             yield
             return
+        if self.broken:
+            raise RuntimeError(
+                f"{self.broken}: masters, gradients and messages may be half made, so {name} cannot go on. Call "
+                "destroy() and make a new engine, or end the script and start it again from a checkpoint"
+            )
         self._inside, self.waiting = True, name
         try:
             yield

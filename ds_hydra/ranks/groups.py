@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ds_hydra.pipe.placement import Strategy
 
+CONNECTING = "connecting"  # how names of an activity begin in which ranks only meet
 _LAZY = "TORCH_GLOO_LAZY_INIT"
 
 Ranks = tuple[int, ...]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import socket
 import sys
-import threading
 import time
+from functools import partial
 from typing import Any
+
+from ds_hydra.ranks.screen import within
 
 _TURN_S = 0.02
 _HELD: list[socket.socket] = []  # names that this process has, until it ends
@@ -20,9 +22,7 @@ def first(key: str, *, within_s: float = 0.5, all_by_s: float = 0.0) -> bool | N
     `all_by_s` rank 0 waits so long until all have asked.
     """
     answers: list[bool | None] = []
-    asking = threading.Thread(target=_ask, args=(key, all_by_s, answers), daemon=True)
-    asking.start()
-    asking.join(within_s + all_by_s)
+    within(within_s + all_by_s, partial(_ask, key, all_by_s, answers))
     return answers[0] if answers else None
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import sys
 import threading
 from collections.abc import Callable
 from typing import TextIO
 
+_BEGINS_S = 0.5  # within which a thread begins, if it does
 _PATIENCE_S = 1.0  # a pipe that nobody reads takes no more; whoever must end does not wait for it
 
 
@@ -21,25 +23,34 @@ def show(line: str, screen: TextIO | None = None) -> None:
             stream.flush()
 
     flush()
-    _within_patience(write)
+    within(_PATIENCE_S, write)
 
 
 def flush() -> None:
     """Hand on what was printed."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # as Python has it where the process began without one
-            _within_patience(stream.flush)
+            within(_PATIENCE_S, stream.flush)
 
 
-def _within_patience(action: Callable[[], object]) -> None:
+def within(seconds: float, action: Callable[[], object]) -> None:
+    """Do it in a thread of its own, for which this one waits so many seconds; here, where no thread begins.
+
+    Errors of a stream that is closed are nothing.
+    """
+    mine, begun, done = threading.Lock(), threading.Event(), threading.Event()
+
     def tried() -> None:
-        with contextlib.suppress(OSError, ValueError):
-            action()
+        if mine.acquire(blocking=False):
+            begun.set()
+            with contextlib.suppress(OSError, ValueError):
+                action()
+            done.set()
 
-    try:
-        thread = threading.Thread(target=tried, daemon=True)
-        thread.start()
-    except RuntimeError:  # no more threads, as where Python ends
-        tried()
-    else:
-        thread.join(_PATIENCE_S)
+    # Not threading's: where there is no memory left a new thread dies before it says that it has begun, for which
+    # `Thread.start` waits without end.
+    with contextlib.suppress(RuntimeError):  # no more threads, as where Python ends
+        _thread.start_new_thread(tried, ())
+        begun.wait(_BEGINS_S)
+    tried()
+    done.wait(seconds)

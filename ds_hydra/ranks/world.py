@@ -9,8 +9,8 @@ and plans are always the world's.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -23,7 +23,15 @@ import torch.distributed.nn.functional  # before there are groups: defaults of i
 from ds_hydra.pipe.placement import Strategy
 from ds_hydra.ranks.aborting import Aborting
 from ds_hydra.ranks.channel import AHEAD_TAG, Channel
-from ds_hydra.ranks.groups import GroupCache, Ranks, make_groups, needed_groups, pairs_connect_when_used, wait_at_most
+from ds_hydra.ranks.groups import (
+    CONNECTING,
+    GroupCache,
+    Ranks,
+    make_groups,
+    needed_groups,
+    pairs_connect_when_used,
+    wait_at_most,
+)
 from ds_hydra.ranks.nccl import nccl_options
 from ds_hydra.ranks.telling import Telling
 from ds_hydra.zero_hetero.clock import Clock, clock_of
@@ -36,6 +44,7 @@ _OPEN_RECEIVES = 2  # buckets whose receives are open at once on gloo, where all
 _CONNECT_TAG = 1 << 23
 
 Pair = tuple[int, int]  # (sender, receiver)
+Naming = Callable[[str], AbstractContextManager[object]]
 
 
 @dataclass
@@ -102,7 +111,7 @@ class World:
         gloo = dist.get_backend(everyone) == "gloo"
         # On devices only small messages go over gloo, between few pairs of many ranks (`channel.peers_of`). What is to
         # be shut when a rank is gone is there from the start [Note: freeing a thread].
-        with contextlib.nullcontext() if gloo or aborts is not None else pairs_connect_when_used():
+        with nullcontext() if gloo or aborts is not None else pairs_connect_when_used():
             # Neither what a script exchanges in the default group nor a save in the background may meet training.
             control, background = (make(range(num_ranks), "gloo") for _ in range(2))
         # NCCL runs one group's messages in the order they were started: pipelines get a communicator of their own, and
@@ -147,30 +156,37 @@ class World:
         links: Iterable[Pair],
         edges: Iterable[Pair],
         teams: Sequence[tuple[int, ...]],
+        naming: Naming = nullcontext,
     ) -> None:
         """Make the groups of these strategies and use every communicator and pair once, before a step depends on it.
 
-        `links` and `edges` are pairs of (sender, receiver). Every rank must call it, with the same arguments and with
-        nothing under way. Groups and pairs come in one order on all ranks, so none waits for another in a circle.
+        `links` and `edges` are pairs of (sender, receiver); what is being connected is given a `naming`. Every rank
+        must call it, with the same arguments and with nothing under way. Groups and pairs come in one order on all
+        ranks, so none waits for another in a circle.
         """
-        self.groups.create(group for strategy in strategies for group in needed_groups(strategy))
-        self.teams.create(() if self._gloo else teams)
-        for group in dict.fromkeys([*self._shared, *self.groups, *self.teams]):
-            dist.all_reduce(torch.zeros(1, device=self.device), group=group)
-        for transport, pairs in ((self.links, links), (self.edges, edges)):
-            self._greet(transport, pairs)
+        with naming(f"{CONNECTING} groups of tensor and sequence parallel ranks"):
+            self.groups.create(group for strategy in strategies for group in needed_groups(strategy))
+            self.teams.create(() if self._gloo else teams)
+        found = list(dict.fromkeys([*self._shared, *self.groups, *self.teams]))
+        for number, group in enumerate(found, 1):
+            with naming(f"{CONNECTING} group {number} of {len(found)}, of ranks {dist.get_process_group_ranks(group)}"):
+                dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+        for transport, pairs in ((self.links, sorted(links)), (self.edges, sorted(edges))):
+            with naming(f"{CONNECTING} {len(pairs)} pairs of ranks"):
+                self._greet(transport, pairs)
         for team in teams:
             if self.rank in team:
                 hello = torch.zeros(2 * len(team), device=self.device)
                 own, others = hello.chunk(2)
-                self.collectives.gather(own, team, tag=_CONNECT_TAG).wait()
-                self.collectives.trade(own, others, team, tag=_CONNECT_TAG).wait()
+                with naming(f"{CONNECTING} twins, ranks {list(team)}"):
+                    self.collectives.gather(own, team, tag=_CONNECT_TAG).wait()
+                    self.collectives.trade(own, others, team, tag=_CONNECT_TAG).wait()
 
-    def _greet(self, transport: Transport, pairs: Iterable[Pair]) -> None:
+    def _greet(self, transport: Transport, pairs: Sequence[Pair]) -> None:
         """Exchange one element over each pair, all of them at once."""
-        hello, ordered = torch.zeros(1, device=self.device), sorted(pairs)
-        sends = [(receiver, hello) for sender, receiver in ordered if sender == self.rank]
-        receives = [(sender, torch.empty_like(hello)) for sender, receiver in ordered if receiver == self.rank]
+        hello = torch.zeros(1, device=self.device)
+        sends = [(receiver, hello) for sender, receiver in pairs if sender == self.rank]
+        receives = [(sender, torch.empty_like(hello)) for sender, receiver in pairs if receiver == self.rank]
         transport.exchange(sends, receives, tag=_CONNECT_TAG).wait()
 
     def settle(self) -> None:

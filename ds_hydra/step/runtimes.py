@@ -91,7 +91,7 @@ class Runtimes:
         """Connect what steps under these strategies use, so that none of them has to."""
         world = self._world
         pairs = connections_of(self._source.plan, strategies, world.node_size)
-        world.connect(strategies, links=pairs.links, edges=pairs.edges, teams=pairs.teams)
+        world.connect(strategies, links=pairs.links, edges=pairs.edges, teams=pairs.teams, naming=self._activity)
 
     def close(self) -> None:
         """Let go of all strategies, their memory and their groups; it cannot be used afterwards."""

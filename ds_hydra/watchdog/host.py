@@ -76,12 +76,12 @@ def host() -> str:
 
 
 def started(pid: int) -> str:
-    return (_status(pid) + [""] * 20)[19]
+    return (status_of(pid) + [""] * 20)[19]
 
 
 def stopped(who: Identity) -> bool:
     """Whether a process of this host was stopped by a signal: it cannot end by itself."""
-    return who.host == host() and _status(who.pid)[:1] == ["T"]
+    return who.host == host() and status_of(who.pid)[:1] == ["T"]
 
 
 def gone(pid: int, since: str) -> bool:
@@ -92,11 +92,11 @@ def gone(pid: int, since: str) -> bool:
         return True
     except OSError:  # another user's
         return False
-    now = _status(pid)  # one that has ended stays, as "Z", until its parent has asked for its code
+    now = status_of(pid)  # one that has ended stays, as "Z", until its parent has asked for its code
     return bool(now) and (now[0] in "ZX" or now[19] != since)
 
 
-def _status(pid: int) -> list[str]:
+def status_of(pid: int) -> list[str]:
     """What the system tells of a process, from its state on; empty where it does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -74,7 +74,7 @@ class Side:
                 next_beat = now + dog.beat_s
                 self.send(dog.beat(), dog.peers.values())
         self._tell_failures()
-        self.send({"bye": dog._where()[0] - 1}, dog.peers.values())
+        self.send({"bye": dog._where()[0] - 1, "by": dog.leaves_by}, dog.peers.values())
         self.close()
 
     def _tell_failures(self) -> None:
@@ -167,7 +167,8 @@ class Side:
             peer.note_call(Call(*message["call"]) if "call" in message else None, peer.heard)
         if "bye" in message:
             peer.left, peer.step, peer.call = True, int(message["bye"]), None
-            self.found(self._left(peer), peer)
+            if message["by"] is not None:
+                self.found(self._left(peer, str(message["by"])), peer)
 
     def lost(self, peer: Peer) -> None:
         """The connection has closed; if the rank has not said farewell before, it died."""
@@ -182,7 +183,7 @@ class Side:
 
     def _died(self, peer: Peer) -> Verdict:
         text = f"rank {peer.rank} died, last heard of in step {peer.step} ({peer.activity})"
-        return Verdict(peer.rank, text, BUSY_TURNS, self.dog.frozen_s)
+        return Verdict(peer.rank, text, BUSY_TURNS, self.dog.frozen_s, gone=True)
 
     def _frozen(self, peer: Peer, silent_s: float) -> Verdict:
         who = self.dog.identities[peer.rank]
@@ -192,10 +193,12 @@ class Side:
         )
         # No time is left to anybody: a frozen process does not fail by itself, it must be killed, and until then it
         # holds the others in their collectives.
-        return Verdict(peer.rank, text, 0, 0.0, frozen=True)
+        return Verdict(peer.rank, text, 0, 0.0, gone=True, frozen=True)
 
-    def _left(self, peer: Peer) -> Verdict:
+    def _left(self, peer: Peer, error: str) -> Verdict:
         steps = f"{peer.step} step{'s' * (peer.step != 1)}"
+        if error:
+            return Verdict(peer.rank, f"rank {peer.rank} failed after {steps}: {error}", _LEFT_TURNS, None)
         calls = self.dog.known_calls()
         meanwhile = f"while {who_calls(calls)}" if calls else "and the others go on"
         text = (

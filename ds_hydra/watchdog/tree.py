@@ -53,7 +53,8 @@ class Verdict:
     text: str
     turns: int
     idle_s: float | None
-    frozen: bool = False  # that rank cannot end itself
+    gone: bool = False  # that rank does nothing more
+    frozen: bool = False  # nor can it end itself
     error: str = ""  # with which that rank failed; it tells of it by itself
     code: int = EXIT_CODE  # with which the other ranks end
 

@@ -14,7 +14,8 @@ verdict, and each rank ends itself by it:
   ranks call otherwise after 4 turns                after 1 s
 
 A rank stands still that has been in one part of a step for `still_s`, where that is given: on devices nothing else ends
-a wait for a message that does not come, while all ranks live.
+a wait for a message that does not come, while all ranks live. Where a save is under way and all ranks live, they end
+when it is whole, the one that failed too.
 
 Inside a step a rank waits for messages that the lost rank will never send, so the step can never complete. Outside a
 step it waits for nobody: it may be about to leave by itself, as all ranks do after the last step, and to end it then
@@ -46,6 +47,7 @@ from types import TracebackType
 from typing import Any
 
 from ds_hydra.ranks.calling import Calling
+from ds_hydra.ranks.groups import CONNECTING
 from ds_hydra.ranks.together import Texts, agree
 from ds_hydra.watchdog.cause import as_line, follows, lost_connection, refusal_code, timed_out
 from ds_hydra.watchdog.host import EXIT_CODE, end_process, kill, stopped
@@ -64,6 +66,7 @@ _COMPUTING = frozenset({"pull", "forward", "backward", "push", "optimizer"})  # 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 _RANKS_A_BEAT = 256  # ranks that one rank hears in the time between two heartbeats of a small job
 _MOST_NAMED = 4  # ranks
+FINISH_S = 600.0  # in which ranks that must end finish a save that is under way
 _TURNS_OF_OTHERS = 12  # that another rank's fault may take to become known, when a connection is lost
 
 
@@ -78,8 +81,8 @@ class Activity:
 
     # No lock: one thread writes a name, the other reads it, and either name is true at the moment of the change.
 
-    def __init__(self) -> None:
-        self.now = IDLE
+    def __init__(self, coming_step: Callable[[], int] = lambda: 1) -> None:
+        self.now, self.coming_step = IDLE, coming_step
         self.calling = Calling()  # the call of all ranks in which it does so
 
     @property
@@ -94,6 +97,11 @@ class Activity:
             yield
         finally:
             self.now = before
+
+
+def _waits(activity: str) -> bool:
+    """Whether it takes no longer than messages take."""
+    return activity in _COMPUTING or activity.startswith(CONNECTING)
 
 
 def beat_seconds(num_heard: int, heartbeat_s: float, frozen_s: float) -> float:
@@ -130,6 +138,8 @@ class Watchdog:
         self.rank, self.num_ranks, self._where = channel.rank, channel.num_ranks, where
         self.heartbeat_s, self.frozen_s, self._still_s, self._end = heartbeat_s, frozen_s, still_s, end
         self._calling = calling
+        self.finishes: Callable[[], bool] = bool  # whether work is under way that the ranks still finish together
+        self.code = OWN_FAULT  # with which an error ends the script
         self._seen, self._seen_since = (0, IDLE), 0.0
         self._verdict: Verdict | None = None
         self._turns = 0
@@ -139,6 +149,7 @@ class Watchdog:
         self._outbox: list[Verdict] = []
         self._lock = threading.Lock()
         self.closing = threading.Event()
+        self.leaves_by: str | None = ""  # the error by which its script ends; None: it does not end
         self._thread: threading.Thread | None = None
         self._hook_before, self._hook = sys.excepthook, self._excepthook  # a bound method: kept, to compare later
         self._scripts_hook: Hook | None = None
@@ -203,6 +214,14 @@ class Watchdog:
 
     def _excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """An exception that ends the script of one rank, also between steps, is told to the others."""
+        self.code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else OWN_FAULT
+        try:
+            self._told(kind, error, trace)
+        except SystemExit as leave:  # Python leaves with a hook's code
+            self.code = int(leave.code or 0)
+            raise
+
+    def _told(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         told = told_of(error)
         if refusal_code(error) is None or told is None:  # otherwise all ranks end alike
             self.report(error)
@@ -218,7 +237,7 @@ class Watchdog:
             self._leaving = True
             self._end_stopped(verdict)
             own = INTERRUPTED if isinstance(error, KeyboardInterrupt) else refusal_code(error) or OWN_FAULT
-            raise SystemExit(verdict.code if follows(error) else own)  # Python leaves with a hook's code
+            raise SystemExit(verdict.code if follows(error) else own)
         else:
             self._hand_on(kind, error, trace)
 
@@ -227,15 +246,21 @@ class Watchdog:
         scripts, self._scripts_hook = self._scripts_hook, None
         (scripts or self._hook_before)(kind, error, trace)
 
-    def close(self) -> None:
-        """Say farewell: this rank leaves in good order, and the others may finish work that does not need it."""
+    def close(self, *, goes_on: bool = False) -> None:
+        """Say farewell: this rank leaves in good order, and the others may finish work that does not need it.
+
+        `goes_on`: all ranks close, and live on without this.
+        """
         if self._thread is not None and not self.closing.is_set():
+            error = sys.exc_info()[1]  # on its way through a script's `finally`
+            self.leaves_by = "" if error is None or isinstance(error, SystemExit) else as_line(error)
+            self.leaves_by = None if goes_on else self.leaves_by
             self.closing.set()
             self._thread.join(timeout=5.0)
             atexit.unregister(self.close)
             if self._verdict is not None and self._reported:
                 # An error on its way to the hook is told there, with its traceback; one that a script has caught, here.
-                if not isinstance(sys.exc_info()[1], Exception):
+                if not isinstance(error, Exception):
                     self._words.say(self._verdict, *self._at)
             elif sys.excepthook is self._hook:
                 sys.excepthook = self._hook_before
@@ -290,11 +315,16 @@ class Watchdog:
         self.itself.note_call(Call(self.rank, calling.number, calling.waiting) if calling.waiting else None, now)
         if (at := self._where()) != self._seen:
             self._seen, self._seen_since = at, now
-        elif self._still_s is not None and at[1] in _COMPUTING and now - self._seen_since > self._still_s:
+        elif self._still_s is not None and _waits(at[1]) and now - self._seen_since > self._still_s:
             self._seen_since = now  # told once
+            remedy = (
+                "NCCL_DEBUG=INFO tells how far it came, NCCL_SOCKET_IFNAME names the interface"
+                if at[1].startswith(CONNECTING)
+                else "a message did not come, or a step takes longer than that"
+            )
             text = (
                 f"rank {self.rank} has been in step {at[0]} ({at[1]}) for {self._still_s:g} s (hydra.timeout_seconds), "
-                "while all ranks live: a message did not come, or a step takes longer than that"
+                f"while all ranks live: {remedy}"
             )
             with self._lock:
                 self._outbox.append(Verdict(self.rank, text, BUSY_TURNS, None))
@@ -316,8 +346,9 @@ class Watchdog:
         # Turns and not seconds: a turn passes only while this thread gets processor time. On a host so busy that a
         # rank runs for a moment every 1.5 s, 4 turns are 6 s, and its own error still has 4 chances to come first.
         # They count from 0 again for a rank that was idle, since its next step can still fail by itself.
-        self._turns = self._turns + 1 if activity != IDLE or self._leaving else 0
         waited = time.monotonic() - self._judged_at
+        finishes = not verdict.gone and waited < FINISH_S and self.finishes()
+        self._turns = self._turns + 1 if (activity != IDLE or self._leaving) and not finishes else 0
         if self._turns >= max(1, verdict.turns) or (verdict.idle_s is not None and waited >= verdict.idle_s):
             self._end_stopped(verdict)
             if self._end is not None:

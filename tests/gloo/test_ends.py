@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import faulthandler
 import os
@@ -19,6 +20,7 @@ from ds_hydra.engine import crew
 from ds_hydra.host.host_engine import HostEngine
 from ds_hydra.ranks.world import World
 from ds_hydra.step import stepper
+from ds_hydra.testing import run_ranks
 from ds_hydra.watchdog.host import abort_later
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.ends import TRACEBACK, all_told, codes, ends, mark_fault
@@ -165,6 +167,32 @@ def test_an_error_that_the_script_swallows_is_still_told() -> None:
     assert all_told(found).count("\n") == 1
 
 
+def test_a_step_that_was_interrupted_marks_its_engine(tmp_path: Path) -> None:
+    """Also where nobody else would end the job."""
+
+    def job(rank: int) -> list[str]:
+        engine, told = small_engine(rank), []
+        engine.train_batch()
+
+        def interrupted(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        engine.crew.update.apply = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            engine.train_batch()
+        for call in (engine.train_batch, engine.fp32_state_dict, lambda: engine.save_checkpoint(str(tmp_path))):
+            with pytest.raises(RuntimeError) as raised:
+                call()
+            told.append(str(raised.value))
+        engine.destroy()
+        return told
+
+    told = run_ranks(job, 1)[0]
+    for name, text in zip(("train_batch()", "fp32_state_dict()", "save_checkpoint()"), told, strict=True):
+        assert text.startswith("KeyboardInterrupt has left step 2 (optimizer): ")
+        assert f"so {name} cannot go on" in text
+
+
 def test_the_same_bug_on_all_ranks_is_told_once() -> None:
     def program(rank: int, place: Path) -> None:
         engine = small_engine(rank, faults=FAULTS)
@@ -250,7 +278,7 @@ def test_of_several_frozen_ranks_none_is_left() -> None:
     assert codes(found) == [-9, -9, 75], all_told(found)
 
 
-@pytest.mark.parametrize("what", ["closed", "not read"])
+@pytest.mark.parametrize("what", ["closed", "not read", "without threads"])
 def test_a_rank_whose_output_goes_nowhere_ends_too(what: str) -> None:
     def program(rank: int, place: Path) -> None:
         engine = small_engine(rank, faults=FAULTS, timeout_seconds=40)
@@ -261,6 +289,8 @@ def test_a_rank_whose_output_goes_nowhere_ends_too(what: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         if what == "closed":
             sys.stdout = None  # type: ignore[assignment]  # as Python has it where a process began without
+        elif what == "without threads":  # each dies before it has begun, as where there is no memory left
+            _thread.start_new_thread = threading._start_new_thread = lambda *_: 0  # type: ignore
         else:
             sys.stdout = os.fdopen(os.pipe()[1], "w")
             threading.Thread(target=print, args=("x" * 2**20,), kwargs={"flush": True}, daemon=True).start()
@@ -298,8 +328,26 @@ def test_an_interrupt_is_told_once_and_has_the_code_of_shells() -> None:
     assert all_told(found).count(TRACEBACK) == 1
 
 
-@pytest.mark.parametrize("full", [False, True])
-def test_a_script_that_ends_while_a_save_is_under_way_ends_with_it(full: bool, tmp_path: Path) -> None:
+WITH_A_SAVE: list[tuple[str, bool, list[int | None]]] = [
+    ("comes to its end", False, [0, 0]),
+    ("raises", False, [1, 1]),
+    ("raises", True, [1, 1]),
+    ("exits", False, [3, 3]),
+    ("is interrupted", False, [130, 130]),
+    ("raises on one rank", False, [75, 1]),
+    ("raises on one rank", True, [75, 1]),
+    ("exits on one rank", False, [78, 3]),
+    ("fills the disk", False, [74, 74]),
+]
+
+
+@pytest.mark.parametrize(("how", "destroyed", "expected"), WITH_A_SAVE)
+def test_a_script_that_ends_while_a_save_is_under_way_ends_with_it(
+    how: str, destroyed: bool, expected: list[int | None], tmp_path: Path
+) -> None:
+    """By Python's own end, where a thread that is left within gloo aborts the process. `destroyed`: in a `finally`."""
+    full = how == "fills the disk"
+
     def program(rank: int, place: Path) -> None:
         from ds_hydra.checkpoint import write
 
@@ -313,9 +361,24 @@ def test_a_script_that_ends_while_a_save_is_under_way_ends_with_it(full: bool, t
 
         write.write_shard = late
         saved = {"dir": str(tmp_path / "run"), "every": 1, "asynchronous": True}
-        small_engine(rank, faults=FAULTS, checkpoint=saved).train_batch()
+        engine = small_engine(rank, faults=FAULTS, checkpoint=saved, planner={"ahead": 2})
+        engine.train_batch()
+        engine.saving.config = None  # no further save
+        try:
+            if how.endswith("on one rank") and rank == 0:
+                engine.train_batch()
+            elif how.startswith("raises"):
+                raise ValueError("mine")
+            elif how.startswith("exits"):
+                sys.exit(3)
+            elif how == "is interrupted":
+                raise KeyboardInterrupt
+        finally:
+            if destroyed:
+                engine.destroy()
 
-    found = ends(program, 2)
-    assert codes(found) == ([74, 74] if full else [0, 0]), all_told(found)
+    found = ends(program, 2, finalized=True)
+    assert codes(found) == expected, all_told(found)
     assert all_told(found).count("No space left") == full
     assert (tmp_path / "run" / "global_step1").exists() != full
+    assert ("ValueError: mine" in all_told(found)) == how.startswith("raises")

@@ -158,9 +158,9 @@ def test_a_changed_bit_in_a_parameter_is_noticed_before_the_update(bucket: int, 
 def watched(rank: int, leave: str) -> tuple[list[str], float]:
     """Two of three ranks stay in a step; rank 2 goes away, as `leave` says. Why and when this rank ended."""
     ended: list[str] = []
-    where = {"now": (7, "forward")}
+    where = {"now": (7, "forward" if leave != "connects" else "connecting group 3 of 5, of ranks [0, 2]")}
     meeting = Channel(None, rank, 3)
-    still_s = {"still": 2.0 if rank == 2 else 60.0}.get(leave)
+    still_s = (2.0 if rank == 2 else 60.0) if leave in ("still", "connects") else None
     dog = Watchdog(meeting, lambda: where["now"], heartbeat_s=0.2, frozen_s=2.0, still_s=still_s, end=ended.append)
     time.sleep(0.5)
     began = time.monotonic()
@@ -190,13 +190,14 @@ def watched(rank: int, leave: str) -> tuple[list[str], float]:
         ("bye", "rank 2's script ended after 6 steps, "),
         ("raise", "ValueError: no good"),
         ("still", "has been in step 7 (forward) for 2 s"),
+        ("connects", "has been in step 7 (connecting group 3 of 5, of ranks [0, 2]) for 2 s"),
     ],
 )
 def test_who_leaves_inside_a_step_ends_it(leave: str, reason: str) -> None:
     for ended, took in run_ranks(watched, 3, leave)[:2]:
         assert reason in ended[0]
         assert "rank 2" in ended[0]
-        assert "step 7 (forward)" in ended[0]
+        assert "step 7 (" in ended[0]
         assert took < 5.0
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import os
 import signal
 import sys
 import tempfile
+import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -51,8 +54,13 @@ def mark_fault(place: Path) -> None:
         draft.rename(place / "fault")
 
 
-def ends(program: Callable[[int, Path], None], num_ranks: int, *, limit_s: float = 60.0) -> list[End]:
-    """Fork `num_ranks` ranks of one gloo group, each of which runs `program(rank, folder)`; how each ended."""
+def ends(
+    program: Callable[[int, Path], None], num_ranks: int, *, limit_s: float = 60.0, finalized: bool = False
+) -> list[End]:
+    """Fork `num_ranks` ranks of one gloo group, each of which runs `program(rank, folder)`; how each ended.
+
+    `finalized`: by Python's own end, with what becomes of daemon threads there, which takes a second of CPU.
+    """
     with tempfile.TemporaryDirectory(prefix="ends-") as scratch:
         place, began = Path(scratch), time.time()
         sys.stdout.flush()
@@ -61,7 +69,7 @@ def ends(program: Callable[[int, Path], None], num_ranks: int, *, limit_s: float
         for rank in range(num_ranks):
             pid = os.fork()
             if pid == 0:
-                live(partial(program, rank, place), rank, num_ranks, place)
+                live(partial(program, rank, place), rank, num_ranks, place, finalized=finalized)
             pids.append(pid)
         at: dict[int, tuple[int | None, float]] = {}
         while len(at) < num_ranks:
@@ -80,7 +88,7 @@ def ends(program: Callable[[int, Path], None], num_ranks: int, *, limit_s: float
         return [End(at[rank][0], at[rank][1] - since, told[rank]) for rank in range(num_ranks)]
 
 
-def live(program: Callable[[], None], rank: int, num_ranks: int, place: Path) -> None:
+def live(program: Callable[[], None], rank: int, num_ranks: int, place: Path, *, finalized: bool = False) -> None:
     """The life of a forked rank; it ends the process as a script of its own would end."""
     from ds_hydra.host.uncaught import show_refusals_plainly
 
@@ -93,6 +101,9 @@ def live(program: Callable[[], None], rank: int, num_ranks: int, place: Path) ->
     sys.__stderr__ = sys.stderr  # type: ignore[misc]
     sys.excepthook = sys.__excepthook__
     code = _left(lambda: _run(program, rank, num_ranks, place, show_refusals_plainly))
+    if finalized:
+        ctypes.pythonapi.Py_Exit(code)
+    _left(threading._shutdown)  # type: ignore[attr-defined]  # as Python does before functions at exit
     _left(atexit._run_exitfuncs)
     flush()
     os._exit(code)
@@ -101,6 +112,9 @@ def live(program: Callable[[], None], rank: int, num_ranks: int, place: Path) ->
 def _run(program: Callable[[], None], rank: int, num_ranks: int, place: Path, begin: Callable[[], None]) -> None:
     one_thread()
     atexit._clear()
+    for of_parent in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # its folders are still in use
+        of_parent.detach()
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     begin()
     store = dist.FileStore(f"{place}/store", num_ranks)
