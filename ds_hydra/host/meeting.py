@@ -34,7 +34,7 @@ from ds_hydra.zero_hetero.told import Told, mark_told, message_of
 
 _TURN_S, _BEAT_S, _NAMED_S = 0.25, 1.0, 10.0
 _STAYS_S = 1.5  # that others still read in rank 0's store how the meeting ended
-_ABSENT_S = 8.0  # after which a rank whose launcher is here would have a process
+_ABSENT_S = 10.0  # after which a rank whose launcher is here would have a process
 _MOST_NAMED = 4  # ranks
 _HOST = host().partition("/")[0]
 _meetings = 0  # of this process, each with keys of its own
@@ -43,11 +43,11 @@ _meetings = 0  # of this process, each with keys of its own
 class Fellows:
     """The processes of this job's ranks that this host shows: what the launcher of this one has started, by RANK."""
 
-    def __init__(self, rank: int, port: str):
+    def __init__(self, rank: int, port: str, pid: int | None = None):
         self._port, self.now = f"MASTER_PORT={port}", dict[int, tuple[int, ...]]()
         self._stopped: dict[int, float] = {}  # since when
         self._began, self._first = time.monotonic(), dict[int, int]()
-        self._launcher = _launcher_of(os.getpid(), rank)
+        self._launcher = _launcher_of(pid or os.getpid(), rank)
         local, size = launched_number("LOCAL_RANK"), launched_node_size()
         known = self._launcher is not None and local is not None and size is not None
         self._starts_here = range(rank - local, rank - local + size) if known else range(0)  # type: ignore[operator]
@@ -95,11 +95,12 @@ class Fellows:
 
 
 def _launcher_of(pid: int, rank: int) -> int | None:
-    """The next process above that is not this rank's own: it has another RANK, or none; None where nothing shows it."""
-    own = f"RANK={rank}"
-    while pid > 1 and own in _environment(pid):
-        pid = int([*status_of(pid), "0", "0"][1])
-    return pid if pid > 1 else None
+    """The next process above that is not this rank's own: it has another RANK, or none. None where nothing shows it, as
+    where a process was forked and told its rank later."""
+    own, above = f"RANK={rank}", pid
+    while above > 1 and own in _environment(above):
+        above = int([*status_of(above), "0", "0"][1])
+    return above if above > 1 and above != pid else None
 
 
 def _environment(pid: int) -> frozenset[str]:

@@ -38,22 +38,16 @@ def _ranks(port: int, ranks: range) -> Iterator[dict[int, subprocess.Popen[bytes
             one.wait()
 
 
-@pytest.fixture
-def fellows(monkeypatch: pytest.MonkeyPatch) -> Fellows:
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setenv("LOCAL_SIZE", "3")
-    return Fellows(0, str(free_port()))
-
-
-@pytest.mark.parametrize("how", ["alive", "died", "frozen", "stopped for a moment", "absent"])
-def test_ranks_of_this_host_are_seen_before_they_come(
-    how: str, fellows: Fellows, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    port = int(fellows._port.removeprefix("MASTER_PORT="))
-    with _ranks(port, range(2 if how == "absent" else 3)) as ranks, _ranks(free_port(), range(5, 6)):
+@pytest.mark.parametrize("how", ["alive", "died", "frozen", "stopped for a moment", "absent", "forked"])
+def test_ranks_of_this_host_are_seen_before_they_come(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    for name in ("LOCAL_RANK", "LOCAL_SIZE"):
+        monkeypatch.setenv(name, str(3 * (name == "LOCAL_SIZE")))
+    with _ranks(port, range(2 if how in ("absent", "forked") else 3)) as ranks, _ranks(free_port(), range(5, 6)):
         time.sleep(0.2)
+        fellows = Fellows(0, str(port), os.getpid() if how == "forked" else ranks[0].pid)
         fellows.look()
-        assert sorted(fellows.now) == sorted(ranks)
+        assert sorted(fellows.now) == ([] if how == "forked" else sorted(ranks))
         assert fellows.fault(0.3) is None
         if how == "died":
             ranks[1].kill()
@@ -66,11 +60,10 @@ def test_ranks_of_this_host_are_seen_before_they_come(
             if how == "stopped for a moment":
                 ranks[1].send_signal(signal.SIGCONT)
             time.sleep(0.4)
-        elif how == "absent":
-            monkeypatch.setattr(meeting, "_ABSENT_S", 0.0)
+        monkeypatch.setattr(meeting, "_ABSENT_S", 0.0)
         fellows.look()
         found = fellows.fault(0.3)
-        if how in ("alive", "stopped for a moment"):
+        if how in ("alive", "stopped for a moment", "forked"):
             assert found is None
             return
         assert found is not None
