@@ -307,7 +307,9 @@ def figures_of(step: StepRecord) -> dict[str, Any]:
 
 def _put_aside_unfinished(folder: Path) -> None:
     """Rename those of Trainer's checkpoints that lack its state: `resume_from_checkpoint=True` takes the newest."""
-    for saved in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+    for saved in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-[0-9]*"):
+        if not saved.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-").isdigit():
+            continue
         try:
             json.loads((saved / _STATE).read_text())
         except (OSError, ValueError):
