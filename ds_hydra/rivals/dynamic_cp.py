@@ -49,7 +49,7 @@ def balanced_turns(lengths: Sequence[int], units: int, most: int) -> list[Turn]:
         from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
     try:
         _, found = BalancedCPScheduler(most, _Ranks(units)).get_groups_and_subsamples(list(enumerate(lengths)), None)
-    except AssertionError as error:
+    except (AssertionError, IndexError) as error:
         raise PlanError(f"BalancedCPScheduler fails on {units} units: {error}") from error
     return [_in_groups(turn) for turn in found]
 
