@@ -280,7 +280,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--links needs a shipped cost table, whose model is known: else no messages are in the times")
     (sample, _, measured, table, _, cluster), strategies, preview = previewed(args)
     print_preview(preview, [str(strategy) for strategy in strategies])
-    print("\npulls, pushes and messages between stages are " + _counted(cluster))
+    print("\ncosts: " + (measured.source or "the table does not say where from"))
+    print("pulls, pushes and messages between stages are " + _counted(cluster))
     if args.links:
         gains = over_links(args, strategies, min(args.steps, LINK_STEPS))
         print(f"\ntimes as long as ds-hydra in {min(args.steps, LINK_STEPS)} steps, by GB/s between nodes:")

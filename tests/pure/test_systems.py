@@ -48,6 +48,7 @@ from tools.systems.measure import (
     Simulators,
     measure,
 )
+from tools.systems.page import markdown, page, read_results
 from tools.systems.plots import draw_curves, draw_systems
 from tools.systems.switching import layouts
 from tools.systems.verdicts import (
@@ -321,6 +322,15 @@ def test_spaces_of_cells_are_measured_once_and_held_to_the_aim(
     assert [row[:2] for row in rows] == [[str(WIDE_CELLS[0]), what] for what in ("small", "larger")], "of 3 steps alone"
     path.write_text("{}")
     assert bench_spaces.main([*arguments, "3"]) == 2
+
+
+def test_pages_are_what_the_file_of_cells_gives() -> None:
+    """`--plots` writes the page of all cells; that on mixes has one of its tables."""
+    results = read_results(ROOT / "benchmarks" / "systems.json")
+    assert [result.cell for result in results] == list(all_cells())
+    assert (ROOT / "benchmarks" / "systems.md").read_text() == page(results, 10)
+    assert markdown(pays_rows(results)) in (ROOT / "docs" / "where-a-mix-pays.md").read_text()
+    assert missed_aims(results) == []
 
 
 def test_cells_are_those_that_were_asked_for() -> None:
