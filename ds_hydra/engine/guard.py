@@ -57,7 +57,7 @@ class Guard:
 
         Errors of checkpoints and numerics, and those that all ranks know, are raised on all of them at once. So each
         rank can handle them by itself, and a script may catch one and go on; they are not reported. After any other
-        the next call says that this engine cannot go on.
+        that is no refusal the next call says that this engine cannot go on.
         """
         with self.activity(activity), out_of_modes(activity):
             try:
@@ -66,8 +66,9 @@ class Guard:
                 raise
             except BaseException as error:
                 if told_of(error) is None:
-                    at = f"step {self.activity.coming_step()} ({self.activity.now})"
-                    self.activity.calling.broken = f"{as_line(error).rstrip(':')} has left {at}"
+                    if not isinstance(error, (ConfigError, PlanError)):  # which are raised before anything changes
+                        at = f"step {self.activity.coming_step()} ({self.activity.now})"
+                        self.activity.calling.broken = f"{as_line(error).rstrip(':')} has left {at}"
                     self.watchdog.report(error)
                 raise
 

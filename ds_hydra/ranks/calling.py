@@ -30,6 +30,7 @@ class Calling:
         self.number = 0  # of calls whose names were compared
         self.waiting = ""  # the name of the present one, until its name was compared
         self.failed = ""  # the name of the last one in which this rank waited in vain
+        self.exits = ""  # the name of the last one, if sys.exit() has left it
         self.broken = ""  # what has left a step, so that nothing of the engine can be gone on with
         self._inside = False
 
@@ -47,8 +48,9 @@ class Calling:
         self._inside, self.waiting = True, name
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self.failed = self.waiting
+            self.exits = name if isinstance(error, SystemExit) else ""
             raise
         finally:
             self._inside, self.waiting = False, ""

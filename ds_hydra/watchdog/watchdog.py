@@ -254,6 +254,8 @@ class Watchdog:
         if self._thread is not None and not self.closing.is_set():
             error = sys.exc_info()[1]  # on its way through a script's `finally`
             self.leaves_by = "" if error is None or isinstance(error, SystemExit) else as_line(error)
+            if not self.leaves_by and (call := self._calling().exits):
+                self.leaves_by = f"SystemExit in {call}"  # the others may be in this call
             self.leaves_by = None if goes_on else self.leaves_by
             self.closing.set()
             self._thread.join(timeout=5.0)

@@ -38,7 +38,7 @@ def test_an_iterator_that_fails_keeps_its_traceback_on_its_rank(kind: str) -> No
     found = ends(program, 3)
     assert codes(found) == expected, all_told(found)
     if kind == "exit":
-        assert all_told(found).count("SystemExit: 7") + all_told(found).count("rank 1's script ended") == 1
+        assert all_told(found).count("SystemExit") == 1
         return
     assert found[1].told.count(TRACEBACK) == 1
     assert "my_tokenizer" in found[1].told

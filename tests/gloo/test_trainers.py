@@ -125,7 +125,9 @@ def with_a_bad_row(rank: int, folder: Path) -> list[dict[str, Any]]:
     model = small_model()
     with torch.no_grad():
         model.model.embed_tokens.weight[3:] = math.nan
-    trainer = trainer_of(HydraTrainer, settings(folder, 2, config(), max_steps=2, eval_strategy="no"), model)
+    trainer = trainer_of(
+        HydraTrainer, settings(folder, 2, config(), max_steps=2, eval_strategy="no", save_strategy="no"), model
+    )
     trainer.train()
     return trainer.state.log_history[:2]  # type: ignore[no-any-return]
 
