@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from ds_hydra.engine.signals import LEAVE, NOTHING, SAVE, Signals
 from ds_hydra.host.host_engine import HostEngine
 from ds_hydra.pipe.models.adapted import base_of, is_peft_model, names_with_adapters
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError
+from ds_hydra.zero_hetero.told import release
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +63,7 @@ class Saving:
         if due != self._due:
             self.wait()  # so that what has failed is raised as what it was
         self._due = due
-        self._crew.checkpoints.writer.on_failure = self._ask_again if due else None
+        self._crew.checkpoints.writer.on_failure = partial(_ask_again, self._signals) if due else None
         with self._crew.together("saving"):
             self._crew.checkpoints.save(
                 Path(folder),
@@ -121,32 +123,34 @@ class Saving:
     def _save_or_later(self, folder: str) -> None:
         """Save; what fails is tried again after 1, 2, 4, ... more steps before it ends the job: a disk may be full, or
         a file system away, for a minute. The same steps on all ranks."""
+        failed: CheckpointError | None = None
         try:
             self._save(folder, due=True)
         except CheckpointError as error:
+            failed = error
             failures = self._crew.checkpoints.writer.failures
             if not error.passing or failures >= _TRIES:
                 raise
             self._again = self._host.global_steps + 2 ** (failures - 1)
             if self._host.global_rank == 0:
                 logger.error("%s; try %d of %d, the next one after step %d", error, failures, _TRIES, self._again)
+        release(failed)  # or it holds the frames of the save, and the world in them
 
     def _save_now(self, folder: str) -> None:
         """Save, and wait for it, before the job leaves."""
         for pause_s in (*_PAUSES_S, None):
+            failed: CheckpointError | None = None
             try:
                 self._save(folder, due=True)
                 return self.wait()
             except CheckpointError as error:
+                failed = error
                 if not error.passing or pause_s is None:
                     raise
                 if self._host.global_rank == 0:
                     logger.error("%s; trying again in %.0f s", error, pause_s)
                 time.sleep(pause_s)
-
-    def _ask_again(self) -> None:
-        """A save in the background has failed: its error is raised, and it is tried again, after this step."""
-        self._signals.request = max(self._signals.request, SAVE)
+            release(failed)
 
     def wait(self) -> None:
         """Wait until no save is under way. Raises the error of the last save in the background, if it had one."""
@@ -203,3 +207,8 @@ class Saving:
         crew = self._crew
         with crew.together("loading"):
             load_pretrained(crew.masters, Path(folder), crew.job.source.aliases, self._host.module, crew.world)
+
+
+def _ask_again(signals: Signals) -> None:
+    """A save in the background has failed: its error is raised, and it is tried again, after this step."""
+    signals.request = max(signals.request, SAVE)
