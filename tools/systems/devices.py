@@ -28,7 +28,7 @@ from itertools import combinations
 from ds_hydra.commands.shipped import shipped
 from ds_hydra.costs.analytic import ModelShape
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.costs.peak import ATTENTION_OF_PEAK, CAUSAL_FLOPS, SIBLINGS_APART, Peak, peak_tflops
+from ds_hydra.costs.peak import ATTENTION_OF_PEAK, CAUSAL_FLOPS, SIBLINGS_APART, Peak, peak_tflops, square_of
 from ds_hydra.costs.table_file import TableFile, read_table_file
 from ds_hydra.rivals.setting import PUBLISHED, RivalModel
 from ds_hydra.simulate.links import INSIDE, Speed
@@ -95,6 +95,10 @@ class Model:
         """Units of width times layers that attention takes time for."""
         return (self.shape.width or self.shape.hidden) * (self.attending or self.shape.layers)
 
+    def flops(self, length: int) -> float:
+        """Of a token in a sequence of so many, forward and backward, causal; what is computed again is not in it."""
+        return MODEL_FLOPS * (self.active + self.square * length)
+
     @property
     def of_layer(self) -> float:
         """Parameters of a layer over hidden^2."""
@@ -127,9 +131,10 @@ def split(model: str) -> tuple[Model, Device]:
     return MODELS[name], DEVICES[device or "A800"]
 
 
-def shape_of(model: str) -> ModelShape:
-    """Its sizes."""
-    return split(model)[0].shape
+def alone_of(table: CostTable) -> tuple[float, float]:
+    """a and b of TP 1, times its ranks: of the fewest stages that a table has."""
+    alone = min((cost for cost in table.costs if cost.uniform.tp == 1), key=lambda cost: cost.scheme.pp)
+    return square_of(alone), alone.b * alone.scheme.num_ranks
 
 
 @lru_cache(maxsize=32)
@@ -163,20 +168,19 @@ def found_of(model: str) -> TableFile:
     if found is MODELS[found.base] and device.name == "A800":
         return published
     before, costs = MODELS[found.base], published.table.costs
-    alone = min((cost for cost in costs if cost.uniform.tp == 1), key=lambda cost: cost.scheme.pp)
-    ranks = alone.scheme.num_ranks
+    square, alone = alone_of(published.table)
     if device.attention:
         a, b = 1e-9 * MODEL_FLOPS * found.square / device.attention, 1e-9 * MODEL_FLOPS * found.active / device.rest
     else:
-        a, b = alone.a * ranks * found.square / before.square, alone.b * ranks * found.active / before.active
+        a, b = square * found.square / before.square, alone * found.active / before.active
     of_messages = found.shape.hidden * found.shape.layers / (before.shape.hidden * before.shape.layers) / device.nvlink
     of_layers = device.c * found.shape.layers / before.shape.layers
 
     def derived(cost: SchemeCost) -> SchemeCost:
         own = cost.scheme.num_ranks
-        messages = of_messages * max(0.0, cost.b * own - alone.b * ranks)
+        messages = of_messages * max(0.0, cost.b * own - alone)
         return replace(
-            cost, a=a / (alone.a * ranks) * cost.a, b=(b + messages) / own, c=of_layers * cost.c,
+            cost, a=a / square * cost.a, b=(b + messages) / own, c=of_layers * cost.c,
             derived=f"TP 1 of {device.name}s, and messages and c of the A800's",
         )  # fmt: skip
 
@@ -191,7 +195,7 @@ def impossible(model: str, table: CostTable) -> list[str]:
     """Why a table cannot be true: attention above the share of the peak that kernels reach, rows with as many heads on
     a rank too far apart, or slower in any row than the same model on an older device."""
     found, device = split(model)
-    squares = {cost.uniform: cost.a * cost.scheme.num_ranks for cost in table.costs}
+    squares = {cost.uniform: square_of(cost) for cost in table.costs}
     wrong = [
         f"{scheme} has {rate:.0f} TFLOP/s of causal attention, above {ATTENTION_OF_PEAK} of {device.peak:.0f}"
         for scheme, square in squares.items()
@@ -203,9 +207,9 @@ def impossible(model: str, table: CostTable) -> list[str]:
         if one.tp == other.tp and not 1 / SIBLINGS_APART <= (apart := squares[one] / squares[other]) <= SIBLINGS_APART
     ]
     newest = list(DEVICES).index(device.name)
-    if newest and model.partition(" ")[0] in MODELS:
+    if newest:
         older = list(DEVICES)[newest - 1]
-        before = {cost.scheme: cost for cost in found_of(f"{model.partition(' ')[0]} {older}").table.costs}
+        before = {cost.scheme: cost for cost in found_of(f"{model.split()[0]} {older}").table.costs}
         wrong += [
             f"{name} of {cost.scheme} is {own:.3g} ms, on an {older} {its:.3g}"
             for cost in table.costs if cost.scheme in before

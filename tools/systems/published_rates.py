@@ -12,10 +12,11 @@ place of 447, and long sequences are cheaper still. Which of both was run is not
 from __future__ import annotations
 
 import statistics
+from functools import lru_cache
 from typing import NamedTuple
 
 from ds_hydra.pipe.shape import ParallelScheme
-from tools.systems.devices import DEVICES, MODEL_FLOPS, Device, Model, found_of, split
+from tools.systems.devices import DEVICES, Device, alone_of, found_of, split
 
 _NONE, _ALL, _BUT_ATTENTION, _SECOND = "nothing", "all layers again", "all but attention again", "every second product"
 _AGAIN = {_NONE: (0.0, 0.0), _ALL: (1 / 3, 2 / 7), _BUT_ATTENTION: (1 / 3, 0.0), _SECOND: (1 / 6, 0.0)}
@@ -38,6 +39,7 @@ class Run(NamedTuple):
     hidden_messages: float = 0.0
     on_host: float = 0.0  # parameters of a rank whose states are there
     in_tflops: bool = False
+    layers: float = 1.0  # times the model's
 
 
 _ARCTIC, _TITAN = "stas00/ml-engineering, 8 H200s", "torchtitan's performance pages"
@@ -54,7 +56,8 @@ RUNS = (
     Run("20", "8b H100", 8192, 6514, "FSDP, compile, 128 GPUs", _TITAN, _SECOND),
     Run("20", "8b H100", 8192, 4378, "FSDP 8 and TP 8, compile, 64 GPUs", _TITAN, _SECOND, tp=8),
     Run("20", "8b H100", 8192, 4809, "the same, TP async", _TITAN, _SECOND, tp=8, hidden_messages=0.5),
-    Run("21", "8b H100", 1_048_576, 345, "ring of 8, activations on the host, 36 layers", "TRL, PR 6846", _ALL),
+    Run("21", "8b H100", 1_048_576, 345, "ring of 8, activations on the host, 36 layers", "TRL, PR 6846", _ALL,
+        layers=36 / 32),
     Run("8", "7b A800", 4096, 3760, "FSDP, 128 A100s", "fms-fsdp"),
     Run("9", "7b A800", 2048, 4078, "ZeRO-1, 8 A100s", "InternEvo"),
 )  # fmt: skip
@@ -65,22 +68,24 @@ NOT_COMPARABLE = {
 }  # fmt: skip
 
 
-def flops_of_token(model: Model, length: int) -> float:
-    """Of the model, forward and backward, causal."""
-    return MODEL_FLOPS * (model.active + model.square * length)
+def flops_of(run: Run) -> float:
+    """Of a token, as `Model.flops`."""
+    return run.layers * split(run.model)[0].flops(run.length)
+
+
+def seen(run: Run) -> float:
+    """Tokens a second of each GPU."""
+    return run.seen * 1e12 / flops_of(run) if run.in_tflops else run.seen
 
 
 def predicted(run: Run) -> float:
     """Tokens a second of each GPU by the table, with what the run adds [Note: what runs add]."""
-    costs = {cost.uniform: cost for cost in found_of(run.model).table.costs}
-    alone = min((cost for cost in costs.values() if cost.uniform.tp == 1), key=lambda cost: cost.scheme.pp)
-    a, b = (getattr(alone, name) * alone.scheme.num_ranks for name in ("a", "b"))
+    table = found_of(run.model).table
+    a, b = alone_of(table)
     of_rest, of_attention = _AGAIN[run.again]
-    ms = b * (1 + of_rest) + a * run.length * (1 + of_attention)
-    if run.model.startswith("8b") and run.length > 2**19:
-        ms *= 36 / 32  # Qwen3-8B has four layers more
+    ms = run.layers * (b * (1 + of_rest) + a * run.length * (1 + of_attention))
     if run.tp > 1:
-        messages = costs[ParallelScheme(run.tp)].b * run.tp - b
+        messages = table[ParallelScheme(run.tp)].b * run.tp - b
         ms += (1 - run.hidden_messages) * messages * (1.5 if run.again == _ALL else 1.0)
     return 1e3 / (ms + 1e3 * _ADAM_S * run.on_host / run.length)
 
@@ -89,21 +94,19 @@ def rate_rows() -> list[dict[str, object]]:
     """A line for each run: seen, by the table, and the difference."""
     rows: list[dict[str, object]] = []
     for run in RUNS:
-        found, _ = split(run.model)
-        flops, tokens = flops_of_token(found, run.length), predicted(run)
-        seen = run.seen if not run.in_tflops else run.seen * 1e12 / flops
         rows.append({
             "row": run.number, "model": run.model, "length": run.length, "run": run.what, "computed again": run.again,
-            "seen tokens/s": round(seen), "by the table": round(tokens), "off": f"{tokens / seen - 1:+.1%}",
-            "TFLOP/s seen": round(seen * flops / 1e12), "fitted": run.number in FITTED, "source": run.source,
+            "seen tokens/s": round(seen(run)), "by the table": round(predicted(run)),
+            "off": f"{predicted(run) / seen(run) - 1:+.1%}", "TFLOP/s seen": round(seen(run) * flops_of(run) / 1e12),
+            "fitted": run.number in FITTED, "source": run.source,
         })  # fmt: skip
     return rows
 
 
 def median_off() -> float:
     """Of the runs on H100s and H200s that no number was fitted to."""
-    rows = [(run, row) for run, row in zip(RUNS, rate_rows(), strict=True) if "A800" not in run.model]
-    return statistics.median(abs(float(str(row["off"]).rstrip("%")) / 100) for run, row in rows if not row["fitted"])
+    held_out = [run for run in RUNS if "A800" not in run.model and run.number not in FITTED]
+    return statistics.median(abs(predicted(run) / seen(run) - 1) for run in held_out)
 
 
 def device_rows() -> list[dict[str, object]]:
@@ -119,11 +122,7 @@ def _rate(device: Device, rate: float) -> str:
     return f"{rate:.0f} TFLOP/s ({rate / device.peak:.0%})" if rate else "as published"
 
 
+@lru_cache(maxsize=8)
 def reached(device: str) -> float:
     """What jobs have of a table's speed, in the median of the device's runs: for ours and rivals alike."""
-    ratios = [
-        float(str(row["seen tokens/s"])) / float(str(row["by the table"]))
-        for run, row in zip(RUNS, rate_rows(), strict=True)
-        if run.model.endswith(device)
-    ]
-    return statistics.median(ratios)
+    return statistics.median(seen(run) / predicted(run) for run in RUNS if run.model.endswith(device))

@@ -9,14 +9,14 @@ import statistics
 from collections.abc import Iterable, Sequence
 
 from tools.systems.cells import Cell
-from tools.systems.devices import MODEL_FLOPS, split
+from tools.systems.devices import split
 
 
 def model_flops(model: str, lengths: Iterable[int]) -> float:
     """Operations that the model needs for sequences of these lengths, as `analytic.flops_of` counts them: what is
     computed again is not in it."""
     found, _ = split(model)
-    return sum(MODEL_FLOPS * length * (found.active + found.square * length) for length in lengths)
+    return sum(length * found.flops(length) for length in lengths)
 
 
 def tflops(cell: Cell, batches: Sequence[Sequence[int]], step_ms: float) -> float:

@@ -147,8 +147,7 @@ def cause_row(result: Result) -> dict[str, object]:
     layout of ours of whole sequences, whose messages hide behind attention. Then slices and V's, several shapes at
     once, another mix in each step, and strategies that HiGHS composes.
     """
-    one = _faster(result, ONE_CHUNKED, ONE_WHOLE)
-    steps = (STATIC, FIXED, ONE_WHOLE, one, ONE_MIX, OURS, COMPOSED)
+    steps = (STATIC, FIXED, ONE_WHOLE, result.one_layout[1], ONE_MIX, OURS, COMPOSED)
     causes = ("balancing", "SP x PP, hidden messages", "slices and V", "mixing shapes", "changing each step", "HiGHS")
     row: dict[str, object] = {"cell": str(result.cell)}
     before = STATIC
@@ -159,12 +158,6 @@ def cause_row(result: Result) -> dict[str, object]:
         row[cause] = f"{result.systems[before].mean_ms / result.systems[name].mean_ms:.3f}" if known else "-"
         before = name if name in result.systems else before
     return row | {"over one layout": f"{result.one_layout[0]:.3f}", "best one": result.one_layout[1]}
-
-
-def _faster(result: Result, name: str, other: str) -> str:
-    """The faster of two, or the one that is there."""
-    there = [one for one in (name, other) if one in result.systems]
-    return min(there, key=lambda one: result.systems[one].mean_ms, default=other)
 
 
 def pays_rows(results: Sequence[Result]) -> list[dict[str, object]]:
