@@ -27,7 +27,7 @@ import torch
 from ds_hydra.checkpoint import folder as folders
 from ds_hydra.checkpoint.format import MANIFEST, FileEntry, Manifest, SavedGroup, SavedScalar, rank_file
 from ds_hydra.checkpoint.optimizer_state import merge_groups
-from ds_hydra.checkpoint.owner import POLL_S, STILL_S, OwnedError, Owner, owner_of
+from ds_hydra.checkpoint.owner import POLL_S, STILL_S, Owner, owner_of
 from ds_hydra.checkpoint.read_manifest import check_saved_text
 from ds_hydra.checkpoint.shard_file import Source, write_shard
 from ds_hydra.ranks.channel import Channel
@@ -178,7 +178,8 @@ class Writer:
         save_id = temporary.name[-len(save_id) :]
         record: dict[str, object] = {}
         error = _attempt(lambda: record.update(_write_own(temporary, channel.rank, saving, save_id)))
-        record["error"] = "" if error is None else str(_explained(error, saving.folder, saving.num_bytes))
+        if error is not None:
+            record |= {"error": str(_explained(error, saving.folder, saving.num_bytes)), "kind": _kind(error)}
         everyone = [json.loads(text) for text in channel.texts(json.dumps(record))]
         told = ["", "", 0]
         if channel.rank == 0:
@@ -197,7 +198,7 @@ class Writer:
         """Rank 0, when all have ended their writing: the checkpoint appears, or what was written goes. How it failed,
         where and why; its number."""
         owner = owner_of(saving.folder, folders.highest)
-        failed = [(rank, own["error"]) for rank, own in enumerate(everyone) if own["error"]]
+        failed = [(rank, own) for rank, own in enumerate(everyone) if "error" in own]
         try:
             number = owner.claim()
             if not failed:
@@ -206,7 +207,9 @@ class Writer:
                 )
                 _finish(temporary, replace(saving, manifest=manifest), save_id, everyone)
                 return ["", "", number]
-            how, text = "passing", f"rank {failed[0][0]}: {failed[0][1]}"
+            # One that does not pass decides: to try again would only meet it again.
+            rank, own = min(failed, key=lambda one: one[1]["kind"] == "passing")
+            how, text = own["kind"], f"rank {rank}: {own['error']}"
         except Exception as error:
             how, text = _kind(error), f"rank 0: {_explained(error, saving.folder, saving.num_bytes)}"
         _attempt(lambda: folders.remove(temporary))  # what cannot be removed, the next save tidies up
@@ -258,8 +261,9 @@ def _attempt(action: Callable[[], object]) -> Exception | None:
 
 
 def _kind(error: Exception) -> str:
-    """Whether the same may go well a little later, as other ranks are told it."""
-    return "taken" if isinstance(error, OwnedError) else "passing"
+    """Whether the same may go well a little later, as other ranks are told it: what the system says may, as of a disk
+    that is full, while an error of code or of data may not."""
+    return "passing" if isinstance(error, OSError) else "staying"
 
 
 def _failed(text: str, how: str) -> CheckpointError:

@@ -234,7 +234,7 @@ def _entries() -> dict[str, tuple[Any, str]]:
         "re-sharding": (Held, "cut_anew"),
         "joining": (Carried, "give_to"),
         "copying": (Copy, "refresh"),
-        "saved": (saving.Saving, "save"),
+        "saved": (saving.Saving, "_save"),  # those of the config and of the script alike
         "gathering": (EngineWithWeights, "fp32_state_dict"),
         "gathered": (EngineInParts, "meet"),
         "evaluating": (forwards.Forwards, "sequence_losses"),
