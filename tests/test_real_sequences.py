@@ -138,6 +138,18 @@ def test_what_packing_changes_is_found(attack: Callable[[Any], None], dtype: tor
     assert "where rounding explains" in told
 
 
+def test_what_packing_changes_is_found_where_fused_attention_drops() -> None:
+    """Drawn by torch it would be as far from itself as from any stage."""
+    model = build_model("llama", torch.float32)
+    model.config.attention_dropout, model.config._attn_implementation = 0.2, "sdpa"
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.2
+    assert difference(model, torch.float32) is None
+    counts_pairs(model)
+    assert difference(model, torch.float32) is not None
+    assert model.config._attn_implementation == "sdpa"
+
+
 def test_a_copy_in_few_layers_has_their_values() -> None:
     model = build_model("llama_8_layers", torch.float32)
     few = with_layers(model, "model.layers", [1, 6])

@@ -143,7 +143,8 @@ class RealSequences:
         width = 8 if self._job.types.compute in (torch.float32, torch.float64) else 4
         vocabulary = self._job.source.vocab_size or 1
         heads = self._job.source.plan.num_heads or 1
-        eager = self._job.model.config.get_text_config()._attn_implementation == "eager"
+        flow, config = getattr(self._job.source, "flow", None), self._job.model.config.get_text_config()
+        eager = config._attn_implementation == "eager" or bool(flow and flow.attention_dropout)
 
         def fits(tokens: int) -> bool:
             of_layers = _LIVE * self._hidden * tokens + eager * 3 * heads * tokens**2

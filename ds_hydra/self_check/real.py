@@ -139,10 +139,11 @@ def _alone(
         parameter.requires_grad_(before.requires_grad)
         for hook in parameter_hooks(own.model).get(path, ()) if before.requires_grad else ():
             parameter.register_hook(hook)
-    if dtype in (torch.float32, torch.float64):  # which fused kernels of 16 bit refuse
-        for config in (model.config, model.config.get_text_config()):
-            if "flash" in (config._attn_implementation or ""):
-                config._attn_implementation = "sdpa"
+    for config in (model.config, model.config.get_text_config()):
+        if source.flow.attention_dropout:  # fused kernels draw for themselves, and not by place
+            config._attn_implementation = "eager"
+        elif dtype in (torch.float32, torch.float64) and "flash" in (config._attn_implementation or ""):
+            config._attn_implementation = "sdpa"
     if dtype == torch.float64:
         run_experts_one_by_one(model)
     plain = Plain(model, source.flow.draws, source.layers_path, source.balancing)
