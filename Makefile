@@ -104,7 +104,7 @@ check-oldest: $(STAMP)
 # In CI for several sets of releases: .github/workflows/ci.yml. TRL 1.9 imports requests and does not ask for it.
 check-versions:
 	$(PYTHON) -m pip install $(PIP_ARGS) '.[hf,trl]' pytest hypothesis datasets peft tokenizers requests $(PINS)
-	$(PYTHON) -m pytest tests/test_private_names.py tests/pure/test_versions.py
+	$(PYTHON) -m pytest tests/test_private_names.py tests/pure/test_commands.py
 	OMP_NUM_THREADS=1 $(PYTHON) -m tools.check_equivalence --quick
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/gloo/test_training.py tests/gloo/test_hugging_face.py --share 0.25 \
 		-k 'not states and not spread and not (by and heads)'

@@ -1,4 +1,4 @@
-"""The manifest refuses whatever was not written by us and left alone; a folder's tags are whole or absent."""
+"""Files that others may have written: manifests, tags and shards are ours and whole, or refused."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import tempfile
+import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +18,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from ds_hydra.checkpoint import folder as folders
 from ds_hydra.checkpoint.format import (
+    BLOCK_BYTES,
     DIGEST_BYTES,
     FileEntry,
     Manifest,
@@ -27,6 +30,7 @@ from ds_hydra.checkpoint.format import (
     SavedGroup,
     SavedParam,
     SavedScalar,
+    block_digest,
     check_client_state,
     check_tag,
     digest_of,
@@ -37,10 +41,16 @@ from ds_hydra.checkpoint.format import (
 )
 from ds_hydra.checkpoint.owner import OwnedError, Owner
 from ds_hydra.checkpoint.read_manifest import read_manifest
+from ds_hydra.checkpoint.shard_file import ShardReader, Source, write_shard
+from ds_hydra.costs.table_file import read_table_file
+from ds_hydra.plan.plan_file import load_plans
 from ds_hydra.watchdog.host import Identity, started
-from ds_hydra.zero_hetero.errors import CheckpointError
+from ds_hydra.zero_hetero import kept_files
+from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError, PlanError
+from ds_hydra.zero_hetero.kept_files import keep_file
 from ds_hydra.zero_hetero.layout import even_layout
 
+# --- The manifest refuses whatever was not written by us and left alone; a folder's tags are whole or absent.
 MANIFEST = Manifest(
     tag="step_3",
     save_id="5f",
@@ -474,3 +484,117 @@ def test_checkpoints_of_others_are_told_by_their_files(
         folders.find_tag(tmp_path / "t")
     (tmp_path / "latest").write_text("t")
     assert folders.find_tag(tmp_path) == "t"
+
+
+# --- Shard files: ranges come back as they were written, and a header that contradicts itself is refused.
+def test_ranges_across_blocks_come_back(tmp_path: Path) -> None:
+    path = tmp_path / "rank_00000.safetensors"
+    numbers = torch.arange(3 * BLOCK_BYTES // 4, dtype=torch.float32)
+    tensors = {"a": numbers, "b": torch.tensor([1.5, -2.0], dtype=torch.bfloat16), "none": torch.empty(0)}
+    entry = write_shard(path, {name: Source.of(tensor) for name, tensor in tensors.items()}, {"save_id": "7"})
+    assert all(torch.equal(value, tensors[name]) for name, value in load_file(path).items())
+    reader = ShardReader(path, entry, BLOCK_BYTES, "7")
+    assert sorted(reader.names()) == sorted(tensors)
+    for start, stop in ((0, 5), (BLOCK_BYTES // 4 - 40, BLOCK_BYTES // 2 + 3), (len(numbers) - 1, len(numbers))):
+        part = torch.empty(stop - start)
+        reader.read("a", start, part)
+        assert torch.equal(part, numbers[start:stop])
+    wide = torch.empty(2)
+    reader.read("b", 0, wide)
+    assert wide.tolist() == [1.5, -2.0]
+    assert reader.read_all("none").numel() == 0
+    with pytest.raises(CheckpointError, match="'a' has"):
+        reader.read("a", len(numbers) - 1, torch.empty(2))
+    reader.close()
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ({"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}, "4 bytes for 2 elements"),
+        ({"dtype": "F32", "shape": [2], "data_offsets": [4, 12]}, "bytes 4 to 12 are not in the file"),
+        ({"dtype": "F32", "shape": [0], "data_offsets": [4, 0]}, "bytes 4 to 0 are not in the file"),
+        ({"dtype": "F33", "shape": [2], "data_offsets": [0, 8]}, "F33"),
+        ({"dtype": "F32", "shape": [2]}, "data_offsets"),
+        ([0, 8], "no object"),
+        ({"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}, "no count"),
+        ({"dtype": "F32", "shape": ["2"], "data_offsets": [0, 8]}, "no count"),
+        ({"dtype": "F32", "shape": [2.5], "data_offsets": [0, 8]}, "no count"),
+        ({"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}, "begins at"),
+        ({"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, "end at"),
+    ],
+)
+def test_a_header_that_contradicts_itself_is_refused(tmp_path: Path, value: Any, reason: str) -> None:
+    """Its digests are right, so only the header itself can show that it is wrong."""
+    path = tmp_path / "rank_00000.safetensors"
+    text = json.dumps({"__metadata__": {"save_id": "7"}, "a": value}).encode()
+    data = len(text).to_bytes(8, "little") + text + bytes(8)
+    path.write_bytes(data)
+    entry = FileEntry(path.name, len(data), block_digest(data).hex())
+    with pytest.raises(CheckpointError, match=f"its header contradicts itself.*{reason}") as error:
+        ShardReader(path, entry, BLOCK_BYTES, "7")
+    assert str(path) in str(error.value)
+
+
+# --- Files that strangers may have written are values or errors of ours with the file's name, never a crash.
+TABLE: dict[str, Any] = {
+    "format": "ds-hydra cost table", "version": 2, "source": "", "unit": "ms",
+    "schemes": [{"scheme": "tp1", "a": 1e-6, "b": 1e-3, "c": 0.5, "max_length": 4096, "util_length": 512}],
+}  # fmt: skip
+WRONG = [
+    b"\xff\xfe\x00x", b"\xc3", b"[" * 100_000, b'{"a":' * 70 + b"1" + b"}" * 70, b'{"step": NaN}', b'{"step": 1e999}',
+    b'{"step": ' + b"9" * 400 + b"}", b'{"a": 1, "a": 2}', b"", b"\0",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", WRONG, ids=lambda text: repr(text[:12]))
+def test_what_is_no_plan_and_no_table_is_named(tmp_path: Path, text: bytes) -> None:
+    path = tmp_path / "file.json"
+    path.write_bytes(text or b"\n")
+    with pytest.raises(PlanError, match=r"file\.json, line 1"):
+        load_plans(path)
+    with pytest.raises(ConfigError, match=r"file\.json"):
+        read_table_file(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("a", 1e308), ("b", 1e308), ("c", -1.0), ("c", 10**299), ("max_length", 1e308), ("max_length", 2**60), ("b", "1")],
+)
+def test_figures_that_no_measurement_gives_are_refused(tmp_path: Path, key: str, value: object) -> None:
+    path = tmp_path / "table.json"
+    row = TABLE["schemes"][0]
+    path.write_text(json.dumps({**TABLE, "schemes": [{**row, key: value}]}))
+    with pytest.raises(ConfigError, match=rf"table\.json.*{key}"):
+        read_table_file(path)
+    path.write_text(json.dumps({**TABLE, "activations": {"1,1": {"layer": 1e308, "first": 1.0, "last": 1.0}}}))
+    with pytest.raises(ConfigError, match=r"table\.json.*activations"):
+        read_table_file(path)
+
+
+def test_damaged_tables_are_refused_or_harmless(tmp_path: Path) -> None:
+    draw, path, whole = random.Random(0), tmp_path / "table.json", json.dumps(TABLE).encode()
+    for _ in range(300):
+        data = bytearray(whole)
+        for _ in range(draw.randint(1, 3)):
+            at = draw.randrange(len(data))
+            data[at : at + draw.randint(0, 3)] = bytes(draw.choices(range(256), k=draw.randint(0, 3)))
+        path.write_bytes(data)
+        with suppress(ConfigError):
+            read_table_file(path)
+
+
+def test_a_kept_file_leaves_nothing_half_written(tmp_path: Path) -> None:
+    def interrupted(file: Any) -> None:
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        keep_file(tmp_path / "a", interrupted)
+    assert not list(tmp_path.iterdir())
+    killed, begun = tmp_path / "tmpkilled.partial", tmp_path / "tmpbegun.partial"
+    for path in (killed, begun):
+        path.write_bytes(b"half")
+    os.utime(killed, (0.0, time.time() - 2 * kept_files._LONGEST_S))
+    keep_file(tmp_path / "a", lambda file: file.write(b"whole"))
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "tmpbegun.partial"}

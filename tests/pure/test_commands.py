@@ -1,28 +1,44 @@
-"""The commands that users call: found by name, quick to list, and plain when they refuse."""
+"""Commands: found by name, quick to list, plain when they refuse; how jobs are launched; which releases they take."""
 
 from __future__ import annotations
 
+import argparse
+import base64
 import json
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from ds_hydra import __version__
 from ds_hydra.commands.__main__ import COMMANDS, main
 from ds_hydra.commands.figures import CommandParser
+from ds_hydra.commands.launch import as_ours, read_options
+from ds_hydra.commands.launch import main as launch
+from ds_hydra.commands.launch_node import Job, code_of, job_of
 from ds_hydra.commands.shipped import FILES, shipped
+from ds_hydra.config.hydra_block import ElasticConfig, HydraConfig
+from ds_hydra.config.versions import NEEDED, refuse_older
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.data.length_sources import read_lengths
+from ds_hydra.elastic.agent import Invitation
+from ds_hydra.host.environment import INVITATION, JOINS, MEMBERS_FOLDER, MOST_RANKS, longest_wait_s, members_folder
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.plan_file import save_plans
 from ds_hydra.planner import Planner, PlannerOptions
 from ds_hydra.report.trace import trace_faults
+from ds_hydra.zero_hetero.errors import ConfigError
+from tools import check_installs
 
+# --- The commands that users call: found by name, quick to list, and plain when they refuse.
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 TINY = str(TOOLS.parent / "examples" / "llama_tiny.json")
 SIMULATED = ("--cost-table", "a800-7b", "--lengths", "pretraining", "--tokens", "20000", "--context", "4096")
@@ -233,3 +249,219 @@ def test_each_layout_holds_a_parameter_once_in_each_pipeline(tmp_path: Path) -> 
     assert whole(*held["2*tp2"][:2]) == whole(*held["2*tp2"][2:]) == [all_of_it]
     assert held["2*tp2"][0] == [[0, all_of_it[1] // 2]]
     assert all(own == [all_of_it] for own in held["4*tp1"])
+
+
+# --- `ds-hydra launch`: whose options are whose, what is started, and the exit code of a job.
+@pytest.mark.parametrize(
+    ("given", "respawn", "spares", "others"),
+    [
+        ("--num_gpus 2 a.py --x 1", 0, 0, "--x 1"),
+        ("--respawn 3 --num_gpus 2 --spares=1 a.py --x 1", 3, 1, "--x 1"),
+        ("--num_gpus 2 --spares 1 --respawn=3 a.py", 3, 1, ""),
+        ("--num_gpus 2 a.py --respawn 3 --spares 2", 0, 0, "--respawn 3 --spares 2"),
+        ("--respawn 1 a.py --respawn x", 1, 0, "--respawn x"),
+    ],
+)
+def test_what_follows_the_script_is_the_scripts(given: str, respawn: int, spares: int, others: str) -> None:
+    options = read_options(given.split())
+    assert (options.respawn, options.spares, options.user_args) == (respawn, spares, others.split())
+
+
+def test_a_number_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        read_options(["--respawn", "often", "a.py"])
+    assert left.value.code == 2
+    assert "--respawn: a number of processes of each node is asked for, but it is 'often'" in capsys.readouterr().err
+
+
+def test_deepspeeds_command_for_a_node_starts_ours_there() -> None:
+    command = ["python", "-m", "deepspeed.launcher.launch", "--world_info=x", "a.py"]
+    assert as_ours(command, ["--respawn=2"]) == [
+        "python", "-m", "ds_hydra.commands.launch_node", "--respawn=2", "--world_info=x", "a.py",
+    ]  # fmt: skip
+    assert as_ours(["pkill -f ", "-m\\ deepspeed.launcher.launch\\ x"], ["--respawn=2"])[1].endswith("launch_node\\ x")
+
+
+@pytest.mark.parametrize("words", [["--launcher", "openmpi", "a.py"], ["--autotuning", "run", "a.py"]])
+def test_what_would_start_ranks_otherwise_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch(words) == 2
+    assert words[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("ended", "code"),
+    [
+        ([0, 0], 0),
+        ([-9, 0, 0], 0),  # lost, and the others went on
+        ([-9, 75, 0], 0),
+        ([0, 1], 1),  # failed when the job was over
+        ([-9, 75, 75], 75),
+        ([78, 78], 78),
+        ([-9, -9], 137),
+        ([], 1),
+    ],
+)
+def test_the_exit_code_is_the_survivors(ended: list[int], code: int) -> None:
+    assert code_of(ended) == code
+
+
+def on_node(number: int) -> argparse.Namespace:
+    """What DeepSpeed tells a node of two, with three places and two."""
+    world = base64.urlsafe_b64encode(json.dumps({"a": [0, 1, 2], "b": [0, 1]}).encode()).decode()
+    return argparse.Namespace(
+        world_info=world, node_rank=number, master_addr="a", master_port=29500, no_python=False, module=False,
+        no_local_rank=False, bind_cores_to_rank=False, bind_core_list=None, enable_each_rank_log="None",
+        training_script="a.py", training_script_args=["--x"],
+    )  # fmt: skip
+
+
+def test_ranks_of_a_node_and_who_joins(tmp_path: Path) -> None:
+    job: Job = job_of(on_node(1), tmp_path)
+    assert job.command[-3:] == ("a.py", "--local_rank=%LOCAL_RANK%", "--x")
+    second = job.of_rank(1)
+    expected = {"RANK": "4", "WORLD_SIZE": "5", "LOCAL_RANK": "1", "LOCAL_SIZE": "2", "MASTER_ADDR": "a"}
+    assert expected.items() <= second.items()
+    assert second[MEMBERS_FOLDER] == str(tmp_path)
+    assert JOINS not in second
+    joiner = job.of_joiner(1)
+    assert {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "1", JOINS: "1"}.items() <= joiner.items()
+    assert joiner["MASTER_PORT"] != second["MASTER_PORT"]
+
+
+def test_the_last_places_of_each_node_are_spares(tmp_path: Path) -> None:
+    jobs = [job_of(on_node(node), tmp_path, 1) for node in range(2)]
+    assert [(job.first, job.num_local, job.num_ranks, job.spares) for job in jobs] == [(0, 2, 3, 1), (2, 1, 3, 1)]
+    assert [job.of_joiner(1)[MOST_RANKS] for job in jobs] == ["3", "3"]
+    assert jobs[1].of_joiner(1)["LOCAL_RANK"] == "1"
+    with pytest.raises(ConfigError, match="--spares 2: node b has 2 places"):
+        job_of(on_node(0), tmp_path, 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda place: place.mkdir(0o700), ""),
+        (lambda place: (place.mkdir(), place.chmod(0o777)), "mode 0777, and must be of user"),
+        (lambda place: (place.mkdir(), place.chmod(0o770)), "mode 0770"),
+        (lambda place: place.symlink_to("/tmp"), "it is a link and no folder"),
+        (lambda place: place.touch(), "it is a file and no folder"),
+        (lambda place: None, "No such file or directory. Make one of your own, `mkdir -m 700"),
+    ],
+)
+def test_the_secret_of_a_job_lies_only_where_nobody_else_writes(
+    make: Callable[[Path], object], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "members"
+    make(place)
+    monkeypatch.setenv(MEMBERS_FOLDER, str(place))
+    if words:
+        with pytest.raises(ConfigError, match=words):
+            members_folder()
+        return
+    assert members_folder() == place
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (place / f"{INVITATION}.{os.getpid()}").symlink_to(victim)
+    Invitation("secret", (), None, "run").write(place / INVITATION)
+    assert victim.read_text() == "mine"
+    assert oct((place / INVITATION).stat().st_mode)[-3:] == "600"
+    monkeypatch.setattr("os.geteuid", lambda: 12345)
+    with pytest.raises(ConfigError, match="it belongs to user"):
+        members_folder()
+
+
+def test_only_an_elastic_job_that_has_begun_waits_for_a_short_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    elastic, plain = HydraConfig(1, elastic=ElasticConfig(), timeout_seconds=20), HydraConfig(1, timeout_seconds=20)
+    assert [longest_wait_s(one, begun=False) for one in (elastic, plain)] == [300, 20]
+    assert [longest_wait_s(one, begun=True) for one in (elastic, plain)] == [20, 20]
+    monkeypatch.setenv(JOINS, "1")
+    assert longest_wait_s(elastic, begun=False) == 20  # the others have begun
+
+
+# --- Releases of other packages: the bounds are pyproject.toml's, and older ones are refused before they are
+# imported.
+ROOT = Path(__file__).parents[2]
+OF = {one.package: one for one in NEEDED}
+
+
+def test_the_table_is_what_pip_is_told() -> None:
+    told = (ROOT / "pyproject.toml").read_text("utf-8")
+    assert [one.requirement for one in NEEDED if f'"{one.requirement}"' not in told] == []
+
+
+@pytest.mark.parametrize(
+    ("package", "installed", "said"),
+    [
+        ("torch", "2.10.0+cu128", "older than 2.11"),
+        ("torch", "2.10.0a0+b4e4ee81d3.nv25.12", "older than 2.11"),
+        ("torch", "2.11.0a0+eb65b36914.nv26.2", ""),  # an image's
+        ("torch", "2.11.0", ""),
+        ("torch", "2.16.0.dev20261120", ""),  # nothing is known against it
+        ("transformers", "4.57.6", "older than 5.5"),
+        ("transformers", "5.5.0", ""),
+        ("transformers", "5.6.0", "broken"),
+        ("transformers", "5.6", "broken"),
+        ("transformers", "5.6.0.dev0", "broken"),
+        ("transformers", "5.6.1", ""),
+        ("transformers", "5.10.4", ""),
+        ("deepspeed", "0.18.5", "older than 0.18.6"),
+        ("deepspeed", "0.18.10+3f1c2e", ""),
+        ("accelerate", "1.12.0", "older than 1.13"),
+        ("trl", "1.1.0", ""),
+    ],
+)  # fmt: skip
+def test_what_is_said_of_a_release(package: str, installed: str, said: str) -> None:
+    objection = OF[package].objection(installed)
+    assert (said in objection and installed in objection) if said else objection == ""
+
+
+def test_frameworks_are_shut_out_by_bounds_that_are_too_narrow(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_installs.main([]) == 0
+    assert "16 of 18 frameworks" in capsys.readouterr().out
+    own = [Requirement(text) for text in ("torch>=2.13,<2.15", "deepspeed>=0.19.8,<0.20", "transformers>=5.20,<6")]
+    releases = {name: text.split() for name, text in check_installs.RELEASES.items()}
+    found = {name: check_installs.disagreement(host, own, releases) for name, host in check_installs.HOSTS.items()}
+    assert sum(bool(python) for python, _ in found.values()) == 6
+    assert found["verl==0.9.1"] == ("", "transformers: <6,>=5.20 and !=5.6.0,<5.11,>=5.5.3")
+
+
+def test_a_package_of_an_extra_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "trl", None)  # as one that is not there
+    monkeypatch.setattr("ds_hydra.config.versions.metadata.version", _missing)
+    with pytest.raises(ConfigError, match=r"trl is not installed.*ds-hydra\[trl\].*pip install \"trl>=1\.1\""):
+        refuse_older("trl")
+    refuse_older("torch")  # importing it tells
+
+
+def _missing(name: str) -> str:
+    raise PackageNotFoundError(name)
+
+
+@pytest.mark.parametrize(
+    ("imported", "older"),
+    [
+        ("ds_hydra.entry", {"transformers": "4.57.6", "deepspeed": "0.17.6"}),
+        ("ds_hydra.engine.engine", {"torch": "2.10.0"}),
+        ("ds_hydra.hugging_face", {"accelerate": "1.11.0"}),
+        ("ds_hydra.hugging_face.sft", {"trl": "0.24.0"}),
+        ("ds_hydra.hugging_face.scores", {"trl": "0.24.0"}),
+        ("ds_hydra.testing", {"transformers": "5.4.0"}),
+    ],
+)
+def test_older_releases_are_refused_at_import_with_the_command(
+    imported: str, older: dict[str, str], tmp_path: Path
+) -> None:
+    """All in one refusal; what stands first on the path is what would be imported."""
+    for package, version in older.items():
+        folder = tmp_path / f"{package}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-c", f"import {imported}"], cwd=tmp_path, capture_output=True, text=True, check=False,
+        env=os.environ | {"PYTHONPATH": path},
+    )  # fmt: skip
+    told = done.stderr.strip().splitlines()[-1]
+    assert told.startswith("ds_hydra.zero_hetero.errors.ConfigError: ds-hydra cannot run in this environment"), told
+    assert all(f"{package} {version}" in told for package, version in older.items()), told
+    assert told.endswith(" ".join(f'"{OF[one.package].requirement}"' for one in NEEDED if one.package in older))

@@ -1,20 +1,34 @@
-"""The config: what is accepted, and that everything else is refused with the key, the numbers and the remedy."""
+"""The config: what is accepted and from where; all else is refused with the key, the numbers and the remedy."""
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import json
 import math
+from argparse import Namespace
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ds_hydra.config.describe import LIST
 from ds_hydra.config.describe import settings as every_setting
 from ds_hydra.config.hosts import ACCELERATE, CALLS, STEPS, TRAINER, TRAINERS
 from ds_hydra.config.hydra_block import HydraConfig, check_num_ranks, parse_config
-from ds_hydra.pipe.stage_options import StageOptions
+from ds_hydra.config.read import read_config
+from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.costs.job_fingerprint import JobFingerprint
+from ds_hydra.costs.table_file import TableFile, check_job, read_table_file
+from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.pipe.stage_options import AS_WRITTEN, StageOptions
 from ds_hydra.zero_hetero.errors import ConfigError
 
+# --- The config: what is accepted, and that everything else is refused with the key, the numbers and the
+# remedy.
 HYDRA: dict[str, Any] = {"tokens_per_step": 4096, "strategies": ["tp4 + 2*tp1pp2", "8*tp1"]}
 
 
@@ -354,3 +368,140 @@ def test_number_of_ranks() -> None:
     check_num_ranks(parse(), 8)
     with pytest.raises(ConfigError, match=r"strategies\[0\] 'tp4 \+ 2\*pp2' uses 4 \+ 2 \+ 2 = 8 ranks .* 6"):
         check_num_ranks(parse(), 6)
+
+
+# --- Where a config is read from, and that any JSON is a config or refused as one.
+SECTION = {"tokens_per_step": 4096, "strategies": ["tp4 + 2*tp1pp2", "8*tp1"]}
+
+
+def test_read_config_from_every_place(tmp_path: Path) -> None:
+    raw = {"hydra": SECTION}
+    file = tmp_path / "ds.json"
+    file.write_text("// a comment\n" + json.dumps(raw))
+    encoded = base64.urlsafe_b64encode(json.dumps(raw).encode()).decode()
+    sources = [
+        read_config(config=raw),
+        read_config(config=str(file)),
+        read_config(config=file),
+        read_config(config=encoded),
+        read_config(config_params=raw),
+        read_config(Namespace(deepspeed_config=str(file))),
+    ]
+    assert all(source == raw for source in sources)
+    read_config(config=raw)["hydra"]["seed"] = 3
+    assert "seed" not in SECTION, "the caller's dict was changed"
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        ('{"hydra": {"seed": 1, "seed": 2}}', "'seed' stands twice"),
+        ('{"a": [1', "not valid"),
+        ("[1, 2]", "must be one block"),
+        ('{"a":' * 100_000 + "1" + "}" * 100_000, "nested too deeply"),
+    ],
+)
+def test_bad_files(tmp_path: Path, content: str, word: str) -> None:
+    file = tmp_path / "bad.json"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=word):
+        read_config(config=str(file))
+
+
+def test_missing_and_double_config(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.json.*does not exist"):
+        read_config(config="nowhere.json")
+    with pytest.raises(ConfigError, match="no config was given"):
+        read_config(Namespace(deepspeed_config=None))
+    with pytest.raises(ConfigError, match="two configs"):
+        read_config(Namespace(deepspeed_config="a.json"), config={})
+    with pytest.raises(ConfigError, match="int"):
+        read_config(config=3)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+KEYS = st.sampled_from(sorted(HydraConfig.__dataclass_fields__)) | st.text(max_size=12)
+
+
+@given(st.dictionaries(KEYS, JSON, max_size=4), st.dictionaries(st.text(max_size=8), JSON, max_size=2))
+def test_any_json_parses_or_is_refused_as_config_error(block: dict[str, Any], rest: dict[str, Any]) -> None:
+    with contextlib.suppress(ConfigError):
+        parse_config({**rest, "hydra": {**SECTION, **block}})
+
+
+# --- How stages compute: every option changes a job's fingerprint, is a setting, and may be given up alone.
+JOB = JobFingerprint("1234", "cpu", "float32", "per_sequence_sdpa", num_ranks=4, versions=(("torch", "2"),))
+TABLE = CostTable((SchemeCost(ParallelScheme(), 1e-6, 0.1, 1.0, 1000),), "here")
+SETTINGS = dict.fromkeys(StageOptions.paths(), "fast_paths")
+NAMES = [one.name for one in fields(StageOptions)]
+
+
+def on(name: str, options: StageOptions = AS_WRITTEN) -> StageOptions:
+    """The options with one of them switched on."""
+    changed: dict[str, Any] = {name: True if isinstance(getattr(AS_WRITTEN, name), bool) else "auto"}
+    return replace(options, **changed)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_option_changes_the_fingerprint(name: str, tmp_path: Path) -> None:
+    job = replace(JOB, stages=on(name))
+    TableFile(TABLE, job).save(tmp_path / "t.json")
+    found = read_table_file(tmp_path / "t.json")
+    assert found.job == job
+    setting = SETTINGS.get(name, name)
+    with pytest.raises(ConfigError, match=rf"{name}: .* \(profile with the same hydra\.{setting}\)") as error:
+        check_job(found, JOB, "t.json")
+    assert str(error.value).count("the table has") == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_option_is_a_setting(name: str) -> None:
+    def parsed(**settings: Any) -> StageOptions:
+        found = parse_config({"hydra": {"tokens_per_step": 1, **settings}})
+        assert found is not None
+        made = found.hydra.stage_options
+        assert StageOptions.of_settings(made.activation_checkpointing, made.as_paths()) == made
+        return made
+
+    assert parsed(fast_paths="off") == AS_WRITTEN
+    assert parsed(fast_paths="auto") == parsed() == StageOptions(False, "auto", True, True)
+    asked = {name: True} if name == "activation_checkpointing" else {}
+    assert parsed(fast_paths=list(on(name).as_paths()), **asked) == on(name)
+    assert parsed(fast_paths=["recompute_mlp"]) == StageOptions(functions="recompute")
+
+
+@pytest.mark.parametrize("options", [{}, {"functions": "recompute"}, {"token_sharding": True, "functions": "auto"}])
+def test_tables_from_before_there_were_all_of_them_say_off(options: dict[str, Any], tmp_path: Path) -> None:
+    record = TableFile(TABLE, JOB).to_record()
+    del record["job"]["stages"]
+    record["job"] |= options
+    (tmp_path / "t.json").write_text(json.dumps(record | {"version": 2}))
+    assert read_table_file(tmp_path / "t.json").job == replace(JOB, stages=StageOptions(**options))
+
+
+@pytest.mark.parametrize("stages", [3, {"speed": True}, {"functions": True}, {"sp_overlap": "auto"}, {"sp_overlap": 1}])
+def test_options_that_are_none_are_refused(stages: object, tmp_path: Path) -> None:
+    record = TableFile(TABLE, JOB).to_record()
+    record["job"]["stages"] = stages
+    (tmp_path / "t.json").write_text(json.dumps(record))
+    with pytest.raises(ConfigError, match=r"t\.json: .*stages.* cannot be read .*profile again"):
+        read_table_file(tmp_path / "t.json")
+
+
+def test_fallbacks_give_up_all_and_then_one_at_a_time() -> None:
+    asked = StageOptions(True, "auto", True, True)
+    bare, *single = asked.fallbacks()
+    assert bare == StageOptions(True)
+    assert single == [
+        replace(asked, functions="off"),
+        replace(asked, token_sharding=False),
+        replace(asked, sp_overlap=False),
+    ]
+    assert on("sp_overlap").fallbacks() == (AS_WRITTEN,)
+    assert AS_WRITTEN.fallbacks() == StageOptions(True).fallbacks() == ()

@@ -1,20 +1,44 @@
-"""Cost tables: what is read, what is refused, and that the memory model reproduces published limits."""
+"""Cost tables, links, and costs of pipelines whose stages or layers differ."""
+
+from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
-from ds_hydra.costs.analytic import ModelShape, analytic_cost_table
+from ds_hydra.costs.analytic import (
+    LayerSizes,
+    ModelShape,
+    analytic_cost_table,
+    estimate_activations,
+    layer_sizes,
+    model_shape,
+)
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.costs.shape_costs import price, used_schemes, with_shapes
 from ds_hydra.costs.shares import Shares, Terms
 from ds_hydra.costs.stage_work import stage_costs, stage_work
-from ds_hydra.costs.table_file import TableFile, read_table
-from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.costs.table_file import TableFile, read_table, table_record
+from ds_hydra.pipe.head_degrees import BoxSize, HeadDegrees, state_bytes
+from ds_hydra.pipe.model_plan import Bucket, ModelPlan, ParamSpec
+from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
+from ds_hydra.plan.simulate import simulate_plan
+from ds_hydra.planner import Planner, PlannerOptions, validate_plan
 from ds_hydra.planner.cutting import longest_of
+from ds_hydra.profiling.links import Collective, Counted, LinkFigure, Links, exposed_ms
+from ds_hydra.report.calibration import Calibration
+from ds_hydra.report.prediction import StepWatch
+from ds_hydra.simulate.links import BETWEEN, LinkModel, Port, Speed
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
+from tests.support.llama_memory import job
 
+# --- Cost tables: what is read, what is refused, and that the memory model reproduces published limits.
 TABLES = Path(__file__).parents[2] / "examples" / "cost_tables"
 SHAPE = ModelShape(hidden=256, layers=8, heads=8, kv_heads=4, intermediate=688, vocab=8192, params=10_000_000)
 
@@ -233,3 +257,307 @@ def test_what_ulysses_sends_between_nodes_is_priced_at_their_links() -> None:
     (fewer,) = analytic_cost_table(replace(shape, heads=2, kv_heads=2), [ParallelScheme(sp=8)], 4096).costs
     more = 8.0 * (1 / 2 + 4 - 1 / 2) - 16.0 * 7 / 8  # bytes over those of a hidden unit, a token and a layer
     assert fewer.b - few.b == pytest.approx(more * SHAPE.hidden * SHAPE.layers / 1.5e11 / 8 * 1e3)
+
+
+# --- Costs and memory of pipelines whose stages differ.
+def test_a_uniform_pipeline_that_spells_out_its_layers_needs_what_its_scheme_needs() -> None:
+    spelled = PipelineShape.parse("(tp2[0:4] > tp2[4:8])")
+    for scheme, shape in zip(job().stages(ParallelScheme(2, 2)), job().stages(spelled), strict=True):
+        assert replace(shape, scheme=scheme.scheme) == scheme
+    table = CostTable((SchemeCost(ParallelScheme(2, 2), 1e-6, 0.1, 2.0, 5000, 30),))
+    priced = price(spelled, table, job())
+    assert replace(priced, scheme=ParallelScheme(2, 2), derived="") == table.costs[0]
+    assert priced.derived == "the slowest of its stages: tp2pp2"
+
+
+def test_a_pipeline_costs_what_its_slowest_stage_costs() -> None:
+    """Of 8 layers stage 0 holds 2, half of an even share, and stage 1 holds 6, 1.5 times one."""
+    shape = PipelineShape.parse("(sp2[0:2] > tp2[2:8])")
+    table = CostTable(
+        (
+            SchemeCost(ParallelScheme(1, 2, 2), 4.0, 1.0, 9.0, 900, 7),
+            SchemeCost(ParallelScheme(2, 2), 1.0, 2.0, 2.0, 800),
+        )
+    )
+    cost = price(shape, table, job())
+    assert (cost.a, cost.b, cost.c) == (0.5 * 4.0, 1.5 * 2.0, 0.5 * 9.0)
+    assert (cost.scheme, cost.max_length, cost.util_length) == (shape, 800, 7)
+    roomy = CostTable(tuple(replace(row, max_length=10**6) for row in table.costs))
+    tight = job(device=20 * 2**20)
+    assert price(shape, roomy, tight).max_length == tight.max_length(shape)
+
+
+def test_memory_of_a_stage_grows_with_its_layers() -> None:
+    few, many = job().stages(PipelineShape.parse("(tp2[0:2] > tp2[2:8])"))
+    even = job().stages(ParallelScheme(2, 2))
+    assert few.params < even[0].params
+    assert many.params > even[1].params
+    assert many.per_token > even[1].per_token
+    assert few.per_token < even[0].per_token
+
+
+def test_tables_get_an_entry_for_each_shape_once_and_keep_it_in_their_json() -> None:
+    table = CostTable(
+        tuple(SchemeCost(s, 1e-6, 0.1, 2.0, 5000, 30) for s in (ParallelScheme(1, 2), ParallelScheme(2, 2)))
+    )
+    uniform = [StrategyShape.parse("2*tp2pp2")]
+    assert with_shapes(table, uniform, job()) is table
+    assert used_schemes(uniform) == (ParallelScheme(2, 2),)
+    mixed = [StrategyShape.parse("2*(tp2 > tp1) + pp2"), StrategyShape.parse("tp2pp2 + (tp2 > tp1) + tp1")]
+    assert used_schemes(mixed) == (ParallelScheme(1), ParallelScheme(1, 2), ParallelScheme(2, 2))
+    priced = with_shapes(table, mixed, job())
+    assert [str(cost.scheme) for cost in priced.costs] == ["pp2", "tp2pp2", "(tp2 > tp1)"]
+    assert priced.schemes == table.schemes
+    assert with_shapes(priced, mixed, job()) is priced
+    assert read_table(table_record(priced), "the table") == priced
+    with pytest.raises(PlanError, match="no entry for scheme tp4pp2"):
+        with_shapes(table, [StrategyShape.parse("(tp4 > tp1)")], job())
+
+
+def test_pipelines_whose_stages_differ_are_planned() -> None:
+    table = CostTable(
+        tuple(SchemeCost(s, 1e-6, 0.1, 2.0, 5000, 30) for s in (ParallelScheme(1, 2), ParallelScheme(2, 2)))
+    )
+    strategy = StrategyShape.parse("(tp2[0:6] > tp1[6:8]) + 2*pp2")
+    priced = with_shapes(table, [strategy], job())
+    plan = Planner(priced, [strategy], PlannerOptions(kernels="pure")).plan(0, range(40), range(10, 50))
+    assert plan.strategy == str(strategy)
+    validate_plan(plan, priced, 7)
+    assert simulate_plan(plan, priced)[0] > 0
+    assert Calibration(priced, 8).predict(plan).pipeline_ms[0] > 0
+
+
+# --- What is derived of the cost of recurrent layers and experts, where nothing was measured.
+HIDDEN, WORDS = 64, 100
+RECURRENT = BoxSize(weights=5 * HIDDEN * HIDDEN, recurrent=True, carried=4096, heads=HeadDegrees((2, 4)))
+THREE_OF_FOUR = ((RECURRENT,), (RECURRENT,), (RECURRENT,), ())
+
+
+def plan(*shapes: tuple[int, ...]) -> ModelPlan:
+    """One layer of such parameters, with embeddings and a head."""
+    params = tuple(ParamSpec(f"layer.{at}", shape) for at, shape in enumerate(shapes))
+    ends = [ParamSpec(name, (WORDS, HIDDEN)) for name in ("embed", "head")]
+    return ModelPlan(
+        (Bucket("layer", params), Bucket("ends", tuple(ends))), frozenset({"embed"}),
+        (frozenset(param.name for param in params),), frozenset({"head"}), num_heads=8, num_kv_heads=2,
+    )  # fmt: skip
+
+
+def test_a_token_is_computed_with_the_experts_that_it_chooses() -> None:
+    experts = plan((HIDDEN, HIDDEN), (16, 48, HIDDEN), (16, HIDDEN, 24))
+    config = SimpleNamespace(
+        num_experts=16, num_experts_per_tok=4, head_dim=16, shared_expert_intermediate_size=10, intermediate_size=999
+    )
+    assert layer_sizes(experts, HIDDEN, config) == LayerSizes(8 * 16, 4 * 24 + 10, 4 / 16, 16)
+    shape = model_shape(experts, HIDDEN, WORDS, config)
+    assert shape.params == HIDDEN * HIDDEN + 16 * 72 * HIDDEN + 2 * WORDS * HIDDEN
+    assert shape.active == HIDDEN * HIDDEN + 4 * 72 * HIDDEN + WORDS * HIDDEN, "embeddings are looked up"
+    (cost,) = analytic_cost_table(shape, [ParallelScheme()], 64, device_flops=1e3).costs
+    assert (cost.a, cost.b) == (7 * 128, 6 * shape.active)
+
+
+@pytest.mark.parametrize(
+    ("config", "width"),
+    [(None, HIDDEN), (SimpleNamespace(head_dim=None), HIDDEN), (SimpleNamespace(head_dim=32), 256),
+     (SimpleNamespace(head_dim=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=16), 128)],
+)  # fmt: skip
+def test_heads_may_be_wider_than_the_hidden_states(config: object, width: int) -> None:
+    assert layer_sizes(plan((HIDDEN, HIDDEN)), HIDDEN, config).width == width
+
+
+def test_recurrent_layers_keep_states_in_place_of_keys_and_values() -> None:
+    for sp in (1, 2):
+        dense, hybrid = (
+            estimate_activations(HIDDEN, 128, 8, 2, 2, 2, sp, boxes=boxes) for boxes in ((), THREE_OF_FOUR)
+        )
+        assert hybrid.context * hybrid.layer == pytest.approx(dense.context * dense.layer / 4)
+        # Five matrices of which a quarter and an eighth of the heads are a rank's.
+        assert hybrid.state == 2 * 4096 * 3 / 4 / (2 * sp)
+        assert dense.state == 0.0
+    whole, halves = (
+        estimate_activations(HIDDEN, 128, 8, 2, 2, 2, 2, boxes=((box,),))
+        for box in (BoxSize(RECURRENT.weights, recurrent=True), RECURRENT)
+    )
+    assert whole.layer - halves.layer == pytest.approx(0.75 * 2 * 5 * HIDDEN * 2), "a quarter in place of all"
+
+
+def test_sequences_of_hybrids_are_cut_longer() -> None:
+    """In slices whose layers are computed again: keys and values of one layer in four."""
+    usual, found = Shares.usual(), []
+    for boxes in ((), THREE_OF_FOUR):
+        kept = estimate_activations(HIDDEN, 128, 8, 8, 2, 1, 1, boxes=boxes)
+        room = 4 * 2**30 / kept.layer
+        cost = SchemeCost(ParallelScheme(pp=4), 1e-6, 0.01, 1.0, int(room / 4))
+        found.append(longest_of(cost, kept.shares(usual.forward, usual.weight), layers=64))
+    # A token of the one keeps 2 bytes of its input and 2 * (2 + 4) of keys and values, of the other a quarter of these.
+    assert found[1] / found[0] == pytest.approx(14 / 5, rel=0.02)
+
+
+# --- By how many ranks the heads of a recurrent module are shared, and what is left of its cost.
+KEYS_2_VALUES_4 = HeadDegrees((2, 4))
+FUSED = HeadDegrees((2,))
+ONE_GROUP = HeadDegrees((2, 4, 8, 16), groups=1)
+
+
+@pytest.mark.parametrize(
+    ("heads", "tp", "sp", "shared"),
+    [
+        (KEYS_2_VALUES_4, 1, 4, (1, 4)),
+        (KEYS_2_VALUES_4, 2, 2, (2, 2)),
+        (KEYS_2_VALUES_4, 4, 2, (4, 1)),
+        (KEYS_2_VALUES_4, 3, 2, (1, 2)),  # ranks of a tp that divides nothing hold the whole
+        (FUSED, 1, 4, (1, 2)),  # two by two
+        (FUSED, 1, 6, (1, 2)),
+        (FUSED, 2, 4, (2, 1)),
+        (ONE_GROUP, 2, 8, (2, 8)),
+        (ONE_GROUP, 1, 3, (1, 1)),
+        (ONE_GROUP, 1, 6, (1, 1)),  # two of six would wait for squares of other sequences
+        (HeadDegrees(), 4, 4, (1, 1)),
+    ],
+)
+def test_ranks_share_heads_as_far_as_these_can_be_cut(
+    heads: HeadDegrees, tp: int, sp: int, shared: tuple[int, int]
+) -> None:
+    assert heads.shared_by(tp, sp) == shared
+
+
+def test_each_rank_keeps_the_states_of_its_heads() -> None:
+    boxes = ((BoxSize(100, True, 64, FUSED),), (), (BoxSize(100, True, 8),))
+    assert state_bytes(boxes) == 2 * (64 + 8)
+    assert state_bytes(boxes, 1, 4) == state_bytes(boxes, 2, 1) == 2 * (32 + 8)
+
+
+def test_ranks_that_share_heads_take_less_time() -> None:
+    """Without links that take time: four layers, of which two are recurrent."""
+    schemes = [ParallelScheme(), ParallelScheme(1, 1, 2), ParallelScheme(1, 1, 4)]
+
+    def times(boxes: tuple[tuple[BoxSize, ...], ...]) -> list[tuple[float, float]]:
+        shape = ModelShape(64, 4, 8, 8, 128, 100, params=1000, boxes=boxes)
+        table = analytic_cost_table(shape, schemes, 4096, device_flops=6e3, link_bytes_per_second=1e30)
+        return [(cost.a, cost.b) for cost in table.costs]
+
+    one = BoxSize(100, recurrent=True)
+    dense, whole, shared = (
+        times(boxes) for boxes in ((), ((one,), ()) * 2, ((replace(one, heads=FUSED),), ()) * 2)
+    )  # fmt: skip
+    assert [a for a, _ in whole] == pytest.approx([a / 2 for a, _ in dense]), "half of the layers attend"
+    assert [b for _, b in dense] == pytest.approx([1000, 500, 250])
+    assert [b for _, b in whole] == pytest.approx([1000, 400 + 200, 200 + 200])
+    assert [b for _, b in shared] == pytest.approx([1000, 500, 200 + 100])
+
+
+def test_what_enters_a_box_and_leaves_it_is_priced() -> None:
+    scheme = ParallelScheme(1, 1, 4)
+    of_heads, of_boxes, of_shared = (
+        analytic_cost_table(
+            ModelShape(64, 2, 8, 8, 128, 100, params=1, boxes=boxes), [scheme], 64, link_bytes_per_second=1e3,
+            device_flops=1e30,
+        )[scheme].b
+        for boxes in ((), ((BoxSize(1),),) * 2, ((BoxSize(1, heads=KEYS_2_VALUES_4),),) * 2)
+    )  # fmt: skip
+    assert of_shared == pytest.approx(2 * of_boxes)
+    assert of_boxes == pytest.approx(of_heads), "by four ranks as much as heads there and back"
+
+
+# --- What is told of experts that are chosen less evenly than memory is planned for.
+@pytest.mark.parametrize(
+    ("steps", "told"),
+    [
+        ([[], []], []),  # none are spread
+        ([[1.2, 1.7], [1.5, 1.5]], []),  # in the mean of layers as planned
+        ([[1.0, 2.2], [1.9, 1.9], [2.1, 2.1]], ["1.6 times", "2.1 times"]),  # again once it is a quarter worse
+    ],
+)
+def test_more_than_planned_is_told(steps: Sequence[Sequence[float]], told: Sequence[str]) -> None:
+    shape = ModelShape(64, 4, 8, 8, 128, 100, 1000)
+    table = TableFile(analytic_cost_table(shape, [ParallelScheme()], 64))
+    watch = StepWatch("off", table, 4, 100, measured=False, expert_imbalance=1.5)
+    lines = [line for step in steps for line in watch.uneven_experts(step)]
+    assert len(lines) == len(told)
+    assert all(each in line and "memory is planned for" in line for each, line in zip(told, lines, strict=True))
+
+
+# --- The link model: transfers inside and between nodes, ports, collectives as the cost table prices them.
+MODEL = LinkModel(4, inside=Speed(1e-6, 1e9), between=Speed(5e-6, 1e8))
+
+
+def test_a_transfer_takes_latency_and_bytes_over_bandwidth_of_its_link() -> None:
+    assert MODEL.transfer_s(0, 3, 1000) == pytest.approx(1e-6 + 1e-6)
+    assert MODEL.transfer_s(3, 4, 1000) == pytest.approx(5e-6 + 1e-5)
+    assert MODEL.transfer_s(5, 5, 1000) == 0.0
+
+
+def test_a_port_serves_one_transfer_at_a_time() -> None:
+    """Two senders with a latency of 1 and wire times of 4, as the note tells it."""
+    senders, receiver = [Port(), Port()], Port()
+    heads = [port.serve(0.0, 4.0) + 1.0 for port in senders]
+    assert [receiver.serve(head, 4.0) + 4.0 for head in heads] == [5.0, 9.0]
+    assert [port.free_s for port in senders] == [4.0, 4.0]
+    assert receiver.serve(20.0, 1.0) == 20.0
+
+
+def test_collectives_are_those_of_the_table_or_else_rings() -> None:
+    figures = Links((LinkFigure("all_gather", 2, 7.0, 1e9), LinkFigure("p2p", 2, 3.0, 2e9)))
+    model = LinkModel.of_table(figures.to_record(), 8)
+    assert model.inside == Speed(3e-6, 2e9)
+    assert model.between == BETWEEN
+    call = Collective("all_gather", 4, 1 << 20)
+    assert model.collective_s("all_gather", range(4), 1 << 20) == pytest.approx(figures.ms(call) / 1e3)
+    # Nothing is known of all-reduces, nor of anything between nodes: rings of 4 and of 9 ranks.
+    assert model.collective_s("all_reduce", range(4), 4000) == pytest.approx(6 * (3e-6 + 1000 / 2e9))
+    assert model.collective_s("all_gather", range(9), 9000) == pytest.approx(8 * (20e-6 + 1000 / 2.5e10))
+    assert model.collective_s("all_gather", [3], 9000) == 0.0
+    # What a user gives wins over what was measured.
+    assert LinkModel.of_table(figures.to_record(), 8, inside=Speed(0.0, 5.0)).inside == Speed(0.0, 5.0)
+
+
+def test_two_classes_send_to_each_other_as_the_slower_one() -> None:
+    def record(us: float, rate: float, between: float) -> dict[str, Any]:
+        return Links((LinkFigure("p2p", 2, us, rate), LinkFigure("p2p", 2, us, between, inter_node=True))).to_record()
+
+    links = {"classes": {"h20": record(3.0, 7e11, 4e10), "h800": record(5.0, 3e11, 5e10)}}
+    model = LinkModel.of_table(links, 2, devices=("h20", "h20", "h800", "h800", "h20", "h800"))
+    pairs = {(0, 1): (3.0, 7e11), (2, 3): (5.0, 3e11), (0, 2): (5.0, 4e10), (0, 4): (3.0, 4e10), (4, 5): (5.0, 3e11),
+             (3, 5): (5.0, 5e10)}  # fmt: skip
+    for (src, dst), (us, rate) in pairs.items():
+        assert model.speed(src, dst) == model.speed(dst, src) == Speed(us / 1e6, rate)
+    assert model.slowest((0, 2, 3)) == Speed(5e-6, 4e10)
+    latency, rates, crosses = model.of_pairs(*np.array(list(pairs)).T)
+    assert (latency * 1e6).tolist() == pytest.approx([us for us, _ in pairs.values()])
+    assert rates.tolist() == [rate for _, rate in pairs.values()]
+    assert crosses.tolist() == [False, False, True, True, False, True]
+    # A class whose table has no links has the others'.
+    half = LinkModel.of_table({"classes": {"h20": record(3.0, 7e11, 4e10)}}, 2, devices=("h20", "l40", "l40", "l40"))
+    assert half.speed(2, 3) == half.inside == Speed(3e-6, 7e11)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: LinkModel(0), "a node of 0 ranks"),
+        (lambda: LinkModel(8, inside=Speed(-1.0, 1.0)), "inside a node"),
+        (lambda: LinkModel(8, between=Speed(0.0, 0.0)), "between nodes"),
+        (lambda: LinkModel.of_table({"links": []}, 8, place="a.json"), "a.json"),
+        (lambda: MODEL.collective_s("gossip", range(4), 1), "gossip"),
+    ],
+)
+def test_bad_links_are_refused(make: object, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("moments", "ms", "added"),
+    [
+        ([("all_gather", 0.0, 0.0)], [3.0], 3.0),
+        ([("all_gather", 0.0, 0.002)], [3.0], 1.0),
+        ([("all_gather", 0.0, 0.004), ("all_reduce", 0.0, 0.004)], [3.0, 3.0], 2.0),  # one after the other
+        ([("all_gather", 0.0, 0.004), ("all_to_all", 0.0, 0.004)], [3.0, 3.0], 0.0),  # over two communicators
+        ([("all_gather", 0.0, 0.0), ("all_gather", 0.001, 0.002)], [3.0, 2.0], 4.0),  # the first holds up the second
+    ],
+)
+def test_computing_between_start_and_wait_hides_a_collective(
+    moments: list[tuple[str, float, float]], ms: list[float], added: float
+) -> None:
+    counted = [Counted(Collective(operation, 4, 8), begun, waited) for operation, begun, waited in moments]
+    assert exposed_ms(counted, ms) == pytest.approx(added)

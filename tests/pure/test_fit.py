@@ -1,28 +1,43 @@
-"""The fit of cost coefficients, the ladder of lengths, link figures, and what a table file keeps."""
+"""The fit of cost coefficients, what is repaired or refused of measurements, and what later steps correct."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_hydra.commands.shipped import shipped
+from ds_hydra.costs.activations import Activations
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.job_fingerprint import JobFingerprint
-from ds_hydra.costs.table_file import TableFile, check_job, read_table_file
-from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.costs.peak import Peak, believed, peak_tflops, square_of
+from ds_hydra.costs.shares import Shares, Terms
+from ds_hydra.costs.table_file import TableFile, check_job, load_table, read_table_file, table_file_from_record
+from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
 from ds_hydra.pipe.stage_options import AS_WRITTEN, StageOptions
-from ds_hydra.profiling.entry import entry_from_record, utilised_length
-from ds_hydra.profiling.fit import NAMES, Point, fit_points, nonnegative_least_squares
-from ds_hydra.profiling.ladder import beyond_block, make_ladder, split_evenly
+from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
+from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.profiling.entry import SchemeEntry, StageEntry, entry_from_record, utilised_length
+from ds_hydra.profiling.fit import NAMES, Fit, Point, fit_points, nonnegative_least_squares
+from ds_hydra.profiling.ladder import beyond_block, make_ladder, split_evenly, split_rungs
 from ds_hydra.profiling.links import Collective, LinkFigure, Links, links_from_record, read_links
+from ds_hydra.profiling.split_fit import SplitPoint, fit_split
+from ds_hydra.profiling.squares import with_shared_squares
+from ds_hydra.report.calibration import LEAST, Calibration
+from ds_hydra.rivals.costs import Recomputed, Way, table_of
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
+from ds_hydra.zero_hetero.safe_json import parse_json
+from tools.systems.cells import Cell
 
+# --- The fit of cost coefficients, the ladder of lengths, link figures, and what a table file keeps.
 TABLES = Path(__file__).resolve().parents[2] / "examples" / "cost_tables"
 PUBLISHED = [
     (model, cost) for model in ("7b", "32b") for cost in CostTable.load(TABLES / f"llama_{model}_a800.json").costs
@@ -267,3 +282,333 @@ def test_a_full_disk_leaves_the_old_table(tmp_path: Path, monkeypatch: pytest.Mo
         table_file(ParallelScheme(2)).save(path)
     assert path.read_text() == before
     assert [p.name for p in tmp_path.iterdir()] == ["t.json"]
+
+
+# --- Shares of a scheme's costs from micro-batches with the backward split: exact where they can be, usual
+# where not.
+COST = SchemeCost(ParallelScheme(pp=4), 2e-6, 0.01, 5.0, 32768)
+SHARES = Shares(Terms(0.30, 0.36, 0.40), Terms(0.0, 0.25, 0.10), 0.8, 0.1)
+
+
+def points(cost: SchemeCost, shares: Shares) -> list[SplitPoint]:
+    """The ladder's micro-batches and slices, with exactly the times that costs and shares say."""
+    found = []
+    for rung in split_rungs(make_ladder(128, 32768, 7), None):
+        stop = rung.start + rung.lengths[0]
+        squares = sum(n * n for n in rung.lengths[1:]) + stop * stop - rung.start * rung.start
+        terms = (cost.a * squares, cost.b * sum(rung.lengths), cost.c)
+        forward, weight = (
+            sum(share * term for share, term in zip(part, terms, strict=True))
+            for part in (shares.forward, shares.weight)
+        )
+        found.append(
+            SplitPoint(rung.lengths, rung.start, forward, sum(terms) - forward - weight, weight, rung.held_out)
+        )
+    return found
+
+
+def whole_fit(cost: SchemeCost) -> Fit:
+    return fit_points([point.point for point in points(cost, SHARES) if not point.start])
+
+
+def test_shares_come_back_and_slices_cost_what_the_whole_does() -> None:
+    found = fit_split(points(COST, SHARES), whole_fit(COST))
+    assert found is not None
+    assert found.forward == pytest.approx(SHARES.forward, abs=5e-3)
+    assert found.weight == pytest.approx(SHARES.weight, abs=5e-3)
+    for error in (found.held_out, found.slices, found.slice_parts):
+        assert error is not None
+        assert error < 0.01
+    slow = [replace(p, forward=1.5 * p.forward) if p.start else p for p in points(COST, SHARES)]
+    worse = fit_split(slow, whole_fit(COST))
+    assert worse is not None
+    assert (worse.forward, worse.held_out) == (found.forward, found.held_out), "no slice is fitted"
+    assert worse.slices == pytest.approx(1 - 1 / (1 + 0.5 * 0.33), abs=0.03)
+
+
+def test_a_share_that_nothing_tells_is_the_usual_one() -> None:
+    cost = replace(COST, a=0.0)
+    found = fit_split(points(cost, SHARES), whole_fit(cost))
+    assert found is not None
+    assert found.forward == pytest.approx((Shares.usual().forward.a, 0.36, 0.40), abs=5e-3)
+    assert fit_split([replace(point, held_out=True) for point in points(COST, SHARES)], whole_fit(COST)) is None
+
+
+def test_forward_and_weight_never_take_more_than_all() -> None:
+    most = [replace(p, forward=0.7 * p.ms, weight=0.3 * p.ms, backward=1e-9 * p.ms) for p in points(COST, SHARES)]
+    found = fit_split(most, whole_fit(COST))
+    assert found is not None
+    assert Shares(found.forward, found.weight)
+
+
+def test_noise_in_columns_that_are_alike_leaves_shares_that_a_kernel_could_have() -> None:
+    """Of micro-batches of one length a and b cannot be told apart, and the least squares put all into one of them."""
+    alike = [point for point in points(COST, SHARES) if not point.start and sum(point.lengths) > 4000]
+    noisy = [replace(p, forward=p.forward * (1.4 if n % 2 else 0.7)) for n, p in enumerate(alike)]
+    found = fit_split(noisy, whole_fit(COST))
+    assert found is not None
+    assert 0.15 <= min(found.forward) <= max(found.forward) <= 0.6
+    assert 0.0 < found.weight.b < 0.5
+
+
+def test_split_rungs_stop_where_the_head_is_computed_twice() -> None:
+    ladder = make_ladder(128, 32768, 7)
+    every = split_rungs(ladder, None)
+    assert {rung.held_out for rung in every if not rung.start} == {False, True}
+    assert {(rung.start, sum(rung.lengths)) for rung in every if rung.start} == {
+        (28672, 4096), (24576, 8192), (8192, 8192)
+    }  # fmt: skip
+    once = split_rungs(ladder, 10_000)
+    assert max(sum(rung.lengths) for rung in once if not rung.start) <= 10_000
+    assert split_rungs(ladder, 64) == every, "where all compute it twice"
+
+
+def test_a_scheme_keeps_its_shares_in_the_table() -> None:
+    in_parts, fit = tuple(points(COST, SHARES)), whole_fit(COST)
+    whole = tuple(point.point for point in in_parts if not point.start)
+    stage = StageEntry(0, 4, "ranks", whole, fit, None, None, in_parts, fit_split(in_parts, fit))
+    entry = SchemeEntry(COST.uniform, (stage,), "wall", False)
+    kept = Activations(1.0, 1.0, 1.0, 1.0, until_weight=0.8, context=0.1)
+    shares = entry.cost(32768, kept).shares
+    assert shares is not None
+    assert (shares.until_weight, shares.context) == (0.8, 0.1)
+    assert entry_from_record(COST.uniform, json.loads(json.dumps(entry.record()))) == entry
+    old = replace(stage, split_points=(), split=None)
+    before = json.loads(json.dumps(SchemeEntry(COST.uniform, (old,), "wall", False).record()))
+    assert "split" not in before["stages"][0]
+    assert entry_from_record(COST.uniform, before).cost(32768, kept).shares is None
+
+
+# --- A square that a scheme's points hardly show is fitted together with that of schemes with as many heads on
+# a rank.
+OF_LAYER, LAYERS = 2.5e-7, 60  # ms a token^2, of one rank
+
+
+def _entry(scheme: ParallelScheme, longest: int, seed: int, noise: float = 0.02) -> SchemeEntry:
+    """Points of noisy times of one stage, up to so many tokens."""
+    rng, layers, points = np.random.default_rng(seed), LAYERS // scheme.pp, []
+    for n in np.geomspace(64, longest, 9).astype(int).tolist():
+        for lengths in ((n,), (n // 4,) * 4):
+            squares, tokens = sum(x * x for x in lengths), sum(lengths)
+            ms = layers / (scheme.tp * scheme.sp) * (OF_LAYER * squares + 0.0142 * tokens) + 30.0
+            points.append(Point(lengths, ms * float(1.0 + noise * rng.standard_normal())))
+    return SchemeEntry(scheme, (StageEntry(0, layers, "ranks", tuple(points), fit_points(points)),), "wall", False)
+
+
+def test_a_square_of_one_percent_of_the_time_is_that_of_its_siblings() -> None:
+    short, long = _entry(ParallelScheme(1, 4), 1_994, 0), _entry(ParallelScheme(1, 6), 65_536, 1)
+    other = _entry(ParallelScheme(2, 2), 2_000, 2)
+    fitted, same, alone = with_shared_squares([short, long, other])
+    true = OF_LAYER * LAYERS / 4
+    assert abs(short.slowest.fit.a / true - 1.0) > 0.2, "its own points say nothing"
+    assert fitted.slowest.fit.a == pytest.approx(true, rel=0.05)
+    assert fitted.slowest.fit.b == pytest.approx(0.0142 * LAYERS / 4, rel=0.05)
+    assert "a" in fitted.slowest.fit.unidentified
+    assert (same, alone) == (long, other), "what is seen well, or has no siblings, is left"
+    assert "as many heads" in fitted.cost(1_994).derived
+    assert not same.cost(65_536).derived
+    # As a table's file is read: it may not hold infinity, where the error of what others fixed is not known.
+    assert entry_from_record(fitted.scheme, parse_json(json.dumps(fitted.record()))) == fitted
+
+
+def test_siblings_that_all_show_little_have_one_square_together() -> None:
+    true = OF_LAYER * LAYERS
+    entries = [_entry(ParallelScheme(1, pp), 6_000, seed) for seed, pp in enumerate((1, 2, 3, 4, 5, 6))]
+    found = [entry.slowest.fit.a * entry.scheme.pp for entry in with_shared_squares(entries)]
+    assert found == pytest.approx([found[0]] * len(found))
+    assert found[0] == pytest.approx(true, rel=0.25)
+    apart = [abs(entry.slowest.fit.a * entry.scheme.pp / true - 1.0) for entry in entries]
+    assert abs(found[0] / true - 1.0) < np.mean(apart)
+
+
+# --- Costs that no device could have measured are repaired or refused, in files and in what follows from them.
+PUBLISHED_TABLE = {"7b": ("pp2", 1.37240947e-06), "32b": ("pp4", 9.39192752e-07)}  # what the shipped tables had
+
+
+def _record(model: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Path(shipped(f"a800-{model}")).read_text(encoding="utf-8"))
+    return found
+
+
+def _with_a(record: dict[str, Any], scheme: str, a: float) -> dict[str, Any]:
+    rows = [row | ({"a": a} if row["scheme"] == scheme else {}) for row in record["schemes"]]
+    return record | {"schemes": rows}
+
+
+@pytest.mark.parametrize("model", PUBLISHED_TABLE)
+def test_a_published_row_above_the_peak_is_repaired_to_what_is_shipped(model: str) -> None:
+    scheme, a = PUBLISHED_TABLE[model]
+    record = _record(model)
+    found = table_file_from_record(_with_a(record, scheme, a), "here")
+    shipped_table = load_table(shipped(f"a800-{model}"))
+    assert [cost.a for cost in found.table.costs] == [cost.a for cost in shipped_table.costs]
+    (line,) = found.repairs
+    assert scheme in line
+    assert "TFLOP/s" in line
+    assert "312" in line
+    assert "here" in line
+    assert not table_file_from_record(record, "here").repairs
+    (row,) = [row for row in record["schemes"] if row["scheme"] == scheme]
+    assert str(a) in row["derived"], "the file says what was published"
+
+
+@pytest.mark.parametrize("factor", [0.4, 2.6])
+def test_without_a_peak_a_row_is_judged_by_its_siblings(factor: float) -> None:
+    record = _record("32b")
+    del record["peak"]
+    table = load_table(shipped("a800-32b"))
+    changed = _with_a(record, "tp4pp4", factor * table[ParallelScheme(4, 4)].a)
+    found = table_file_from_record(changed, "here")
+    (line,) = found.repairs
+    assert "tp4pp4" in line
+    assert "as many heads" in line
+    assert square_of(found.table[ParallelScheme(4, 4)]) == pytest.approx(square_of(table[ParallelScheme(4, 6)]))
+    again = table_file_from_record(found.to_record(), "here")
+    assert again.table == found.table
+    assert not again.repairs
+
+
+def test_a_square_that_its_own_points_fix_stays_as_long_as_a_device_could_compute_it() -> None:
+    rows = (ParallelScheme(1), ParallelScheme(2), ParallelScheme(2, 2), ParallelScheme(4))
+    table = CostTable(tuple(SchemeCost(s, (3 if s.tp == 4 else 1) * 1e-5 / s.num_ranks, 0.01, 1.0, 9000) for s in rows))
+    assert believed(table)[1]
+    assert believed(table, fixed=[ParallelScheme(4)]) == (table, ())
+    impossible = Peak(2e-5 * 1e9, 1e12)
+    assert [line.split()[2] for line in believed(table, impossible, rows)[1]] == ["tp1", "tp2", "tp2pp2"]
+
+
+def test_a_table_of_nothing_but_impossible_rows_is_refused() -> None:
+    table = load_table(shipped("a800-7b"))
+    slow = Peak(7 * 4096 * 32, 1e13, "a small one")
+    with pytest.raises(ConfigError, match=r"no row .* true: pp2: 240 TFLOP/s .* a small one reaches 9 of its 10"):
+        believed(table, slow)
+
+
+def test_attention_without_a_square_is_left_as_it_is() -> None:
+    costs = tuple(SchemeCost(ParallelScheme(tp), 1e-9 if tp == 4 else 0.0, 1.0, 1.0, 1000) for tp in (1, 2, 4, 8))
+    assert believed(CostTable(costs)) == (CostTable(costs), ())
+
+
+def test_who_loads_a_table_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(_with_a(_record("7b"), *PUBLISHED_TABLE["7b"])), encoding="utf-8")
+    with caplog.at_level(logging.WARNING):
+        CostTable.load(path)
+    assert "334 TFLOP/s" in caplog.text
+
+
+@pytest.mark.parametrize("wrong", [{"device_flops": 1e14}, {"attention_flops": 0, "device_flops": 1.0}, 5, {}])
+def test_a_peak_that_says_nothing_is_refused(wrong: object) -> None:
+    with pytest.raises(ConfigError, match='"peak" must hold'):
+        table_file_from_record(_record("7b") | {"peak": wrong}, "here")
+
+
+@pytest.mark.parametrize("model", PUBLISHED_TABLE)
+def test_no_shipped_or_derived_row_is_above_the_peak_and_each_says_where_it_is_from(model: str) -> None:
+    found = read_table_file(shipped(f"a800-{model}"))
+    assert found.peak is not None
+    degrees, cell = (1, 2, 4, 8, 16), Cell(model, 64, 131072, 800_000, "pretraining")
+    ways = [Way(degrees, ulysses=u, again=c, stages=(8, 16)) for u in (False, True) for c in Recomputed]
+    for table, of in [(found.table, None), *((table_of(cell, way), way) for way in ways)]:
+        for cost in table.costs:
+            assert found.peak.tflops(square_of(cost)) <= found.peak.device_flops / 1e12, cost
+            is_derived = of is not None and (cost.uniform.sp > 1 or cost.scheme not in found.table.schemes)
+            assert not is_derived or "measured" in cost.derived or "a by" in cost.derived, cost
+
+
+def test_a_table_that_is_written_keeps_peak_and_what_rows_are_derived_from(tmp_path: Path) -> None:
+    found = read_table_file(shipped("a800-7b"))
+    found.save(tmp_path / "copy.json")
+    assert read_table_file(tmp_path / "copy.json") == found
+    costs = tuple(replace(cost, derived="") for cost in found.table.costs)
+    assert "derived" not in str(replace(found, table=CostTable(costs)).to_record())
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA A100-SXM4-80GB", 312), ("Tesla T4", None)],
+)
+def test_peaks_are_found_by_the_devices_name(name: str, tflops: float | None) -> None:
+    assert peak_tflops(name) == tflops
+
+
+# --- Predicted times corrected by what earlier steps have shown.
+TABLE = CostTable(
+    (SchemeCost(ParallelScheme(1, 2), 0.0, 1.0, 0.0, 1000), SchemeCost(ParallelScheme(2), 0.0, 1.0, 5.0, 1000))
+)
+
+BATCHES = tuple(MicroBatchPlan.of_whole((position,), (10, 20)) for position in (0, 1))
+PLAN = StepPlan(0, (0, 1), (10, 20), (Phase((PipelinePlan(PipelineShape.parse("pp2"), BATCHES, 50.0),)),), 50.0)
+
+
+def stage_table() -> TableFile:
+    stages = [
+        {"index": 0, "num_layers": 2, "fit": {"a": 0.0, "b": 0.5, "c": 0.0}},
+        {"index": 1, "num_layers": 2, "fit": {"a": 0.0, "b": 1.0, "c": 0.0}},
+    ]
+    return TableFile(TABLE, None, {"pp2": {"stages": stages}}, None, {"fixed_ms": 2.0, "update_ms_per_element": 0.1})
+
+
+def test_stages_of_their_own_predict_less_than_the_slowest_for_all() -> None:
+    plain = Calibration(TABLE, 4).predict(PLAN)
+    finer = Calibration(TABLE, 4, stage_table()).predict(PLAN, num_elements=10)
+    assert plain.stage_ms == ((30.0, 30.0),)
+    assert finer.stage_ms == ((15.0, 30.0),)
+    assert finer.pipeline_ms[0] < plain.pipeline_ms[0]
+    (pipeline,) = PLAN.pipelines
+    in_v = replace(PLAN, phases=(Phase((replace(pipeline, shape=PipelineShape.parse("pp2/v")),)),))
+    # The first stage of a V computes the loss, too.
+    assert Calibration(TABLE, 4, stage_table()).predict(in_v).stage_ms == ((30.0, 15.0),)
+    assert finer.overhead_ms == pytest.approx(3.0)
+    assert finer.step_ms == pytest.approx(finer.pipeline_ms[0] + 3.0)
+    launched = CostTable(tuple(replace(cost, floor=25.0) for cost in TABLE.costs))
+    assert Calibration(launched, 4).predict(PLAN).stage_ms == ((50.0, 50.0),)
+    # A plan that was chosen with its messages knows better.
+    chosen = Calibration(TABLE, 4, stage_table()).predict(replace(PLAN, messages_ms=9.0), num_elements=10)
+    assert chosen.step_ms == PLAN.predicted_ms + 9.0
+    assert chosen.overhead_ms == pytest.approx(chosen.step_ms - chosen.pipeline_ms[0])
+
+
+def test_factors_follow_what_was_measured() -> None:
+    calibration = Calibration(TABLE, 4)
+    for step in range(LEAST):
+        prediction = calibration.predict(PLAN)
+        assert calibration.factors == {}, step
+        assert calibration.correct(PLAN, prediction) == pytest.approx(prediction.step_ms), "nothing is known yet"
+        calibration.observe(PLAN, prediction, [1.5 * prediction.pipeline_ms[0]], 1.5 * prediction.pipeline_ms[0] + 7.0)
+    prediction = calibration.predict(PLAN)
+    assert calibration.factors == {ParallelScheme(1, 2): pytest.approx(1.5)}
+    assert calibration.correct(PLAN, prediction) == pytest.approx(1.5 * prediction.pipeline_ms[0] + 7.0)
+    # A scheme that was never seen has the factor of those that were, and a new strategy their overhead.
+    other = replace(PLAN, phases=(Phase((replace(PLAN.pipelines[0], shape=PipelineShape.parse("tp2")),)),))
+    unseen = calibration.predict(other)
+    assert calibration.correct(other, unseen) == pytest.approx(1.5 * unseen.pipeline_ms[0] + 7.0)
+    assert calibration.corrected_table(5) is None
+    corrected = calibration.corrected_table(16)
+    assert corrected is not None
+    assert corrected[ParallelScheme(1, 2)].b == pytest.approx(1.5)
+    assert corrected[ParallelScheme(2)] == TABLE[ParallelScheme(2)]
+    assert calibration.corrected_table(32) is None  # nothing has moved since
+
+
+def test_what_was_learnt_goes_on_from_a_checkpoint() -> None:
+    """The next correction is that of the job that was stopped: same times, same factors that count as applied."""
+    one, ratio = Calibration(TABLE, 4), 1.5
+    for _ in range(2):
+        for _ in range(LEAST):
+            one.observe(PLAN, (now := one.predict(PLAN)), [ratio * now.pipeline_ms[0]], 2 * now.pipeline_ms[0])
+            ratio += 0.125
+        assert one.corrected_table(16) is not None
+        other = Calibration(TABLE, 4, state=json.loads(json.dumps(one.state())))
+        assert other.state() == one.state()
+        assert other.corrected_table(16) is None
+    for calibration in (one, other):
+        for _ in range(LEAST):
+            calibration.observe(PLAN, now, [3 * now.pipeline_ms[0]], 4 * now.pipeline_ms[0])
+    found = one.corrected_table(32)
+    assert found is not None
+    assert found == other.corrected_table(32)
+    for wrong in ({}, {**one.state(), "applied": {"tp7": 1.0}}, {**one.state(), "ratios": {"pp2": ["1"]}},
+                  {**one.state(), "overheads": {"pp2": [float("inf")]}}):  # fmt: skip
+        with pytest.raises((ValueError, TypeError, KeyError)):
+            Calibration(TABLE, 4, state=wrong)

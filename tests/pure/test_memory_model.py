@@ -1,32 +1,71 @@
-"""MaxLen by the published constants, and memory counted from a model's plan."""
+"""Memory: published constants, a model's counts, layers computed again, rooms of profiling and composing."""
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from ds_hydra.commands.profile_request import Request
 from ds_hydra.costs.activations import Activations
 from ds_hydra.costs.analytic import estimate_activations
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.memory import JobMemory, gibibytes
+from ds_hydra.costs.rank_bytes import held_elements
 from ds_hydra.costs.shares import Shares, Terms
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.schedules.actions import Action, Order, slots_from_text
 from ds_hydra.pipe.schedules.batches import Batches
+from ds_hydra.pipe.schedules.list_order import list_us
 from ds_hydra.pipe.schedules.registry import SCHEDULES, Schedule
 from ds_hydra.pipe.schedules.simulate import TimedAction
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.plan.phase import MicroBatchPlan, PipelinePlan, Span
+from ds_hydra.plan.works import UNITS, work_of
+from ds_hydra.planner.arena_room import ArenaRoom, room_beside
+from ds_hydra.planner.cutting import longest_of
+from ds_hydra.planner.exact.counts import counts_to_strategy
+from ds_hydra.planner.recompute import (
+    Covering,
+    Scheduled,
+    cover,
+    cover_exactly,
+    covering,
+    diagonal_problem,
+    recomputed,
+)
+from ds_hydra.profiling import link_timer, step_timer, survey
+from ds_hydra.profiling.entry import SchemeEntry
+from ds_hydra.profiling.ladder import make_ladder
+from ds_hydra.profiling.link_timer import SIZES, message_sizes
+from ds_hydra.profiling.links import Links
+from ds_hydra.profiling.local_group import LocalGroup
+from ds_hydra.profiling.stage_timer import Timing
+from ds_hydra.profiling.step_timer import step_costs
+from ds_hydra.profiling.survey import RepeatBudget, Survey
+from ds_hydra.profiling.within_memory import within_memory
 from ds_hydra.simulate.memory import memory_over_time
 from ds_hydra.simulate.pipeline import StageTimes
+from ds_hydra.zero_hetero.clock import HostClock
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
+from tests.support.fake_device import FakeDevice, FakeDeviceClock, Queued
 from tests.support.llama_memory import GIB, job
 from tools.check_cost_model import PUBLISHED_MAX_LENGTH, RANKS, TABLES, max_length
 
 
+# --- MaxLen by the published constants, and memory counted from a model's plan.
 @pytest.mark.parametrize(
     ("model", "name"), [(model, name) for model, rows in PUBLISHED_MAX_LENGTH.items() for name in rows]
 )
@@ -328,3 +367,316 @@ def test_nodes_that_share_queries_keep_keys_of_all_and_more_queries() -> None:
     two, six = (sp * estimate_activations(4096, 11008, 32, 32, 2, 1, sp).layer for sp in (2, 6))
     queries_and_outputs, keys_and_values = 2 * (3**0.5 - 1.0), 2 * (3 - 1)
     assert six - two == pytest.approx((queries_and_outputs + keys_and_values) * 4096 * 2)
+
+
+# --- Layers computed again: no fewer than needed, hardly more than HiGHS needs, and counted in time and memory.
+COST = SchemeCost(ParallelScheme(pp=4), 1e-6, 0.01, 2.0, 1024)
+SHARES = Shares(Terms(0.3, 0.35, 0.3), Terms(0.0, 0.3, 0.1), 0.75, 0.25, 0.2)
+
+
+def one_sequence(*sizes: int) -> Scheduled:
+    """A sequence in slices of these sizes."""
+    ends = np.cumsum([0, *sizes]).tolist()
+    batches = tuple(MicroBatchPlan((Span(0, *end),)) for end in pairwise(ends))
+    return Scheduled(batches, tuple(range(-1, len(sizes) - 1)), COST, SHARES)
+
+
+def test_a_micro_batch_that_recomputes_keeps_less_and_takes_a_forward_more() -> None:
+    batch = MicroBatchPlan((Span(0, 1000, 2000),))
+    none, half, every = (
+        work_of(replace(batch, recompute=share), COST, SHARES, parts=1, followed=True) for share in (0.0, 0.5, 1.0)
+    )
+    assert (none.kept, half.kept, every.kept) == (1250 * UNITS, 850 * UNITS, 450 * UNITS)
+    assert none.until_weight == int(1250 * UNITS * 0.75)
+    assert every.until_weight == int(250 * UNITS * 0.75), "what is recomputed waits for nothing"
+    assert (every.forward, every.weight) == (none.forward, 0)
+    assert every.backward == pytest.approx(none.backward + none.forward + none.weight, abs=2)
+    assert half.weight == pytest.approx(none.weight / 2, abs=1)
+
+
+def test_early_slices_are_computed_again_first() -> None:
+    made = one_sequence(1024, 1024, 1024, 1024)  # 4096 tokens of room, and a quarter of 3072 for contexts
+    found = recomputed(made, 15)
+    assert found is not None
+    shares = [batch.recompute for batch in found.microbatches]
+    assert shares == sorted(shares, reverse=True)
+    one_layer = 1024 * 0.8 / 15
+    assert 768 + one_layer <= sum(share * 1024 * 0.8 for share in shares) < 768 + 2 * one_layer
+    with pytest.raises(PlanError, match="live together and need"):
+        list_us(made.batches(), 4)
+    assert list_us(found.batches(), 4) > 0
+    fits = one_sequence(1024, 1024)
+    assert recomputed(fits, 15) == fits
+
+
+def test_a_sequence_that_fits_in_no_way_is_told() -> None:
+    one_layer = 0.8 * 1024 / 15  # of the largest slice, while it is computed again
+    assert longest_of(COST, SHARES, layers=15) == int((4096 - one_layer) / 0.45) > longest_of(COST, SHARES)
+    assert recomputed(one_sequence(*(1024,) * 8), 15) is not None
+    assert recomputed(one_sequence(*(1024,) * 10), 15) is None
+
+
+def test_windows_of_eq_20_are_those_that_1f1b_keeps_alive() -> None:
+    """4 stages and a sequence in 5 slices: stage 0 has all of them alive, and so have all others."""
+    made = one_sequence(*(1024,) * 5)
+    problem = diagonal_problem(made, 15)
+    assert len(problem.cost) == 5 + 4 - 1
+    # The first backward is that of slice 4. On the last stage (p = 4 of 4) it is C[0], on the first one C[3].
+    assert {tuple(np.flatnonzero(row)) for row in problem.saved} == {tuple(range(x, x + 5)) for x in range(4)}
+    assert len(covering(made._replace(schedule="1f1b"), 15).missing) == 1
+    exact = cover_exactly(problem)
+    assert exact is not None
+    assert problem.cost @ exact[0] == pytest.approx(exact[1])
+
+
+@given(st.integers(0, 10**6))
+def test_the_fast_method_misses_nothing_and_is_near_the_optimum(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    windows, variables, layers = rng.integers(1, 4), rng.integers(1, 7), rng.integers(1, 8)
+    saved = rng.uniform(1.0, 3.0, (windows, variables)) * (rng.random((windows, variables)) < 0.7)
+    problem = Covering(rng.uniform(1.0, 2.0, variables), saved, rng.uniform(0.5, 12.0, windows), int(layers))
+    fast, exact = cover(problem), cover_exactly(problem)
+    assert (fast is None) == (exact is None) == bool((saved.sum(axis=1) * layers < problem.missing).any())
+    if fast is not None and exact is not None:
+        assert (saved @ fast >= problem.missing * (1 - 1e-6)).all()
+        assert ((fast >= 0) & (fast <= layers)).all()
+        assert problem.cost @ fast >= exact[1] * (1 - 1e-6)
+        assert problem.cost @ fast <= 1.35 * exact[1] + 1e-9
+
+
+# --- Profiling times what training runs, on devices too, and goes on where memory ends.
+CPU = torch.device("cpu")
+MOST_ELEMENTS = 4096
+FULL = torch.OutOfMemoryError("device out of memory")
+
+
+def stand_in(clock_of: Callable[[FakeDevice], Any]) -> float:
+    """Seconds of the copies of a stand-in for four ranks, on a device that takes a second for each."""
+    device = FakeDevice()
+    group = LocalGroup(0, 4, clock_of(device))
+    with Queued(device, 1.0, lambda: ""):
+        group.allgather([[torch.empty(2) for _ in range(4)]], [torch.ones(2)])
+    device.wait()
+    return group.take().seconds
+
+
+def test_a_stand_ins_copies_are_timed_on_the_device() -> None:
+    assert stand_in(FakeDeviceClock) == pytest.approx(4.0 + 5.0, abs=5.0)  # four copies, and what they allocate
+    assert stand_in(FakeDeviceClock) >= 4.0
+    assert stand_in(lambda device: HostClock(lambda: device.host_s)) < 1e-3
+
+
+def test_messages_up_to_the_jobs_largest() -> None:
+    assert message_sizes(1000) == SIZES
+    assert message_sizes(300_000_000) == (*SIZES, 1 << 25, 1 << 27, 300_000_000)
+
+
+def test_the_jobs_shard_and_largest_message() -> None:
+    buckets = [SimpleNamespace(numel=n, trainable=t) for n, t in ((4000, True), (600, True), (9000, False))]
+    source = SimpleNamespace(plan=SimpleNamespace(buckets=buckets, num_layers=4), width=lambda layer: 16)
+    of: dict[str, Any] = dict.fromkeys(Request.__dataclass_fields__)
+    of |= {"source": source, "num_gpus": 2, "dtype": torch.bfloat16}
+    short = Request(**{**of, "rungs": make_ladder(2, 16, 3)})
+    assert short.shard_elements == 2300
+    assert short.largest_message == 2 * 9000 // 2  # half of the largest bucket, to a rank that holds all of it
+    assert Request(**{**of, "rungs": make_ladder(2, 4096, 3)}).largest_message == 2 * 8192 * 16
+
+
+class CountingOptimizer(torch.optim.SGD):
+    """Tells how many elements it was made for; a device takes 2 ms of each of its operations."""
+
+    sizes: ClassVar[list[int]] = []
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        super().__init__(groups, lr=1.0)
+        self.sizes.append(self.param_groups[0]["params"][0].numel())
+
+
+def test_the_update_is_timed_on_the_device_at_the_shards_size() -> None:
+    device = FakeDevice()
+    CountingOptimizer.sizes.clear()
+    with Queued(device, 1e-3, lambda: "update") as queue:
+        costs = step_costs(
+            CPU, Links(()), elements=5000, make_optimizer=CountingOptimizer, clock=FakeDeviceClock(device)
+        )
+    assert CountingOptimizer.sizes == [5000]
+    assert costs["update_elements"] == 5000
+    # Norm, clipping and update are some operations of 1 ms each: far more than a launch, far less than all of them.
+    assert 3e-3 < 1e-3 * costs["update_ms_per_element"] * 5000 < queue.launched["update"] / 5
+
+
+def test_the_update_of_a_shard_that_does_not_fit_is_timed_with_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    def full_like(parameter: torch.Tensor, value: float) -> torch.Tensor:
+        tried.append(parameter.numel())
+        if parameter.numel() > MOST_ELEMENTS // 3:
+            raise FULL
+        return torch.empty_like(parameter).fill_(value)
+
+    monkeypatch.setattr(step_timer, "MOST_ELEMENTS", MOST_ELEMENTS)
+    monkeypatch.setattr(torch, "full_like", full_like)
+    costs = step_costs(CPU, Links(()), elements=4 * MOST_ELEMENTS, make_optimizer=CountingOptimizer)
+    assert tried == [MOST_ELEMENTS, MOST_ELEMENTS // 2, MOST_ELEMENTS // 4]
+    assert costs["update_elements"] == MOST_ELEMENTS // 4
+
+
+class SmallDevice:
+    """A stage timer with memory for so many tokens; a token takes 2 ms."""
+
+    most_tokens = 0
+    block_tokens = None
+    scheme = ParallelScheme()
+    place = SimpleNamespace(stage=SimpleNamespace(first_layer=0, last_layer=4))
+    source = SimpleNamespace(plan=SimpleNamespace(no_slices=""))
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if not self.most_tokens:
+            raise FULL
+
+    def time(self, lengths: Sequence[int], *, warm_up: int = 1) -> Timing:
+        if sum(lengths) > self.most_tokens:
+            raise FULL
+        return Timing(2.0 * sum(lengths), ())
+
+    def time_parts(self, lengths: Sequence[int], start: int = 0) -> tuple[Timing, ...]:
+        """It keeps half as much again as in one."""
+        if 1.5 * (sum(lengths) + start) > self.most_tokens:
+            raise FULL
+        return tuple(Timing(ms * sum(lengths), ()) for ms in (0.6, 0.8, 0.6))
+
+
+def measured(most_tokens: int, monkeypatch: pytest.MonkeyPatch) -> SchemeEntry | None:
+    monkeypatch.setattr(survey, "StageTimer", SmallDevice)
+    monkeypatch.setattr(SmallDevice, "most_tokens", most_tokens)
+    source: Any = SimpleNamespace(plan=SimpleNamespace(num_layers=4))
+    rungs = make_ladder(16, 1024, 5)
+    return Survey(source, CPU, torch.float32, Links(()), rungs, budget=RepeatBudget(0.0, 2, 2)).measure(
+        ParallelScheme()
+    )
+
+
+def test_the_ladder_stops_where_memory_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = measured(400, monkeypatch)
+    assert entry is not None
+    (stage,) = entry.stages
+    assert max(sum(point.lengths) for point in stage.points) <= 400
+    assert stage.no_room_tokens is not None
+    assert 400 < stage.no_room_tokens <= 1024
+    assert entry.record()["stages"][0]["no_room_tokens"] == stage.no_room_tokens
+    assert entry.cost(10_000).max_length == stage.no_room_tokens - 1
+    assert entry.cost(100).max_length == 100
+    assert 0 < max(sum(point.lengths) + point.start for point in stage.split_points) <= 400 / 1.5
+    assert stage.split is not None
+    assert stage.split.forward.b == pytest.approx(0.3, abs=5e-3)
+    whole = measured(10_000, monkeypatch)
+    assert whole is not None
+    assert max(sum(point.lengths) + point.start for point in whole.stages[0].split_points) > 1000
+    assert whole.stages[0].no_room_tokens is None
+    assert whole.cost(10_000).max_length == 10_000
+
+
+@pytest.mark.parametrize("most_tokens", [0, 16])
+def test_a_scheme_without_room_for_two_lengths_is_left_out(most_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert measured(most_tokens, monkeypatch) is None
+
+
+def test_other_errors_are_not_taken_for_a_lack_of_memory() -> None:
+    def broken() -> None:
+        raise RuntimeError("a shape is wrong")
+
+    with pytest.raises(RuntimeError, match="shape is wrong"):
+        within_memory(broken)
+    assert within_memory(lambda: 7) == 7
+
+
+def test_links_go_as_far_as_memory_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a group of one rank, with the collectives that such a group knows."""
+    sizes: list[int] = []
+
+    def prepare(numel: int) -> Callable[[], object]:
+        if 4 * numel > 1 << 23:
+            raise FULL
+        sizes.append(4 * numel)
+        return lambda: None
+
+    monkeypatch.setattr(link_timer, "_calls", lambda *args: {"all_reduce": prepare})
+    alone = SimpleNamespace(get_rank=lambda: 0, all_reduce=lambda *a, **k: None, barrier=lambda group: None,
+                            ReduceOp=torch.distributed.ReduceOp)  # fmt: skip
+    monkeypatch.setattr(link_timer, "dist", alone)
+    group: Any = None
+    (figure,) = link_timer.time_links([0, 1], group, CPU, sizes=message_sizes(1 << 27), repeats=2)
+    assert sizes == list(SIZES)
+    assert figure.largest_bytes == 1 << 23
+
+
+# --- Room for composed strategies: none costs a candidate a token, and what does not fit is refused with its
+# numbers.
+POOL = ("tp4 + 4*tp1", "4*tp2")
+SCHEMES = tuple(map(ParallelScheme, (1, 2, 4)))
+
+
+def beside(device: float, *, composing: bool = True, tokens: int = 1 << 20) -> tuple[ArenaRoom, JobMemory, CostTable]:
+    """A table whose MaxLen is `tokens`, or less where there is no memory for that."""
+    shapes = [StrategyShape.parse(text) for text in POOL]
+    memory = job(8, device).together({shape: place_strategy(shape, 8, 8) for shape in shapes})
+    limits = [max(1, min(tokens, memory.max_length(scheme))) for scheme in SCHEMES]
+    table = CostTable(
+        tuple(SchemeCost(scheme, 0.0, 1.0, 0.0, limit, 1) for scheme, limit in zip(SCHEMES, limits, strict=True))
+    )
+    return room_beside(memory, table, composing=composing), memory, table
+
+
+def recombined() -> list[StrategyShape]:
+    """All strategies of the pool's pipelines on 8 ranks."""
+    counts = itertools.product(range(9), range(5), range(3))
+    return [counts_to_strategy(c, SCHEMES) for c in counts if c[0] + 2 * c[1] + 4 * c[2] == 8]
+
+
+def test_where_memory_is_plenty_every_recombination_fits() -> None:
+    room, _, _ = beside(GIB, tokens=256)
+    assert len(recombined()) > 5
+    assert [room.refusal(strategy) for strategy in recombined()] == [""] * len(recombined())
+
+
+@pytest.mark.parametrize("device", [9e6, 1e7, 1.2e7, 2e7, float(GIB)])
+def test_room_costs_no_candidate_a_token_and_what_is_let_in_fits(device: float) -> None:
+    room, memory, table = beside(device)
+    shapes = [PipelineShape.of(scheme) for scheme in SCHEMES]
+    with_room = replace(memory, arena=room.arena, _cache={})
+    for shape in shapes:
+        assert min(table[shape].max_length, with_room.max_length(shape)) == min(
+            table[shape].max_length, memory.max_length(shape)
+        )
+    for strategy in recombined():
+        placed = place_strategy(strategy, 8, 8)
+        if room.refusal(strategy):
+            continue
+        needed = held_elements(memory.plan, placed, memory.element, node_size=8)
+        assert all(p <= has_p and g <= has_g for (p, g), (has_p, has_g) in zip(needed, room.arena, strict=True))
+        beside_it = with_room.together({**memory.strategies, strategy: placed})
+        for shape in set(strategy.pipelines):
+            assert beside_it.max_length(shape) >= min(table[shape].max_length, memory.max_length(shape))
+
+
+def test_what_does_not_fit_is_refused_with_its_numbers() -> None:
+    room, memory, _ = beside(GIB, composing=False, tokens=256)
+    whole = max(p for p, _ in room.arena)
+    assert min(p for p, _ in room.arena) < whole
+    refusal = room.refusal(StrategyShape.parse("8*tp1"))
+    assert refusal.startswith("rank 0 has room for ")
+    assert "elements of parameters but would hold" in refusal
+    # Composed strategies keep tensor parallel groups inside nodes; what a user lists may lay them across.
+    assert room.refusal_of_composed(StrategyShape.parse("2*tp4")) == room.refusal(StrategyShape.parse("2*tp4")) == ""
+    odd = replace(room, node_size=7)
+    assert odd.refusal_of_composed(StrategyShape.parse("2*tp4")).startswith("the ranks 4..7 of a tensor parallel group")
+    assert "no candidate has the pipeline pp2" in room.refusal(StrategyShape.parse("tp4 + 2*tp1 + pp2"))
+    at_its_limit, _, _ = beside(GIB)  # MaxLen takes all memory there is
+    assert "activations" in at_its_limit.refusal(StrategyShape.parse("2*tp4"))
+    assert "uses 4 ranks" in room.refusal(StrategyShape.parse("tp4"))
+    assert memory.arena == ()
+
+
+def test_a_record_holds_all_of_it() -> None:
+    room, _, _ = beside(GIB)
+    assert ArenaRoom.of_record(json.loads(json.dumps(room.to_record()))) == room

@@ -1,6 +1,18 @@
-"""Dispatch and packing: HiGHS and our search; kernels alike with and without numba."""
+"""Dispatch and packing: HiGHS and our search, kernels with and without numba, rows of slices, groups that deal out."""
 
+from __future__ import annotations
+
+import inspect
+import itertools
 import math
+import subprocess
+import sys
+import time
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,18 +20,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ds_hydra.planner.kernels as kernels
-from ds_hydra.costs.cost_table import SchemeCost
+from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.costs.shares import Shares
+from ds_hydra.pipe.schedules.list_order import fresh_walk
+from ds_hydra.pipe.schedules.list_walk import NEVER, Jobs, TakeWalk, Walk, list_walk
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
+from ds_hydra.plan.phase import MicroBatchPlan, PipelinePlan, Span
+from ds_hydra.plan.simulate import simulate_pipeline
 from ds_hydra.planner import PlannerOptions
+from ds_hydra.planner.cutting import Effort, cut_best, longest_of, microbatches_of, pipe_of, profiles_of
 from ds_hydra.planner.exact.programs import pack_exactly, relabel
-from ds_hydra.planner.kernels.arrays import Bins, Problem, Prospect, Scheme
+from ds_hydra.planner.kernels import Kernels, compiled, load
+from ds_hydra.planner.kernels.arrays import Bins, Pieces, Problem, Profile, Prospect, Scheme
+from ds_hydra.planner.kernels.cut_moves import move
+from ds_hydra.planner.kernels.list_time import fresh_list_walk, list_time
+from ds_hydra.planner.kernels.load import _global_names, _kernels
 from ds_hydra.planner.kernels.placing import empty_placement
 from ds_hydra.planner.kernels.problem import Batch, PipelineKinds
+from ds_hydra.planner.kernels.slots import cut, empty_pieces, most_slots, set_targets
 from ds_hydra.planner.one_strategy import StrategySearch
 from ds_hydra.planner.pipelines import order_microbatches, whole_pipeline
-from tests.support.planner_cases import a800_batch, a800_planner, random_instance
+from ds_hydra.planner.recompute import Scheduled, cover_exactly, covering
+from ds_hydra.rivals.waits import WaitingCost
+from tests.support.planner_cases import TABLES, a800_batch, a800_planner, random_instance
+from tools.systems.cells import Cell
+from tools.systems.dealt import busiest_ms, dealt
+from tools.systems.measure import DEALT, measure
 
 
+# --- Dispatch and packing: HiGHS and our search; kernels alike with and without numba.
 def test_equal_pipelines_are_named_by_their_longest_sequence() -> None:
     owner = np.array([2, 1, 2, 0, 4, 3])
     assert relabel(owner, np.array([0, 3]), np.array([3, 2])).tolist() == [0, 1, 0, 2, 3, 4]
@@ -173,3 +202,365 @@ def test_repairs_do_no_more_than_the_dispatch_and_pack_nothing_in_vain() -> None
     kernel.pack_all(problem, 40, place)
     assert kernel.relieve(problem, 40, 400, place) == -1  # type: ignore[attr-defined]
     assert place.spent[1] <= 3 * 17 + 2 * (17 + 16), "looks only"
+
+
+# --- The kernels' two ways in: names, types, and both versions side by side.
+ENTRY_POINTS = [name for name, value in vars(Kernels).items() if inspect.isfunction(value) and name[0] != "_"]
+
+
+def signature(function: types.FunctionType) -> list[tuple[object, ...]]:
+    """Parameters and result, types resolved, without `self`."""
+    hints = typing.get_type_hints(function)
+    parameters = inspect.signature(function).parameters.values()
+    listed = [(x.name, x.kind, x.default, hints[x.name]) for x in parameters if x.name != "self"]
+    return [*listed, ("return", hints["return"])]
+
+
+def test_the_protocol_has_the_entry_points() -> None:
+    assert len(ENTRY_POINTS) == 12
+    assert set(ENTRY_POINTS) <= set(_kernels())
+
+
+@pytest.mark.parametrize("name", ENTRY_POINTS)
+def test_the_protocol_has_the_kernel_s_own_signature(name: str) -> None:
+    kernel = _kernels()[name]
+    assert isinstance(kernel, types.FunctionType)
+    assert signature(getattr(Kernels, name)) == signature(kernel)
+
+
+def module(name: str, source: str) -> types.ModuleType:
+    """A module made of source text."""
+    made = types.ModuleType(name)
+    exec(source, made.__dict__)
+    return made
+
+
+@pytest.mark.parametrize("again", ["def _helper(x): return -x", "_helper = 3", "from math import floor as _helper"])
+def test_a_name_with_two_meanings_is_refused(again: str) -> None:
+    first, second = module("first", "import math\ndef _helper(x): return x"), module("second", "import math\n" + again)
+    with pytest.raises(AssertionError, match="_helper means one thing in first and another in second"):
+        _global_names([first, second])
+
+
+def test_a_constant_with_two_values_is_refused() -> None:
+    with pytest.raises(AssertionError, match="_ROUNDS means one thing in first and another in second"):
+        _global_names([module("first", "_ROUNDS = 4"), module("second", "_ROUNDS = 5")])
+
+
+def test_names_that_agree_are_shared() -> None:
+    first = module("first", "import math\n_ROUNDS = 4\ndef one(x): return x")
+    second = module("second", "import math\n_ROUNDS = 4")
+    second.__dict__["one"] = first.one
+    assert set(_global_names([first, second])) == {"math", "_ROUNDS", "one"}
+
+
+def test_every_kernel_of_the_folder_is_loaded() -> None:
+    """A new file of kernels that is missing in the list would have its functions called uncompiled, or not at all."""
+    folder = Path(load.__file__).parent
+    not_kernels = {"__init__", "arrays", "load", "problem", "protocol"}
+    assert {path.stem for path in folder.glob("*.py")} - not_kernels == {
+        listed.__name__.rpartition(".")[2] for listed in load._MODULES
+    }
+
+
+def test_a_warm_cache_has_all_that_plans_need() -> None:
+    """Else the first job on a machine compiles for many seconds in its first steps. A process of its own tells, since
+    other tests here have called more."""
+    code = (
+        "import ds_hydra.planner.kernels as kernels\n"
+        "from ds_hydra.planner import Planner, PlannerOptions\n"
+        "from ds_hydra.planner.selection import warm_up\n"
+        "from ds_hydra.pipe.shape import StrategyShape\n"
+        "from tests.support.planner_cases import a800_batch, a800_planner\n"
+        "def compiled():\n"
+        "    named = vars(kernels.compiled()).items()\n"
+        "    return {name for name, kernel in named if getattr(kernel, 'signatures', None)}\n"
+        "warm_up()\n"
+        "warm = compiled()\n"
+        "whole = a800_planner()\n"
+        "every = [StrategyShape.parse(text) for text in ('8*tp8', '4*tp8 + 4*tp4pp2/v')]\n"
+        "for planner in (whole, Planner(whole.cost_table, every, PlannerOptions(kernels='compiled'))):\n"
+        "    for step, size in enumerate((5, 12, 40, 190)):\n"
+        "        planner.plan(step, range(size), a800_batch(step, size))\n"
+        "print(len(warm), *sorted(compiled() - warm))"
+    )
+    root = Path(__file__).parents[2]
+    found = subprocess.run([sys.executable, "-c", code], cwd=root, check=True, capture_output=True, text=True).stdout
+    count, *late = found.split()
+    assert int(count) > 6
+    assert late == []
+
+
+def test_a_compiled_walk_counts_no_references() -> None:
+    """Each access to an array in a tuple would: then it is seven times as fast as plain Python, now a hundred times."""
+    works = np.array([[7 + m % 5, 11 + m % 3, 5, 2, 1, -1, 2] for m in range(60)]).T.copy()
+    arrays, lists = Jobs(4, 1, *works, room=12), Jobs(4, 1, *works.tolist(), room=12)  # type: ignore[misc]
+    kernel = vars(compiled())["list_walk"]
+
+    def seconds_of(walk: TakeWalk, jobs: Jobs, fresh: Callable[[Jobs], Walk]) -> float:
+        walks = [fresh(jobs) for _ in range(6)]
+        walk(jobs, walks.pop())  # compiles
+        each = []
+        for one in walks:
+            started = time.thread_time()
+            walk(jobs, one)
+            each.append(time.thread_time() - started)
+        return min(each)
+
+    fast, plain = seconds_of(kernel, arrays, fresh_list_walk), seconds_of(list_walk, lists, fresh_walk)
+    assert plain > 12 * fast, f"{1e6 * plain:.0f} us in plain Python, {1e6 * fast:.0f} us compiled"
+
+
+def _nearest(number: int) -> int:
+    return number + 1
+
+
+def _both(number: int) -> int:
+    return _nearest(-1) + _nearest(number)
+
+
+def test_a_kernel_is_compiled_once_for_constants_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    numba = pytest.importorskip("numba")
+    plain = numba.njit
+    monkeypatch.setattr(numba, "njit", lambda *given, **options: plain(*given, **options | {"cache": False}))
+    names = dict(globals())
+    clones = load._clones({one.__name__: one for one in (_nearest, _both)}, names, "once", load._compiler())
+    assert clones["_both"](5) == 6
+    assert len(clones["_nearest"].signatures) == 1
+
+
+# --- Micro-batches made to profiles of loads: every token once, slices in order, nothing above its limits.
+COST = SchemeCost(ParallelScheme(pp=3), 1e-4, 0.1, 4.0, 400, 50)
+SHARES = Shares.usual()
+PIPE = pipe_of(COST, SHARES)
+LONGEST = longest_of(COST, SHARES)
+LENGTHS = st.lists(st.integers(1, 900), min_size=1, max_size=12)
+PROFILES = st.builds(
+    Profile, st.integers(2, 8), st.floats(0.1, 1), st.floats(1, 2), st.floats(0.2, 1), st.integers(0, 3)
+)
+
+
+def longest_first(lengths: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    tokens = np.sort(np.array(lengths, dtype=np.int64))[::-1].copy()
+    return COST.sequence_ms(tokens), tokens
+
+
+def pieces_of(profile: Profile, lengths: list[int]) -> Pieces:
+    work, tokens = longest_first(lengths)
+    most = most_slots(PIPE, tokens, profile.slots)
+    made = empty_pieces(most + len(tokens), most)
+    assert cut(PIPE, profile, work, tokens, made), "whatever is too long is cut"
+    return made
+
+
+def check(made: Pieces, lengths: list[int]) -> tuple[MicroBatchPlan, ...]:
+    """Every token once, slices of a sequence in order, and within MaxLen and UtilLen."""
+    tokens = sorted(lengths, reverse=True)
+    batches = microbatches_of(made, range(len(tokens)))
+    plan = PipelinePlan(PipelineShape.parse("pp3"), batches, 1.0)
+    before = tuple(made.before[: len(batches)].tolist())
+    assert plan.chain == before
+    found: dict[int, list[Span]] = {}
+    for number, batch in enumerate(batches):
+        assert batch.spans
+        assert batch.num_tokens == made.held[number] <= COST.max_length
+        if number in before:
+            assert len(batch.spans) == 1, "nothing stands beside a slice that another follows"
+        for span in batch.spans:
+            found.setdefault(span.sequence, []).append(span)
+    assert sorted(found) == list(range(len(tokens)))
+    for item, spans in found.items():
+        assert [span.start for span in spans] == [0, *(span.stop for span in spans[:-1])]
+        assert spans[-1].stop == tokens[item]
+        if len(spans) > 1:
+            # A rest that is too short for a slice of its own joins the one before only where that has room for it.
+            assert all(span.stop - span.start >= COST.util_length for span in spans[:-1])
+    return batches
+
+
+@given(LENGTHS, PROFILES)
+def test_every_token_is_in_one_slice(lengths: list[int], profile: Profile) -> None:
+    check(pieces_of(profile, lengths), lengths)
+
+
+@given(LENGTHS, PROFILES, st.integers(0, 99))
+def test_small_changes_keep_what_is_right(lengths: list[int], profile: Profile, seed: int) -> None:
+    made, state = pieces_of(profile, lengths), np.array([seed], dtype=np.int64)
+    for _ in range(30):
+        move(PIPE, made, state)
+        check(made, lengths)
+
+
+@settings(max_examples=15)
+@given(LENGTHS, st.sampled_from([1, 2]), st.integers(0, 9))
+def test_the_best_is_what_its_plan_is_simulated_to_take(lengths: list[int], parts: int, seed: int) -> None:
+    """The same with numba and without; and a plan's check comes to the same microsecond."""
+    work, tokens = longest_first(lengths)
+    pipe = pipe_of(COST, SHARES, parts=parts)
+    found = [
+        cut_best(kernel, pipe, work, tokens, effort=Effort(6, 12), seed=seed)
+        for kernel in (kernels.compiled(), kernels.pure())
+    ]
+    best, pure = found
+    if best is None or pure is None:
+        assert best is pure
+        assert max(lengths) > LONGEST, "the list order holds what its memory holds"
+        return
+    batches = check(best.pieces, lengths)
+    assert batches == microbatches_of(pure.pieces, range(len(lengths)))
+    assert best._replace(pieces=pure.pieces) == pure
+    shape = PipelineShape.parse("pp3/list" if parts == 1 else "(tp1[0:1,5:6] > tp1[1:2,4:5] > tp1[2:3,3:4])/list")
+    table = CostTable((SchemeCost(shape.cost_key, COST.a, COST.b, COST.c, COST.max_length, COST.util_length),))
+    assert best.us / 1e3 == simulate_pipeline(PipelinePlan(shape, batches, 1.0), table)
+
+
+@pytest.mark.drawn
+@settings(max_examples=15)
+@given(st.integers(0, 40), st.integers(0, 9), st.sampled_from([1, 2]))
+def test_layers_are_computed_again_until_all_fits(more: int, seed: int, parts: int) -> None:
+    """With numba and without; hardly more than the least that HiGHS finds, and to the microsecond of a plan's check."""
+    longest = longest_of(COST, SHARES, layers=6)
+    length = LONGEST + 1 + more * (longest - LONGEST - 1) // 40
+    work, tokens = longest_first([length, 60, 30, 200])
+    pipe = pipe_of(COST, SHARES, parts=parts, layers=6 // parts)
+    best, pure = (
+        cut_best(kernel, pipe, work, tokens, effort=Effort(6, 12), seed=seed)
+        for kernel in (kernels.compiled(), kernels.pure())
+    )
+    assert best is not None
+    assert pure is not None
+    batches = microbatches_of(best.pieces, range(4))
+    assert batches == microbatches_of(pure.pieces, range(4))
+    shape = PipelineShape.parse("pp3/list" if parts == 1 else "(tp1[0:1,5:6] > tp1[1:2,4:5] > tp1[2:3,3:4])/list")
+    table = CostTable((SchemeCost(shape.cost_key, COST.a, COST.b, COST.c, COST.max_length, COST.util_length),))
+    assert best.us / 1e3 == simulate_pipeline(PipelinePlan(shape, batches, 1.0), table)
+    kept = tuple(replace(batch, recompute=0.0) for batch in batches)
+    before = tuple(best.pieces.before[: len(batches)].tolist())
+    problem = covering(Scheduled(kept, before, COST, SHARES, parts=parts), 6 // parts)
+    layers = np.rint([batch.recompute * (6 // parts) for batch in batches])
+    assert (problem.saved @ layers >= problem.missing * (1 - 1e-9)).all()
+    exact = cover_exactly(problem)
+    assert exact is not None
+    assert problem.cost @ layers <= 1.3 * exact[1] + problem.cost.max()
+
+
+@given(LENGTHS, PROFILES)
+def test_a_ceiling_hides_no_better_time(lengths: list[int], profile: Profile) -> None:
+    made = pieces_of(profile, lengths)
+    took = list_time(PIPE, made, NEVER)
+    assert list_time(PIPE, made, took) == NEVER
+    if took < NEVER:
+        assert list_time(PIPE, made, took + 1) == took
+
+
+def test_slots_of_the_note() -> None:
+    target = np.zeros(6)
+    assert set_targets(Profile(6, 0.3, 1.5, 0.7, 0), 280.0, target) == max(target)
+    assert [round(ms) for ms in target] == [21, 32, 48, 70, 60, 49]
+    assert sum(target) == pytest.approx(280.0)
+
+
+def test_whole_sequences_stay_whole_and_too_long_ones_are_refused() -> None:
+    kernel, whole = kernels.pure(), pipe_of(COST, SHARES, slices=False)
+    best = cut_best(kernel, whole, *longest_first([390, 300, 20, 10]))
+    assert best is not None
+    assert (best.pieces.before[: best.pieces.counts[1]] == -1).all()
+    assert cut_best(kernel, whole, *longest_first([401])) is None
+    assert cut_best(kernel, PIPE, *longest_first([LONGEST + 100])) is None
+    held = cut_best(kernel, PIPE, *longest_first([LONGEST]))
+    assert held is not None
+    assert held.pieces.counts[1] > 1
+
+
+def test_the_more_full_micro_batches_a_pipeline_has_work_for_the_more_slots_are_tried() -> None:
+    few, many = ({one.slots for one in profiles_of(PIPE, np.array([tokens]))} for tokens in (800, 16 * COST.max_length))
+    assert few == {3, 4, 5, 6, 8, 10, 13, 17}
+    assert len(many) == len(few), "no more tries"
+    assert min(many) <= 16
+    assert max(many) >= 5 * 16
+    lean = profiles_of(PIPE, np.array([16 * COST.max_length]), lean=True)
+    assert set(lean) < set(profiles_of(PIPE, np.array([16 * COST.max_length])))
+
+
+def test_a_pipeline_with_much_work_is_done_sooner_with_small_micro_batches() -> None:
+    """tp2pp4 of a 32B model as a V, with work for 16 full micro-batches and two sequences of a fifth of it each."""
+    cost = CostTable.load(TABLES / "llama_32b_a800.json")[ParallelScheme(2, 4)]
+    assert cost.shares is not None
+    pipe = pipe_of(cost, cost.shares, parts=2, layers=7)
+    tokens = np.array([20_000, 18_000, *[1_500] * 44], dtype=np.int64)
+    work = cost.sequence_ms(tokens)
+    kernel, effort = kernels.compiled(), Effort(6, 0)
+    coarse = [one for one in profiles_of(pipe, tokens[:1]) if one.slots <= 17]
+    before, found = (cut_best(kernel, pipe, work, tokens, profiles=some, effort=effort) for some in (coarse, None))
+    assert before is not None
+    assert found is not None
+    assert found.pieces.counts[1] > 17
+    assert found.us < 0.95 * before.us
+
+
+# --- Groups that deal out what they do not share: never sooner done than what is shared without a remainder.
+def _group(units: int, *, message: float = 0.0, a: float = 0.0) -> SchemeCost:
+    """A token takes a unit 1 ms, and a * l more; a micro-batch 5 ms. Ideal where it stands, dealt out by `dealt`."""
+    return WaitingCost(
+        ParallelScheme(sp=units), a / units, 1.0 / units, 5.0, 1000 * units, 1, message=message, alone=10**6
+    )
+
+
+def _dealt(cost: SchemeCost) -> SchemeCost:
+    return dealt(CostTable((cost,))).costs[0]
+
+
+def test_what_is_not_shared_is_computed_whole_by_one_unit() -> None:
+    cost = _group(2)
+    assert cost.load_ms([40, 30, 20]) == 5 + 45
+    assert _dealt(cost).load_ms([40, 30, 20]) == 5 + 45, "all are shared, as messages take nothing"
+    # A ring of 3/4 ms a token adds 22.5 ms where all are shared; with none of them one unit has 40, the other 30 + 20.
+    dear = _dealt(_group(2, message=0.75))
+    assert dear.load_ms([40, 30, 20]) == 5 + 50
+    assert dear.load_ms([40, 40]) == 5 + 40
+    # Attention of a long sequence hides what goes round for a short one beside it: 0.1 * 100 * 100 / 2 ms.
+    hidden = _dealt(_group(2, message=0.5, a=0.1))
+    assert hidden.load_ms([100, 9]) == pytest.approx(5 + 109 / 2 + 0.1 * (100**2 + 9**2) / 2)
+
+
+def test_works_go_to_the_unit_with_the_least_so_far() -> None:
+    assert busiest_ms([5, 4, 3, 3], 2) == 8
+    assert busiest_ms([], 3) == 0
+    assert busiest_ms([7, 1], 4) == 7
+
+
+@given(
+    st.lists(st.integers(1, 500), min_size=1, max_size=9), st.sampled_from([2, 3, 4, 8]), st.floats(0, 2),
+    st.floats(0, 0.1),
+)  # fmt: skip
+def test_it_is_the_best_number_of_shared_sequences_and_never_less_than_the_ideal(
+    lengths: list[int], units: int, message: float, a: float
+) -> None:
+    cost = _group(units, message=message, a=a)
+    found, order = _dealt(cost).load_ms(lengths), sorted(lengths, reverse=True)
+    tried = []
+    for shared in range(len(lengths) + 1):
+        ring, square = message * sum(order[:shared]), a / units * sum(x * x for x in order[:shared])
+        rest = busiest_ms([x + a * x * x for x in order[shared:]], units)
+        tried.append(5 + sum(order[:shared]) / units + max(square, ring) + rest)
+    assert found == pytest.approx(min(tried))
+    assert found >= cost.load_ms(lengths) - 1e-6
+    assert found <= _dealt(_group(units, message=1e9, a=a)).load_ms(lengths) + 1e-6, "sharing is a choice"
+
+
+def test_a_group_of_one_and_costs_of_other_systems_stay_as_they_are() -> None:
+    alone = SchemeCost(ParallelScheme(), 0.1, 1.0, 5.0, 1000, 1)
+    assert _dealt(alone) is alone
+
+
+def test_a_comparison_has_both_and_the_gap_that_dealing_out_leaves() -> None:
+    cell = Cell("7b", 8, 16384, 40_000, "CommonCrawl")
+    for name, other in DEALT.items():
+        assert measure(cell, 2, other) == {}, "it comes with the ideal one"
+        found = measure(cell, 2, name)
+        ideal, made = found[name], found[other]
+        assert made.strategies == ideal.strategies
+        assert made.gap >= 0.0
+        # Both have the same transfers; nothing waits for a ring there, so the remainder alone differs.
+        for one, more in itertools.zip_longest(ideal.step_ms, made.step_ms):
+            assert more >= one - 1e-6

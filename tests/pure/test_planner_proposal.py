@@ -1,18 +1,31 @@
-"""Proposals, schemes, simulation, lengths, and the dry run."""
+"""Proposals, schemes, lengths and the dry run; wider tables never propose worse; devices of several classes."""
 
+from __future__ import annotations
+
+import functools
+import itertools
 import json
+import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from benchmarks.rivals.proposal import propose_by_program
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.costs.shape_costs import price, with_shapes
+from ds_hydra.costs.shares import Shares
 from ds_hydra.data.length_files import read_length_file
 from ds_hydra.data.length_sources import read_lengths, sample_batches
+from ds_hydra.pipe.on_devices import crossing_groups
+from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.registry import placed
 from ds_hydra.pipe.schedules.simulate import simulate_loads
@@ -23,12 +36,20 @@ from ds_hydra.planner import Planner, PlannerOptions, validate_plan
 from ds_hydra.planner.exact.counts import counts_to_strategy
 from ds_hydra.planner.fixed_layout import packed_in_turn
 from ds_hydra.planner.proposal.candidates import usable_schemes
+from ds_hydra.planner.proposal.mixed import propose_mixed, split_by_speed
 from ds_hydra.planner.proposal.pool import greedy_subset
-from ds_hydra.planner.proposal.propose import QUICK, propose_strategies
+from ds_hydra.planner.proposal.propose import QUICK, ProposalEffort, Wider, propose_strategies
+from ds_hydra.planner.proposal.sliced_forms import by_v
+from ds_hydra.planner.proposal.spaces import ChunkedShapes, wider_shapes
 from ds_hydra.rivals.preview import BALANCED, FIXED, ONE, SCHEDULED, ZERO_3
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tests.support.planner_cases import TABLES, a800_batch
+from tools import aims
+from tools.hetero.clusters import CASES, SEQUENCES, exchanged_ms, memory_of, table_of
+from tools.hetero.clusters import CONTEXT as LONGEST
+from tools.hetero.formula import drawn_plans
 
+# --- Proposals, schemes, simulation, lengths, and the dry run.
 TABLE = CostTable.load(TABLES / "llama_32b_a800.json")
 LENGTHS = a800_batch(0, 5000)
 ROOT = Path(__file__).parents[2]
@@ -283,3 +304,174 @@ def test_preview_prints_what_it_found(tmp_path: Path) -> None:
     failed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert failed.returncode == 2
     assert "preview_plan: cannot read the lengths file" in failed.stderr
+
+
+# --- A wider table of schemes never makes proposals worse: larger spaces begin with what smaller ones have
+# found.
+RANKS, NODE, CONTEXT, TOKENS, LAYERS = 32, 4, 16_384, 100_000, 24
+EFFORT = ProposalEffort(batches=6, milp_batches=2, node_limit=5, rounds=1, moves=20, corrections=1)
+DRAWN = np.minimum(np.exp(np.random.default_rng(0).normal(7.4, 1.4, 4000)), CONTEXT).astype(int).tolist()
+BATCHES = sample_batches(DRAWN, TOKENS, 6, 7, CONTEXT)
+
+
+def _table(widest: int) -> CostTable:
+    """TP up to a node and SP besides, on stages of up to `widest` ranks; messages between nodes cost a quarter of b."""
+    costs = []
+    for tp, pp, sp in itertools.product((1, 2, 4), (1, 2, 4), (1, 2, 4, 8)):
+        ranks = tp * pp * sp
+        if (pp > 1 and tp * sp > widest) or ranks > RANKS:
+            continue
+        dear = 1.0 + 0.06 * (tp - 1) + 0.01 * (sp - 1) + (0.25 if tp * sp > NODE else 0.0)
+        limit = 1500 * tp * sp if ranks > 1 else 900
+        costs.append(
+            SchemeCost(
+                ParallelScheme(tp, pp, sp), 6e-6 / ranks, 0.2 * dear / ranks, 8.0 / pp, limit, 64, Shares.usual()
+            )
+        )
+    return CostTable(tuple(costs))
+
+
+@functools.cache
+def _found(widest: int) -> tuple[StrategyShape, ...]:
+    return _proposed(_table(widest))
+
+
+def _proposed(table: CostTable) -> tuple[StrategyShape, ...]:
+    wider = Wider(wider_shapes(table, num_layers=LAYERS), layers=LAYERS, plain=False)
+    return propose_strategies(table, RANKS, DRAWN, TOKENS, CONTEXT, node_size=NODE, count=6, effort=EFFORT, wider=wider)
+
+
+@pytest.mark.drawn
+def test_a_larger_space_keeps_the_better_half_of_a_smaller_one_and_is_no_worse() -> None:
+    means, found = [], []
+    for widest in (NODE, 2 * NODE):
+        found.append(_found(widest))
+        planner = Planner(_table(widest), found[-1], PlannerOptions(kernels="compiled", layers=LAYERS))
+        means.append(statistics.fmean(planner.plan(0, range(len(b)), b.tolist()).predicted_ms for b in BATCHES))
+    assert set(found[0][:3]) <= set(found[1])
+    assert means[1] <= 1.005 * means[0]
+    assert _proposed(_table(2 * NODE)) == found[1], "the same proposals again"
+
+
+def test_a_subset_that_begins_with_some_adds_what_helps_beside_them() -> None:
+    times: dict[tuple[int, ...], np.ndarray] = {
+        (1, 0, 0): np.array([10.0, 30.0]), (0, 1, 0): np.array([30.0, 10.0]), (0, 0, 1): np.array([18.0, 18.0]),
+    }  # fmt: skip
+    weights = np.array([0.5, 0.5])
+    assert greedy_subset(times, weights, 2) == [(0, 0, 1), (1, 0, 0)]
+    assert greedy_subset(times, weights, 2, [(1, 0, 0)]) == [(1, 0, 0), (0, 1, 0)]
+
+
+@pytest.mark.parametrize("widest", [NODE, 2 * NODE])
+def test_all_that_is_proposed_has_costs_and_fills_the_ranks(widest: int) -> None:
+    table = _table(widest)
+    for strategy in _found(widest):
+        assert strategy.num_ranks == RANKS
+        assert all(table[pipeline] for pipeline in strategy.pipelines)
+
+
+@pytest.mark.parametrize("text", ["8*pp4/list", "16*pp2/list", "pp4sp4/v + 8*pp2/list"])
+def test_what_a_proposal_says_that_a_strategy_takes_is_what_its_plans_take(text: str) -> None:
+    """A long sequence beside few others stands alone on a pipeline that has nothing to give away."""
+    table, strategy = _table(NODE), StrategyShape.parse(text)
+    lengths = np.array([1800, *sorted(one for one in DRAWN[:60] if one < 900)[::-1]])
+    shapes = ChunkedShapes(table, list(dict.fromkeys(strategy.pipelines)), slices=True, layers=LAYERS)
+    planner = Planner(table, [strategy], PlannerOptions(kernels="compiled", layers=LAYERS, highs="off"))
+    planned = planner.plan(0, range(len(lengths)), lengths.tolist()).predicted_ms
+    rated = shapes.simulated(strategy, lengths, shapes.arrays([lengths], RANKS))
+    assert rated == pytest.approx(planned, rel=0.02)
+
+
+# --- Strategies proposed for devices of several classes, and the planner's time of pipelines whose stages
+# differ.
+BY_NAME = {case.name: case for case in CASES}
+MIXED = (LONGEST,) * SEQUENCES
+
+
+@given(st.integers(3, 9), st.lists(st.floats(0.1, 9.0), min_size=1, max_size=3), st.data())
+def test_layers_are_split_so_that_the_slowest_stage_takes_least(
+    layers: int, layer_ms: list[float], data: st.DataObject
+) -> None:
+    most = data.draw(st.lists(st.integers(0, 9), min_size=len(layer_ms), max_size=len(layer_ms)))
+    found = split_by_speed(layers, layer_ms, most)
+    ways = [way for way in product(*(range(1, limit + 1) for limit in most)) if sum(way) == layers]
+    if found is None:
+        assert not ways
+        return
+    assert found in ways
+    slowest = [max(n * ms for n, ms in zip(way, layer_ms, strict=True)) for way in (found, *ways)]
+    assert slowest[0] <= min(slowest) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("name", ["C2", "C7"])
+def test_proposed_strategies_use_every_rank_fit_and_are_as_good_as_published_ones(name: str) -> None:
+    case = BY_NAME[name]
+    memory, table = memory_of(case), table_of(case)
+    found = propose_mixed(case.cluster, table, memory, MIXED, sum(MIXED), LONGEST, count=2,
+                          exposed=lambda one: exchanged_ms(case, one))  # fmt: skip
+    assert any(price(shape, table, memory).max_length >= LONGEST for one in found for shape in one.pipelines)
+    for strategy in found:
+        assert StrategyShape.parse(str(strategy)) == strategy
+        assert min(memory.max_length(shape) for shape in dict.fromkeys(strategy.pipelines)) > 1
+        if case.cluster.mixed:
+            placed = place_strategy(strategy, case.cluster.num_ranks, memory.plan.num_layers, case.cluster)
+            assert not list(crossing_groups(placed, case.cluster.node_size))
+    hetu = StrategyShape.parse(case.hetu)
+    steps = []
+    for strategies in (found, (hetu,)):
+        added = [exchanged_ms(case, one) for one in strategies]
+        planner = Planner(with_shapes(table, strategies, memory), strategies, PlannerOptions(highs="off"),
+                          exposed_ms=added)  # fmt: skip
+        steps.append(planner.plan(0, range(SEQUENCES), MIXED).step_ms)
+    assert steps[0] <= aims.HETU_PLAN * steps[1]
+
+
+def test_where_shares_are_measured_strategies_with_slices_are_proposed_if_they_pay() -> None:
+    case = BY_NAME["70B 16+16"]
+    plain = table_of(case)
+    table = CostTable(tuple(replace(cost, shares=Shares.usual()) for cost in plain.costs))
+    lengths = (4000, 2500, 1000, 700, 300, 4096) * 8
+
+    def proposed(table: CostTable, *, slices: bool) -> tuple[str, ...]:
+        return tuple(map(str, propose_mixed(case.cluster, table, memory_of(case), lengths, sum(lengths), LONGEST,
+                                            count=2, slices=slices)))  # fmt: skip
+
+    without = proposed(table, slices=False)
+    assert without == proposed(plain, slices=True)
+    assert not any("/list" in one for one in without)
+    found = proposed(table, slices=True)
+    assert "/list" in found[0]
+    for text in found:
+        place_strategy(StrategyShape.parse(text), case.cluster.num_ranks, 80, case.cluster)
+
+
+def test_a_v_has_as_many_layers_in_each_stage() -> None:
+    (shape,) = StrategyShape.parse("(tp2[0:3]@a > tp4[3:10]@b > tp1[10:12]@b)").pipelines
+    assert str(by_v(shape)) == "(tp2[0:1,10:12]@a > tp4[1:4,6:10]@b > tp1[4:5,5:6]@b)/list"
+    (thin,) = StrategyShape.parse("(tp2[0:1]@a > tp4[1:4]@b)").pipelines
+    assert str(by_v(thin)) == "(tp2[0:1]@a > tp4[1:4]@b)/list"
+
+
+def test_what_nothing_can_hold_is_refused() -> None:
+    case = BY_NAME["32B 16+16"]
+    table = table_of(case)
+    only = CostTable(tuple(cost for cost in table.costs if str(cost.scheme).endswith("@h20")))
+    with pytest.raises(PlanError, match="no row of class 'h800' with sp1"):
+        propose_mixed(
+            case.cluster,
+            only,
+            memory_of(case),
+            MIXED,
+            sum(MIXED),
+            LONGEST,
+        )
+    small = replace(memory_of(case), class_bytes={"h20": 20e9, "h800": 20e9}, _cache={})
+    with pytest.raises(PlanError, match="no strategy was found that holds a sequence of 4096 tokens in the devices'"):
+        propose_mixed(case.cluster, table, small, MIXED, sum(MIXED), LONGEST)
+
+
+def test_the_planners_time_of_unequal_pipelines_is_near_the_simulations() -> None:
+    """A share of the plans that bench_hetero draws."""
+    errors = np.array([abs(planned / simulated - 1.0) for _, planned, simulated in drawn_plans(60)])
+    assert float(np.median(errors)) < aims.UNEQUAL_MEDIAN
+    assert float(np.quantile(errors, 0.95)) < aims.UNEQUAL_P95

@@ -1,4 +1,4 @@
-"""Reports: the step line, the JSON record, monitor scalars and the summary say what a step did."""
+"""Reports: laps of a step, its line and record, plots of a run and its pages."""
 
 from __future__ import annotations
 
@@ -6,20 +6,113 @@ import json
 import logging
 import math
 import os
+import re
 import resource
 import signal
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
+from ds_hydra.commands import report
+from ds_hydra.commands.__main__ import main
+from ds_hydra.commands.report_page import waits_of
+from ds_hydra.commands.shipped import shipped
+from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.engine.record import pushing_s, waiting_s
+from ds_hydra.pipe.shape import StrategyShape
+from ds_hydra.plan.plan_file import save_plans
+from ds_hydra.planner import Planner, PlannerOptions
+from ds_hydra.planner.fixed_layout import layouts_by_length, layouts_that_hold
 from ds_hydra.ranks.rank_stats import RankStats
+from ds_hydra.report.curves import changes_of_ranks
 from ds_hydra.report.log import StepLog
+from ds_hydra.report.plots import draw_report, read_steps, relative_errors, summarise
 from ds_hydra.report.record import Event, HighsFigures, StepRecord, format_line, is_heterogeneous, monitor_events
+from ds_hydra.rivals.preview import BALANCED
+from ds_hydra.zero_hetero.clock import Clock, HostClock, Stopwatch
 from ds_hydra.zero_hetero.errors import ConfigError
+from tests.support.fake_device import FakeDevice, FakeDeviceClock
 
+
+# --- Laps: seconds by kind, waits within work counted once, and what a device does charged to who has started
+# it.
+def two_laps(clock: Clock, device: FakeDevice) -> Stopwatch:
+    """A forward of 40 s and a backward of 80 s that waits in its middle until a message comes at 100 s."""
+    watch = Stopwatch(clock)
+    with watch.lap("run"):
+        with watch.lap("forward", stage=1, microbatch=7):
+            device.launch(40.0)
+        with watch.lap("backward", stage=1, microbatch=7):
+            device.launch(30.0)
+            with watch.lap("pull"):
+                device.stand_still_until(100.0)
+            device.launch(50.0)
+    return watch
+
+
+def test_work_is_charged_to_the_lap_that_started_it() -> None:
+    device = FakeDevice()
+    laps = two_laps(FakeDeviceClock(device), device).take()
+    device.wait()
+    spent = laps.spent()
+    assert spent["forward"] == pytest.approx((40.0, 40.0), abs=1e-3)
+    assert spent["pull"] == pytest.approx((30.0, 30.0), abs=1e-3)
+    assert spent["backward"] == pytest.approx((110.0, 80.0), abs=1e-3)
+    assert spent["run"] == pytest.approx((150.0, 0.0), abs=1e-3)
+
+
+def test_the_hosts_clock_would_see_launches() -> None:
+    device = FakeDevice()
+    laps = two_laps(HostClock(lambda: device.host_s), device).take()
+    device.wait()
+    assert sum(seconds.own_s for seconds in laps.spent().values()) < 1e-3
+
+
+def test_laps_are_named_and_in_the_order_of_their_begins() -> None:
+    device = FakeDevice()
+    laps = two_laps(HostClock(lambda: device.host_s), device).take().laps
+    assert [(lap.kind, lap.stage, lap.microbatch) for lap in laps] == [
+        ("run", None, None), ("forward", 1, 7), ("backward", 1, 7), ("pull", None, None)
+    ]  # fmt: skip
+    assert [lap.inside and lap.inside.kind for lap in laps] == [None, "run", "run", "backward"]
+
+
+def test_nothing_is_read_before_the_device_has_passed_it() -> None:
+    device = FakeDevice()
+    laps = two_laps(FakeDeviceClock(device), device).take()
+    with pytest.raises(RuntimeError, match="the device comes to"):
+        laps.spent()
+
+
+def test_laps_are_taken_once() -> None:
+    device = FakeDevice()
+    watch = two_laps(HostClock(lambda: device.host_s), device)
+    assert len(watch.take().laps) == 4
+    assert not watch.take().spent()
+
+
+def test_an_error_ends_its_laps() -> None:
+    watch = Stopwatch(HostClock())
+    with pytest.raises(ZeroDivisionError), watch.lap("run"), watch.lap("forward"):
+        _ = 1 / 0
+    assert [lap.end is None for lap in watch.take().laps] == [False, False]
+
+
+def test_without_a_clock_nothing_is_kept() -> None:
+    device = FakeDevice()
+    watch = Stopwatch(None)
+    with watch.lap("run"):
+        device.launch(1.0)
+    assert not watch.take().laps
+
+
+# --- Reports: the step line, the JSON record, monitor scalars and the summary say what a step did.
 RECORD = StepRecord(
     step=1,
     loss=2.34561,
@@ -212,3 +305,227 @@ def test_a_line_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
             os._exit(0)
     os.waitpid(pid, 0)
     assert [json.loads(text)["step"] for text in file.read_text().splitlines()] == [1, 3]
+
+
+# --- Reports of a run from its step records.
+pytest.importorskip("matplotlib")
+
+
+def record(step: int, **changes: Any) -> dict[str, Any]:
+    strategy = ("2*tp1", "tp2", "tp1 + pp2")[step % 3]
+    pipelines = 1 if strategy == "tp2" else 2
+    return {
+        "step": step, "strategy": strategy, "step_ms": 100.0 + step, "predicted_ms": 90.0, "num_tokens": 4000 + step,
+        "predicted_step_ms": 99.0, "expected_ms": 100.5 + step, "num_sequences": 10, "planning_ms": 2.0,
+        "planning_hidden": True, "loss": 9.0 - 0.1 * step, "learning_rate": 1e-3, "slowest_wait_ms": 5.0,
+        "balance": 1.1, "changed": True, "pipeline_ms": [95.0] * pipelines,
+        "predicted_pipeline_ms": [93.0] * pipelines, **changes,
+    }  # fmt: skip
+
+
+def write(path: Path, records: list[dict[str, Any]], *more: str) -> Path:
+    path.write_text("".join(json.dumps(r) + "\n" for r in records) + "".join(more))
+    return path
+
+
+class Images(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[dict[str, str | None]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "img":
+            self.found.append(dict(attrs))
+
+
+def test_every_figure_is_drawn_and_told_in_words(tmp_path: Path) -> None:
+    figures = draw_report([record(i) for i in range(1, 13)], tmp_path, [5, 50, 500] * 9)
+    parser = Images()
+    parser.feed((tmp_path / "index.html").read_text())
+    assert [image["src"] for image in parser.found] == [figure.path.name for figure in figures]
+    assert all(image["alt"] for image in parser.found)
+    assert all(figure.path.stat().st_size > 5000 for figure in figures)
+    assert len(figures) == 10
+    assert "The loss went from 8.900 to 7.800 in 12 steps" in figures[0].words
+    assert "37,621 tokens a second in the median" in figures[1].words
+    assert figures[2].title.startswith("Step 12:")
+    with pytest.raises(ConfigError, match="no record of step 99: there are 1 to 1"):
+        draw_report([record(1)], tmp_path, step=99)
+
+
+def test_records_without_predictions_and_single_pipelines_still_draw(tmp_path: Path) -> None:
+    plain = [
+        record(i, strategy="tp2", predicted_step_ms=None, predicted_pipeline_ms=[], pipeline_ms=[90.0]) for i in (1, 2)
+    ]
+    words = [figure.words for figure in draw_report(plain, tmp_path)]
+    assert sum(text.startswith("Nothing to draw") for text in words) == 2
+
+
+def test_where_other_ranks_train_from_a_step_on_is_marked(tmp_path: Path) -> None:
+    names = ["4*tp1", "2*tp2", "3*tp1", "3*tp1", "tp2 + 2*tp1"]
+    records = [record(step, strategy=name, pipeline_ms=[]) for step, name in enumerate(names, start=1)]
+    assert changes_of_ranks(records) == [(1, 4), (3, 3), (5, 4)]
+    figures = draw_report(records, tmp_path)
+    assert all("4 ranks trained at first, 3 from step 3, 4 from step 5." in figure.words for figure in figures[:2])
+    assert changes_of_ranks(records[:2]) == [(1, 4)]
+
+
+def test_a_resumed_run_counts_each_step_once_and_broken_lines_are_told(tmp_path: Path) -> None:
+    path = write(tmp_path / "s.jsonl", [record(1), record(2), record(2, step_ms=7.0)], '{"step": 3, "st')
+    records, broken = read_steps(path)
+    assert [r["step"] for r in records] == [1, 2]
+    assert records[1]["step_ms"] == 7.0
+    assert broken == 1
+    with pytest.raises(ConfigError, match="no step records"):
+        read_steps(write(tmp_path / "none.jsonl", []))
+
+
+def test_errors_are_relative_to_the_measured_time() -> None:
+    records = [record(1, step_ms=100.0, expected_ms=110.0), record(2, step_ms=100.0, expected_ms=80.0)]
+    assert relative_errors(records) == pytest.approx([0.1, -0.2])
+    assert summarise([0.1, -0.2, 0.05]) == pytest.approx((0.1, 0.2))
+
+
+def test_a_short_run_without_predictions_is_not_judged_and_has_no_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = [record(i, expected_ms=None, planning_hidden=False, slowest_wait_ms=90.0) for i in range(1, 5)]
+    assert report.main([str(write(tmp_path / "steps.jsonl", bad))]) == 0
+    said = capsys.readouterr().out
+    assert "too short to be judged: 4 steps, of at least 20" in said
+    assert "step prediction error - (median / p90), expected -" in said
+    told = (tmp_path / "report" / "index.html").read_text()
+    assert "nothing was predicted" in told
+    assert not [line for line in (*said.splitlines(), told) if "error" in line and "%" in line.split("error")[1][:12]]
+
+
+def test_the_tool_prints_a_summary_and_refuses_what_is_no_steps_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "steps.jsonl", [record(i) for i in range(1, 9)])
+    assert report.main([str(path), "--json", str(tmp_path / "figures.json")]) == 0
+    assert capsys.readouterr().out.strip().splitlines()[-1].startswith("ds-hydra report: 8 steps, 3 schemes")
+    assert (tmp_path / "report" / "index.html").is_file()
+    assert json.loads((tmp_path / "figures.json").read_text())["steps"] == 8
+    assert report.main([str(tmp_path / "missing.jsonl")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"expected_ms": 150.0}, "prediction error after 10 steps"),
+        ({"slowest_wait_ms": 60.0}, "waiting for the slowest pipeline"),
+        ({"planning_hidden": False}, "steps whose planning was hidden: 0%"),
+        ({"loss": 5.0}, "mean loss of the last quarter, after the first: 5.000 after 5.000"),
+        ({"skipped": True}, "steps skipped: 100.0%"),
+    ],
+)
+def test_a_run_is_judged_by_aims_that_are_printed(
+    changes: dict[str, Any],
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(report, "draw_report", lambda *_: [])  # takes seconds, and has tests of its own
+    good = write(tmp_path / "good.jsonl", [record(i) for i in range(1, 21)])
+    assert report.main([str(good)]) == 0
+    assert "judged by" in capsys.readouterr().out
+    bad = write(tmp_path / "bad.jsonl", [record(i, **changes) for i in range(1, 21)])
+    assert report.main([str(bad)]) == 1
+    assert f"missed: {words}" in capsys.readouterr().out
+
+
+# --- Pages that show a run and a preview: whole in one file, with a drawing or a reason for everything they
+# promise.
+TABLE = CostTable.load(shipped("a800-7b"))
+LENGTHS = [30_000, *[700 + 13 * n for n in range(50)]]
+
+
+def whole(page: str) -> list[str]:
+    """The titles of a page that needs nothing from elsewhere, whose drawings can be read and names stand once."""
+    assert not re.findall(r"<(?:script|link|img|iframe)\b|url\(http|@import", page)
+    assert "prefers-color-scheme:dark" in page
+    assert "#010203" not in page
+    drawings = re.findall(r"<svg.*?</svg>", page, re.S)
+    for drawing in drawings:
+        assert ElementTree.fromstring(drawing).get("aria-label")
+        assert "currentColor" in drawing
+    names = Counter(name for drawing in drawings for name in set(re.findall(r' id="([^"]+)"', drawing)))
+    shared = {name for name, count in names.items() if count > 1}
+    texts: dict[str, set[str]] = {}
+    for drawing in drawings:
+        for element in ElementTree.fromstring(drawing).iter():
+            if element.get("id") in shared:
+                texts.setdefault(str(element.get("id")), set()).add(ElementTree.tostring(element).decode())
+    assert {name for name, of in texts.items() if len(of) > 1} == set(), "one name, two meanings"
+    return re.findall(r"<h2>(.*?)</h2>", page)
+
+
+def shown(step: int, **changes: Any) -> dict[str, Any]:
+    return {
+        "step": step, "strategy": "tp8 + 4*tp2", "step_ms": 2000.0 + step, "predicted_ms": 1900.0, "num_tokens": 90_000,
+        "expected_ms": 1990.0, "num_sequences": 51, "planning_ms": 2.0, "planning_hidden": True, "loss": 9.0 - step,
+        "learning_rate": 1e-3, "slowest_wait_ms": 5.0, "balance": 1.1, "changed": False,
+        "pipeline_ms": [1900.0, 1000.0, 950.0, 950.0, 950.0], "predicted_pipeline_ms": [1900.0] + [950.0] * 4,
+        **changes,
+    }  # fmt: skip
+
+
+@pytest.mark.drawn
+def test_a_run_is_one_page_with_what_the_fixed_layout_would_have_taken(tmp_path: Path) -> None:
+    planner = Planner(TABLE, [StrategyShape.parse("tp8 + 4*tp2")], PlannerOptions())
+    plans = [planner.plan(step, range(51), LENGTHS) for step in range(3)]
+    save_plans(plans, tmp_path / "plans.jsonl")
+    steps = tmp_path / "steps.jsonl"
+    steps.write_text("".join(json.dumps(shown(step)) + "\n" for step in (1, 2, 3)))
+    page = tmp_path / "run.html"
+    command = ["report", str(steps), "--html", str(page)]
+    assert main(command) == 0
+    assert "Give --plans" in page.read_text()
+    assert main([*command, "--plans", str(tmp_path / "plans.jsonl"), "--cost-table", "a800-7b"]) == 0
+    titles = whole(page.read_text())
+    assert titles[:4] == [
+        "With a fixed layout these steps would have taken", "Beside other systems, on these lengths", "Lengths",
+        "Who waited",
+    ]  # fmt: skip
+    assert "Predicted against measured step time" in titles
+    told = page.read_text()
+    assert "51 sequences" not in told
+    assert "153 sequences" in told
+    of_table = min(
+        Planner(TABLE, [shape], PlannerOptions()).plan(0, range(51), LENGTHS).predicted_ms
+        for shape in layouts_that_hold(TABLE, 16, 30_000)
+    )
+    over = 2002.0 / plans[0].predicted_ms  # the median of what was measured over its estimate
+    ((layout, shown),) = re.findall(rf"{BALANCED}: ([^<]+)</td><td>([\d,]+) ms", told)
+    assert 0.5 * over * of_table < float(shown.replace(",", "")) < over * of_table, "a ring suits these lengths"
+    assert "ring" in layout
+
+
+def test_who_waited_is_told_phase_by_phase() -> None:
+    waits = waits_of([shown(1)])
+    assert waits == {"tp8": [0.0], "tp2": pytest.approx([900 / 2001, 950 / 2001, 950 / 2001, 950 / 2001])}
+    phased = shown(1, strategy="2*tp8 then 8*tp2", num_pipelines=[2, 8], pipeline_ms=[500.0, 400.0] + [600.0] * 8)
+    assert waits_of([phased]) == {"tp8": pytest.approx([0.0, 100 / 2001]), "tp2": [0.0] * 8}
+    assert waits_of([shown(1, strategy="tp16", pipeline_ms=[5.0])]) == {}
+
+
+def test_layouts_by_length_end_with_one_that_holds_the_longest() -> None:
+    assert list(map(str, layouts_by_length(TABLE, 16, 65_536))) == ["8*tp2", "4*tp4", "2*tp8"]
+    assert layouts_by_length(TABLE, 16, 2_000) == []
+    assert layouts_by_length(TABLE, 16, 200_000) == []
+
+
+def test_a_preview_is_one_page(tmp_path: Path) -> None:
+    page = tmp_path / "preview.html"
+    command = ["preview", "--cost-table", "a800-7b", "--lengths", "lognormal:6.22,1.233", "--gpus", "16", "--tokens",
+               "60000", "--context", "65536", "--steps", "2", "--strategies", "8*tp2", "tp8 + 4*tp2"]  # fmt: skip
+    assert main([*command, "--html", str(page)]) == 0
+    told = page.read_text()
+    assert whole(told) == [
+        "Lengths", "Beside other systems, on these lengths", "With a fixed layout these steps would take",
+        "The plan of one step", "Who waits", "Strategies that were chosen",
+    ]  # fmt: skip
+    assert "8*tp2 then 4*tp4 then 2*tp8" in told
+    assert "ds-hydra" in told

@@ -1,9 +1,14 @@
-"""The simulation of a step: ports, waits, phases and memory as the notes tell them, and the rules of a trace."""
+"""The simulation of a step, its traces, what messages add to it, and steps of several phases."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
+import re
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -11,9 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_hydra.commands import preview
 from ds_hydra.costs.activations import Activations
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.memory import JobMemory
+from ds_hydra.costs.shares import Shares
 from ds_hydra.costs.table_file import TableFile
 from ds_hydra.pipe.model_plan import Bucket, ModelPlan, ParamSpec
 from ds_hydra.pipe.placement import place_strategy
@@ -24,10 +31,18 @@ from ds_hydra.pipe.schedules.simulate import TimedAction, simulate_loads, simula
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
 from ds_hydra.plan.phase import Span as Slice
+from ds_hydra.plan.simulate import simulate_plan
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.plan.validate import validate_plan
-from ds_hydra.report.trace import trace_faults, trace_record
+from ds_hydra.planner import PhasedPlanner, Planner, PlannerOptions, parse_phases, save_plans
+from ds_hydra.planner.proposal.propose import ProposalEffort, propose_strategies
+from ds_hydra.report.calibration import LEAST, Calibration
+from ds_hydra.report.gantt import draw_gantt
+from ds_hydra.report.plots import pipeline_schemes
+from ds_hydra.report.record import format_line, is_heterogeneous, monitor_events
+from ds_hydra.report.trace import Span, trace_faults, trace_record
 from ds_hydra.simulate import order
+from ds_hydra.simulate.exposed import exposed_ms
 from ds_hydra.simulate.job import SimulatedJob
 from ds_hydra.simulate.links import LinkModel, Speed
 from ds_hydra.simulate.llama import SHIPPED, llama_plan
@@ -35,10 +50,15 @@ from ds_hydra.simulate.memory import memory_over_time
 from ds_hydra.simulate.pipeline import StageTimes
 from ds_hydra.simulate.spans import step_spans
 from ds_hydra.simulate.step import Simulator
-from ds_hydra.zero_hetero.errors import PlanError
+from ds_hydra.zero_hetero.errors import ConfigError, PlanError
+from tests.pure.test_composing import CHUNKED, CUT_TABLE, WHOLE
+from tests.pure.test_report import RECORD
+from tests.support.planner_cases import TABLES
 from tests.support.random_plans import random_job, random_plan
 from tests.support.room import room_for_pushes
 
+# --- The simulation of a step: ports, waits, phases and memory as the notes tell them, and the rules of a
+# trace.
 FREE = LinkModel(8, Speed(0.0, 1e18), Speed(0.0, 1e18))
 
 
@@ -339,3 +359,320 @@ def test_bad_plans_are_refused() -> None:
 def test_plans_of_shipped_models_hold_their_parameters(name: str) -> None:
     shape = SHIPPED[name].shape
     assert sum(bucket.numel for bucket in llama_plan(shape).buckets) == shape.params
+
+
+# --- What a simulated step's trace must hold, and the picture of it.
+SPANS = [Span(0, "compute", "forward", "F0", 0.0, 3.0), Span(0, "compute", "pull", "wait", 1.0, 2.0)]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda events: events[4].update(dur=0), "lasts 0 microseconds"),
+        (lambda events: events[5].update(dur=3e6), "'wait' .* overlaps 'F0'"),
+        (lambda events: events[4].update(ts="0"), "begins at '0'"),
+        (lambda events: events[4].update(ts=float("nan")), "begins at nan"),
+        (lambda events: events[4].update(ph="B"), "phase 'B'"),
+        (lambda events: events[0].update(name="process"), "is no metadata of process_name, "),
+        (lambda events: events[1].update(args={"sort_index": "0"}), "is no metadata"),
+        (lambda events: events[4].pop("name"), "lacks a name"),
+        (lambda events: events[4].update(pid="0"), "pid or tid"),
+        (lambda events: events.pop(0), "no name"),
+    ],
+)
+def test_what_breaks_the_rules_of_a_trace_is_found(spoil: object, words: str) -> None:
+    record = trace_record({"predicted": SPANS})
+    assert not trace_faults(record)
+    assert [(e["ts"], e["dur"]) for e in record["traceEvents"] if e["ph"] == "X"] == [(0.0, 3e6), (1e6, 1e6)]
+    spoil(record["traceEvents"])  # type: ignore[operator]
+    assert re.search(words, trace_faults(record)[0]), trace_faults(record)
+    assert trace_faults({**record, "displayTimeUnit": "s"}), "viewers know ms and ns"
+    assert trace_faults({"events": record["traceEvents"]}), "events have a name of their own"
+
+
+def test_a_picture_shows_every_rank_and_refuses_too_many(tmp_path: Path) -> None:
+    again = [span._replace(rank=1) for span in SPANS]
+    words = draw_gantt(tmp_path / "a.png", {"predicted": SPANS + again, "measured": SPANS}, "two ranks")
+    assert words == "3 rows over 3000.0 ms"
+    assert (tmp_path / "a.png").stat().st_size > 1000
+    with pytest.raises(ConfigError, match="97 rows"):
+        draw_gantt(tmp_path / "b.png", {"": [SPANS[0]._replace(rank=rank) for rank in range(97)]}, "many")
+
+
+# --- What messages add to a step: where it comes from, and that plans are chosen by it.
+EXPOSED = st.lists(st.floats(0.0, 300.0), min_size=len(WHOLE), max_size=len(WHOLE))
+
+
+def at(rate: float) -> LinkModel:
+    return LinkModel(8, Speed(0.0, rate), Speed(0.0, rate))
+
+
+def test_transfers_add_what_computing_does_not_hide() -> None:
+    """Two layers of 400 bytes each on two ranks, of which each owns a half. The links carry 1 byte in a ms.
+
+    A rank pulls 200 bytes of either layer, 400 ms, and computes one micro-batch of 300 ms: half of it for either layer,
+    a third of it forward. The backward is done with layer 1 first. All else is waited for.
+    """
+    cluster = replace(job(at(1e3), 2, numel=400), element_bytes=1)
+    slow = exposed_ms(cluster, StrategyShape.parse("2*tp1"), 200)
+    assert 400.0 < slow <= 800.0
+    assert exposed_ms(replace(cluster, links=at(2e3)), StrategyShape.parse("2*tp1"), 200) < slow
+    assert exposed_ms(replace(cluster, links=at(1e15)), StrategyShape.parse("2*tp1"), 200) == pytest.approx(
+        0.0, abs=1e-6
+    )
+    # More to compute hides more.
+    assert exposed_ms(cluster, StrategyShape.parse("2*tp1"), 1200) < slow
+    # One rank alone owns all that it needs, and so it is with its share of a larger job.
+    assert exposed_ms(cluster, StrategyShape.parse("tp1"), 200) < 1e-6
+
+
+@pytest.mark.parametrize("lengths", [[300, 300], [100] * 6, [600] * 4])
+def test_one_stage_hides_transfers_behind_as_few_micro_batches_as_a_plan_has(lengths: list[int]) -> None:
+    cluster, strategy = replace(job(at(1e3), 2, numel=400), element_bytes=1), StrategyShape.parse("2*tp1")
+    plan = Planner(cluster.table, [strategy], PlannerOptions(kernels="compiled")).plan(0, range(len(lengths)), lengths)
+    with_links = 1e3 * Simulator(cluster).step(plan).norm_s
+    assert exposed_ms(cluster, strategy, sum(lengths)) == pytest.approx(with_links - plan.predicted_ms, rel=0.02)
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=8), EXPOSED)
+def test_the_shortest_step_is_planned_and_bounded(lengths: list[int], exposed: list[float]) -> None:
+    """Few sequences, for which the plans of a strategy are optimal."""
+    strategies, options = [StrategyShape.parse(text) for text in WHOLE], PlannerOptions(kernels="compiled")
+    found = Planner(CUT_TABLE, strategies, options, exposed_ms=exposed).plan(0, range(len(lengths)), lengths)
+    validate_plan(found, CUT_TABLE, 8)
+    alone = [Planner(CUT_TABLE, [one], options).plan(0, range(len(lengths)), lengths) for one in strategies]
+    steps = [plan.searched_ms + ms for plan, ms in zip(alone, exposed, strict=True)]
+    own = exposed[strategies.index(found.phases[0].shape)]
+    assert found.searched_ms + own == pytest.approx(min(steps), rel=0.0011)
+    assert found.lower_bound_ms + own <= min(steps) * (1 + 1e-9) or found.lower_bound_ms == 0.0
+
+
+def test_chunked_strategies_are_compared_by_steps_too() -> None:
+    texts, lengths = (*WHOLE, *CHUNKED), [390, 200, 120, 80, 60, 50, 30, 30, 20, 20, 10]
+    strategies, options = [StrategyShape.parse(text) for text in texts], PlannerOptions(kernels="compiled")
+    free = Planner(CUT_TABLE, strategies, options).plan(0, range(len(lengths)), lengths)
+    best = strategies.index(free.phases[0].shape)
+    exposed = [1000.0 if index == best else 0.0 for index in range(len(texts))]
+    other = Planner(CUT_TABLE, strategies, options, exposed_ms=exposed).plan(0, range(len(lengths)), lengths)
+    assert other.phases[0].shape != free.phases[0].shape
+    assert free.predicted_ms <= other.predicted_ms < free.predicted_ms + 1000.0
+    # What adds to all alike changes nothing.
+    same = Planner(CUT_TABLE, strategies, options, exposed_ms=[70.0] * len(texts)).plan(0, range(len(lengths)), lengths)
+    assert same.phases == free.phases
+
+
+def test_strategies_are_proposed_by_steps() -> None:
+    lengths = [5, 10, 20, 30, 40, 60, 90, 200, 390] * 8
+    effort = ProposalEffort(4, 2, 5, 1, 20)
+
+    def proposed(added: dict[str, float]) -> str:
+        found = propose_strategies(
+            CUT_TABLE, 8, lengths, 1000, 100, count=1, effort=effort,
+            exposed=lambda strategy: added.get(str(strategy.pipelines[0]), 0.0),
+        )  # fmt: skip
+        return str(found[0])
+
+    free = proposed({})
+    dear = dict.fromkeys((str(shape) for shape in StrategyShape.parse(free).pipelines), 1e5)
+    assert not set(dear) & {str(shape) for shape in StrategyShape.parse(proposed(dear)).pipelines}
+
+
+def test_simulated_steps_decide_among_the_best_plans() -> None:
+    """Finalists are of several strategies; whichever is said to be soonest done wins, and its bound still holds."""
+    texts, lengths = (*WHOLE, *CHUNKED), [390, 200, 120, 80, 60, 50, 30, 30, 20, 20, 10]
+    strategies, options = [StrategyShape.parse(text) for text in texts], PlannerOptions(kernels="compiled")
+    estimated = Planner(CUT_TABLE, strategies, options).plan(0, range(len(lengths)), lengths)
+    asked: dict[str, float] = {}
+
+    def other_than(wanted: str, plan: StepPlan) -> float:
+        return float(plan.strategy != wanted)
+
+    def as_estimated(plan: StepPlan) -> float:
+        asked[plan.strategy] = plan.predicted_ms
+        return plan.predicted_ms
+
+    planner = Planner(CUT_TABLE, strategies, options, step_ms=as_estimated)
+    assert planner.plan(0, range(len(lengths)), lengths).predicted_ms <= estimated.predicted_ms
+    assert 1 < len(asked) <= 4
+    for wanted in asked:
+        chosen = Planner(CUT_TABLE, strategies, options, step_ms=partial(other_than, wanted))
+        found = chosen.plan(0, range(len(lengths)), lengths)
+        assert found.strategy == wanted
+        assert found.step_ms == pytest.approx(0.0), "it states what it was chosen by"
+        validate_plan(found, CUT_TABLE, 8)
+        assert found.lower_bound_ms <= min(asked.values())
+
+
+def test_several_plans_of_the_best_chunked_strategy_are_simulated() -> None:
+    """What its messages add differs from plan to plan: here it is by far the least for the plan that computes most."""
+    lengths, asked = [390, 200, 120, 80, 60, 50, 30, 30, 20, 20, 10] * 2, list[float]()
+
+    def step_ms(plan: StepPlan) -> float:
+        asked.append(plan.predicted_ms)
+        return 1e6 - plan.predicted_ms
+
+    planner = Planner(CUT_TABLE, [StrategyShape.parse(CHUNKED[0])], PlannerOptions(kernels="compiled"), step_ms=step_ms)
+    found = planner.plan(0, range(len(lengths)), lengths)
+    validate_plan(found, CUT_TABLE, 8)
+    assert len(set(asked)) > 1
+    assert found.predicted_ms == max(asked)
+
+
+def test_a_simulation_is_asked_only_where_there_is_a_choice() -> None:
+    def never(plan: StepPlan) -> float:
+        raise AssertionError("one plan needs no comparison")
+
+    lengths, options = [100, 50, 20], PlannerOptions(kernels="compiled")
+    assert Planner(CUT_TABLE, [StrategyShape.parse(WHOLE[0])], options, step_ms=never).plan(0, range(3), lengths)
+
+
+# --- Steps of several phases: their text, their plans, and their figures in predictions, records and previews.
+HOT_SWITCHING = "4*tp1 then 2*tp2 then tp4"
+# MaxLen grows with the ranks of a scheme; a token is dearer the more ranks share it.
+PHASED_TABLE = CostTable(
+    tuple(SchemeCost(ParallelScheme(tp), 0.0, b, 2.0, 100 * tp, 10) for tp, b in ((1, 1.0), (2, 0.6), (4, 0.4)))
+)
+PURE = PlannerOptions(kernels="pure")
+LENGTHS = (50, 390, 70, 150, 100, 30, 200, 101)
+
+
+def planned(text: str = HOT_SWITCHING, lengths: tuple[int, ...] = LENGTHS) -> StepPlan:
+    return PhasedPlanner(PHASED_TABLE, parse_phases(text), PURE).plan(3, range(10, 10 + len(lengths)), lengths)
+
+
+@pytest.mark.parametrize("text", [HOT_SWITCHING, "tp4", "(sp2[0:1] > tp2[1:4]) then tp2 + 2*tp1"])
+def test_the_text_of_phases_reads_back(text: str) -> None:
+    shapes = parse_phases(text)
+    assert " then ".join(map(str, shapes)) == text
+    assert len(shapes) == text.count("then") + 1
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("4*tp1 then 2*tp1", r"must all use the same number of ranks but use 4\*tp1 \(4\), 2\*tp1 \(2\)"),
+        ("4*tp1 then ", "cannot read the term ''"),
+        ("4*tp1 than tp4", "cannot read the term"),
+    ],
+)
+def test_texts_that_name_no_phases_are_refused(text: str, reason: str) -> None:
+    with pytest.raises(PlanError, match=reason):
+        parse_phases(text)
+
+
+def test_each_sequence_runs_in_the_first_phase_that_holds_it() -> None:
+    plan = planned()
+    validate_plan(plan, PHASED_TABLE, 4)
+    assert plan.strategy == HOT_SWITCHING
+    held = [
+        sorted(n for pipeline in phase.pipelines for batch in pipeline.microbatches for n in batch.lengths)
+        for phase in plan.phases
+    ]
+    assert held == [[30, 50, 70, 100], [101, 150, 200], [390]]
+    assert plan.predicted_ms == sum(phase.predicted_ms for phase in plan.phases) > plan.phases[0].predicted_ms
+    assert StepPlan.from_json(plan.to_json()) == plan
+
+
+def test_a_phase_that_gets_no_sequence_is_left_out() -> None:
+    plan = planned(lengths=(50, 390))
+    validate_plan(plan, PHASED_TABLE, 4)
+    assert plan.strategy == "4*tp1 then tp4"
+    assert [len(pipeline.microbatches) for pipeline in plan.pipelines] == [1, 0, 0, 0, 1]
+
+
+def test_slices_and_layers_computed_again_stay_as_their_phase_was_planned() -> None:
+    """Positions are those of the whole step; what a micro-batch runs of them is the phase's own plan."""
+    limits = ((ParallelScheme(1), 60), (ParallelScheme(pp=2), 100))
+    table = CostTable(tuple(SchemeCost(one, 0.0, 1.0, 2.0, most, 10, Shares.usual()) for one, most in limits))
+    options, shapes = PlannerOptions(kernels="compiled", layers=8), parse_phases("2*tp1 then pp2/list")
+    lengths = (440, 30, 20, 90, 59)
+    plan = PhasedPlanner(table, shapes, options).plan(3, range(5), lengths)
+    alone = Planner(table, [shapes[1]], options).plan(3, range(2), (440, 90))
+    validate_plan(plan, table, 2)
+    batches = plan.phases[1].pipelines[0].microbatches
+    expected = alone.phases[0].pipelines[0].microbatches
+    assert [batch.starts for batch in batches] == [batch.starts for batch in expected]
+    assert [batch.recompute for batch in batches] == [batch.recompute for batch in expected]
+    assert any(batch.recompute for batch in batches)
+    assert any(start for batch in batches for start in batch.starts)
+    assert {span.sequence for batch in batches for span in batch.spans} == {0, 3}
+
+
+def test_longest_lengths_are_the_users_but_never_more_than_fits() -> None:
+    phases = parse_phases(HOT_SWITCHING)
+    assert PhasedPlanner(PHASED_TABLE, phases, PURE, longest=(40, 10**6, 10**6)).longest == (40, 200, 400)
+    with pytest.raises(PlanError, match="2 longest lengths were given for 3 phases"):
+        PhasedPlanner(PHASED_TABLE, phases, PURE, longest=(40, 50))
+    with pytest.raises(PlanError, match=r"step 0: sequence 7 has 401 tokens but the phases take up to 100, 200, 400"):
+        PhasedPlanner(PHASED_TABLE, phases, PURE).plan(0, (7,), (401,))
+
+
+def test_a_plan_to_replay_is_looked_through_before_step_0(tmp_path: Path) -> None:
+    plan, file = planned(), tmp_path / "plans.jsonl"
+    save_plans([plan], file)
+    options = PlannerOptions(choose="replay", replay_file=str(file), kernels="pure")
+    again = Planner(PHASED_TABLE, [StrategyShape.parse("tp4")], options).plan(3, plan.sequence_ids, plan.lengths)
+    assert again == replace(plan, source="replay")
+    idle = tuple(replace(pipeline, microbatches=(), predicted_ms=0.0) for pipeline in plan.phases[-1].pipelines)
+    save_plans([replace(plan, phases=(*plan.phases, replace(plan.phases[-1], pipelines=idle)))], file)
+    with pytest.raises(PlanError, match=r"plan of step 3: phase 3 \(tp4\) of its 4 runs no sequence; leave it out"):
+        Planner(PHASED_TABLE, [StrategyShape.parse("tp4")], options)
+
+
+def test_times_of_phases_add_up() -> None:
+    plan = planned()
+    times = [float(n) for n in range(1, 8)]  # of 4, 2 and 1 pipelines
+    assert plan.total_ms(times) == 4.0 + 6.0 + 7.0
+    assert plan.total_ms(simulate_plan(plan, PHASED_TABLE)) == pytest.approx(plan.predicted_ms)
+
+
+def test_calibration_learns_from_every_phase() -> None:
+    plan, calibration = (
+        planned(),
+        Calibration(PHASED_TABLE, 4, TableFile(CUT_TABLE, step={"fixed_ms": 3.0})),
+    )
+    for _ in range(LEAST):
+        prediction = calibration.predict(plan)
+        assert prediction.step_ms == pytest.approx(plan.predicted_ms + 3.0)
+        measured = [1.5 * ms for ms in prediction.pipeline_ms]
+        calibration.observe(plan, prediction, measured, 1.5 * plan.predicted_ms + 7.0)
+    assert {str(scheme): factor for scheme, factor in calibration.factors.items()} == pytest.approx(
+        {"tp1": 1.5, "tp2": 1.5, "tp4": 1.5}
+    )
+    assert calibration.correct(plan, calibration.predict(plan)) == pytest.approx(1.5 * plan.predicted_ms + 7.0)
+
+
+def test_the_record_and_the_line_show_phases() -> None:
+    record = replace(
+        RECORD, strategy="2*tp2 then tp4", pipeline_ms=(300.0, 100.0, 350.0), num_pipelines=(2, 1), step_ms=700.0
+    )
+    assert record.phase_ms == (300.0, 350.0)
+    assert record.balance == pytest.approx((300 + 350) / (200 + 350))
+    assert "| 2*tp2 then tp4 | 700 ms (pred +9%) |" in format_line(record)
+    assert json.loads(json.dumps(record.to_dict()))["phase_ms"] == [300.0, 350.0]
+    assert ("Train/Hydra/num_phases", 2.0, 10) in monitor_events(record, 10)
+    assert pipeline_schemes(record.strategy) == ["tp2", "tp2", "tp4"]
+    assert not is_heterogeneous(record.strategy)
+    assert is_heterogeneous("4*tp1 then tp2 + 2*tp1")
+
+
+def test_the_plan_as_text_shows_phases() -> None:
+    lines = planned().table().splitlines()
+    assert f"step 3: {HOT_SWITCHING}" in lines[0]
+    assert [line.split(",")[0] for line in lines if line.startswith("phase")] == [
+        "phase 0: 4*tp1", "phase 1: 2*tp2", "phase 2: tp4"
+    ]  # fmt: skip
+
+
+def test_preview_compares_with_rivals_of_several_phases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--cost-table", str(TABLES / "llama_7b_a800.json"), "--lengths", "lognormal:6.22,1.233", "--gpus", "8",
+                 "--tokens", "25000", "--context", "16384", "--steps", "3", "--json", str(tmp_path / "figures.json"),
+                 "--strategies", "tp8", "tp4 + 2*tp2", "4*tp2 then tp8"]  # fmt: skip
+    assert preview.main(arguments) == 0
+    assert " s  4*tp2 then tp8, each sequence in the first phase that holds it" in capsys.readouterr().out
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert np.mean(figures["phased_ms"]["4*tp2 then tp8"]) > 0
+    assert set(figures["wins"]) <= {"tp8", "tp4 + 2*tp2"}
+    assert preview.main([*arguments[:-1], "2*tp2 then tp4"]) == 2
+    assert "use 4 ranks but the strategies 8" in capsys.readouterr().err

@@ -1,10 +1,12 @@
-"""Slices of sequences equal whole ones: their rows, what they draw, and attention with the keys and values before."""
+"""Slices of sequences equal whole ones: their rows, what they draw, attention before them, and what stays in reach."""
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from itertools import chain, combinations, pairwise
 from typing import Any
 from unittest import mock
 
@@ -19,17 +21,36 @@ from torch.utils.checkpoint import checkpoint
 from ds_hydra.data.tokens import TokenSequence
 from ds_hydra.pipe.attention.backends import varlen_attention
 from ds_hydra.pipe.contexts import Context, Contexts, computed_again
-from ds_hydra.pipe.dropout import AttentionDropout, token_keys
+from ds_hydra.pipe.dropout import (
+    AttentionDropout,
+    drop,
+    keep_mask,
+    mix,
+    normal_from,
+    place_key,
+    random_bits,
+    sequence_key,
+    step_key,
+    token_keys,
+    uniform,
+)
+from ds_hydra.pipe.head_sharing import most_of_room, row_parts
 from ds_hydra.pipe.loss import IGNORED
+from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.placement import place_pipeline
 from ds_hydra.pipe.reach import Reach
 from ds_hydra.pipe.rows import Chunk, Pack, position_ids
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
 from ds_hydra.pipe.stage import StagePlace
 from ds_hydra.plan.phase import MicroBatchPlan, Span
+from ds_hydra.planner.pipelines import row_order
+from ds_hydra.profiling.stage_memory import measure_activations
 from ds_hydra.step.batching import RankBatches, build_batches
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
+from tests.support.families import build_model
 
+# --- Slices of sequences equal whole ones: their rows, what they draw, and attention with the keys and values
+# before.
 CPU, FLOAT64 = torch.device("cpu"), torch.float64
 LENGTHS = (40, 7, 3, 25, 1, 60)
 IDS = (11, 5, 90, 3, 8, 70)
@@ -339,3 +360,241 @@ def test_a_slice_needs_a_context() -> None:
     x = torch.zeros(2, 1, 8)
     with pytest.raises(ConfigError, match="an attention that keeps no keys and values"):
         varlen_attention(x, x, x, Pack((2,), chunk=Chunk(0, 2, Contexts(4))))
+
+
+# --- Random numbers by place: a hash with the statistics of independent draws, that depends on each of its
+# ingredients.
+T, WIDTH = 2048, 512
+
+
+def keys(seed: int = 0, step: int = 1, sequence: int = 7, tokens: int = T) -> Tensor:
+    return token_keys([tokens], [sequence_key(step_key(seed, step), sequence)])
+
+
+def mask(keys: Tensor, layer: int | None = 3, module: str = "drop", draw: int = 0, rate: float = 0.5) -> Tensor:
+    return keep_mask(keys, place_key(layer, module, draw), range(WIDTH), rate)
+
+
+def test_hash_is_lowbias32() -> None:
+    """As its author's C code computes it."""
+    assert [mix(x) for x in (0, 1, 2, 0xFFFFFFFF)] == [0, 0x688990C0, 0xD1132181, 0x6768824A]
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.1, 0.5, 0.9])
+def test_shares_of_tokens_and_of_features_are_binomial(rate: float) -> None:
+    kept = mask(keys(), rate=rate).double()
+    spread = math.sqrt(rate * (1 - rate))
+    assert abs(kept.mean() - (1 - rate)) < 5 * spread / math.sqrt(kept.numel())
+    for dim, size in ((0, T), (1, WIDTH)):
+        assert float(kept.mean(dim).std()) == pytest.approx(spread / math.sqrt(size), rel=0.15)
+
+
+def test_neighbours_are_uncorrelated() -> None:
+    kept = mask(keys()).double()
+    for rows in (kept, kept.T):
+        corr = torch.corrcoef(rows).fill_diagonal_(0.0)
+        noise = rows.shape[1] ** -0.5
+        assert float(corr.std()) == pytest.approx(noise, rel=0.05)
+        assert float(corr.abs().max()) < 7 * noise
+
+
+def test_every_ingredient_counts() -> None:
+    """Masks that differ in one ingredient are independent: half of the elements agree."""
+    masks = {
+        "plain": mask(keys()),
+        "seed": mask(keys(seed=1)),
+        "large seed": mask(keys(seed=1 << 32)),
+        "step": mask(keys(step=2)),
+        "sequence": mask(keys(sequence=8)),
+        "position": mask(keys(tokens=T + 1)[1:]),
+        "layer": mask(keys(), layer=4),
+        "no layer": mask(keys(), layer=None),
+        "module": mask(keys(), module="other"),
+        "draw": mask(keys(), draw=1),
+    }
+    for (one, a), (other, b) in combinations(masks.items(), 2):
+        assert abs(float((a == b).double().mean()) - 0.5) < 5 * 0.5 / math.sqrt(T * WIDTH), (one, other)
+        by_token = (a == b).double().mean(dim=1)
+        assert float((by_token - 0.5).abs().max()) < 7 * 0.5 / math.sqrt(WIDTH), (one, other)
+
+
+def test_parts_draw_what_the_whole_draws() -> None:
+    """A part of the features, of the tokens, or of the sequences of a pack."""
+    step, place = step_key(5, 9), place_key(0, "m", 0)
+    lengths, ids = [5, 33, 2], [11, 4, 70]
+    row = token_keys(lengths, [sequence_key(step, i) for i in ids])
+    whole = random_bits(row, place, range(24))
+    assert torch.equal(random_bits(row[7:30], place, range(8, 16)), whole[7:30, 8:16])
+    alone = token_keys([33], [sequence_key(step, 4)])
+    assert torch.equal(random_bits(alone, place, range(24)), whole[5:38])
+
+
+def test_numbers_have_their_distributions() -> None:
+    u = uniform(keys(), place_key(None, "m", 0), range(WIDTH), torch.float64)
+    assert 0.0 < float(u.min()) < 1e-5 < 1 - 1e-5 < float(u.max()) < 1.0
+    counts = torch.histc(u, 64, 0.0, 1.0)
+    assert float(((counts - u.numel() / 64) ** 2).sum() / (u.numel() / 64)) < 63 + 5 * math.sqrt(2 * 63)
+    normal = normal_from(u)
+    assert abs(float(normal.mean())) < 5e-3
+    assert float(normal.std()) == pytest.approx(1.0, abs=5e-3)
+    assert torch.equal(uniform(keys(), place_key(None, "m", 0), range(WIDTH), torch.float32), u.float())
+
+
+def test_mean_and_gradient_are_scaled() -> None:
+    x = torch.rand(T, WIDTH, dtype=torch.float64, requires_grad=True)
+    kept = mask(keys(), rate=0.2)
+    out = drop(x, kept, 0.2)
+    assert torch.equal(out != 0, kept)
+    assert float((out.mean() / x.mean()).detach()) == pytest.approx(1.0, abs=5e-3)
+    out.sum().backward()
+    assert torch.allclose(x.grad, kept.double() / 0.8, rtol=1e-15)  # type: ignore[arg-type]
+
+
+def test_attention_is_dropped_by_head_query_and_key() -> None:
+    """Of two sequences in a pack, in blocks, the same as each alone and some heads alone."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(40, 4, 8, dtype=torch.float64, generator=generator) for _ in range(3))
+    row = token_keys([28, 12], [3, 4])
+    whole = varlen_attention(q, k, v, Pack((28, 12)), dropout=AttentionDropout(0.3, row, 99))
+    alone = varlen_attention(q[28:], k[28:], v[28:], Pack((12,)), dropout=AttentionDropout(0.3, row[28:], 99))
+    assert torch.allclose(whole[28:], alone, rtol=1e-12)
+    heads = AttentionDropout(0.3, row, 99, first_head=2)
+    assert torch.allclose(whole[:, 2:], varlen_attention(q[:, 2:], k[:, 2:], v[:, 2:], Pack((28, 12)), dropout=heads))
+    assert not torch.allclose(whole, varlen_attention(q, k, v, Pack((28, 12))))
+    ones = torch.ones(1, 64, 300, 300)
+    kept = AttentionDropout(0.3, token_keys([300], [5]), 7)(ones, first_token=0, first_query=0, first_key=0) > 0
+    noise = math.sqrt(0.3 * 0.7 / 300)
+    for dim in (2, 3):
+        assert float((kept.double().mean(dim) - 0.7).abs().max()) < 7 * noise
+    assert abs(float((kept[:, 0] == kept[:, 1]).double().mean()) - (0.49 + 0.09)) < 0.01
+
+
+@pytest.mark.parametrize("backend", ["torch", "flash"])
+def test_kernels_that_draw_by_themselves_are_refused(backend: str) -> None:
+    x = torch.zeros(4, 2, 8)
+    told = rf"backend '{backend}' draws dropout \(0\.1\) by itself.*attention_dropout to 0 .*'sdpa'"
+    with pytest.raises(ConfigError, match=told):
+        varlen_attention(x, x, x, Pack((4,)), dropout=AttentionDropout(0.1, keys(tokens=4), 0), backend=backend)
+
+
+# --- What stays of keys and values of a sequence in slices, where a token sees some of those before it.
+EXACT = torch.float64
+
+
+def kept_bytes(total: int, size: int, window: int | None, again: Callable[[int], bool], *, train: bool = True) -> int:
+    """Bytes of distinct storages that stay of keys and values of a sequence in slices, when all have run forward: what
+    autograd keeps of slices that are not computed again, and what their context holds."""
+    context, seen = Context(total), dict[int, int]()
+
+    def note(x: Tensor) -> None:
+        seen[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+
+    alive = []
+    for start in range(0, total, size):
+        k, v = (torch.randn(size, 2, 4, dtype=EXACT, requires_grad=train) for _ in range(2))
+        with torch.set_grad_enabled(train), computed_again() if again(start // size) else nullcontext():
+            joined = context.join(k, v, start, Reach(window))
+        if train and not again(start // size):
+            alive.append(joined)
+            for x in joined:
+                note(x)
+    held = vars(context)
+    for x in (*held["_rows"], *chain.from_iterable(held["_before"].values())):
+        note(x)
+    return sum(seen.values())
+
+
+ROW = 2 * 2 * 4 * 8  # bytes of keys and values of a token
+
+
+@pytest.mark.parametrize(
+    ("size", "window", "again", "most"),
+    [
+        (256, 17, "all", 15 * 16),  # 16 rows of each of 15 slices that others follow, in place of 4,096
+        (256, 17, "others", 8 * 272 + 8 * 16),  # every other slice stays, with the rows in its reach
+        (256, 17, "none", 16 * 272),
+        (16, 257, "none", 4096 * 9 // 8),  # of slices shorter than the window an eighth is there twice
+        (16, 257, "all", 4096 * 9 // 8),
+        (256, None, "all", 4096),  # no window: later slices attend to all
+        (256, None, "none", 4096),
+    ],
+)
+def test_of_a_window_only_rows_in_reach_of_others_stay(size: int, window: int | None, again: str, most: int) -> None:
+    rule = {"all": lambda i: True, "others": lambda i: i % 2 == 1, "none": lambda i: False}[again]
+    assert kept_bytes(4096, size, window, rule) <= most * ROW
+
+
+def test_an_evaluation_keeps_a_window() -> None:
+    assert kept_bytes(4096, 256, 17, lambda i: False, train=False) == 0, "after the last slice"
+    assert kept_bytes(4096, 16, 257, lambda i: False, train=False) <= 8 * 256 * ROW
+
+
+def test_the_memory_model_knows_what_does_not_grow_with_a_slice() -> None:
+    """Five rows before a slice, in a layer that is computed again; and what random numbers follow from on a CPU."""
+    source = CausalLM(build_model("mistral", torch.float32))
+    found = measure_activations(source, 1, 1, torch.device("cpu"), torch.float32, 512)
+    rows, of_draws = 5 * 2 * 4 * 8 * 4, 2 * torch.get_rng_state().nbytes
+    assert rows + of_draws <= found.state <= 4 * rows + of_draws
+    inputs = 512 / found.layer  # what enters a layer and, of the stage's last, what leaves it
+    assert found.recomputed == pytest.approx(inputs, rel=0.25)
+
+
+# --- Which tokens' queries each of the ranks computes that have the same heads, and which keys it needs. Pure
+# but for torch's types.
+REACHES = st.sampled_from([Reach(), Reach(window=5), Reach(chunk=4)])
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(2, 6), REACHES)
+def test_parts_are_a_row_and_have_the_keys_that_their_queries_see(lengths: list[int], count: int, reach: Reach) -> None:
+    tokens = sum(lengths)
+    if tokens < count:
+        return
+    parts = row_parts(tuple(lengths), 0, reach, count)
+    assert [parts[0].start, *(part.stop for part in parts)] == [*(part.start for part in parts), tokens]
+    positions = position_ids(lengths, 0, tokens)
+    for part in parts:
+        assert part.start < part.stop
+        seen = [
+            token - at + reach.first(at) for token in range(part.start, part.stop) for at in (int(positions[token]),)
+        ]
+        assert part.first == seen[0] <= min(seen)
+
+
+def test_parts_cost_about_the_same() -> None:
+    """Of a sequence of 12 tokens the first eight see 36 keys and the others 42, where halves of six see 21 and 57."""
+    (first, last) = row_parts((12,), 0, Reach(), 2)
+    assert (first.stop, last.first) == (8, 0)
+    work = np.arange(1, 1001)
+    shares = [work[part.start : part.stop].sum() / work.sum() for part in row_parts((1000,), 0, Reach(), 4)]
+    assert max(shares) < 0.252
+    windowed = row_parts((1000,), 0, Reach(window=10), 4)
+    assert max(part.stop - part.start for part in windowed) < 256
+    assert [part.first for part in windowed[1:]] == [part.start - 9 for part in windowed[1:]]
+
+
+def test_a_slice_costs_what_it_sees() -> None:
+    """Of tokens 900..1000 of a sequence all see about as many keys, so they are shared by their number."""
+    (first, _) = row_parts((100,), 900, Reach(), 2)
+    assert first.stop in (51, 50)
+
+
+@pytest.mark.parametrize("lengths", [[9660, *range(100, 900, 30)], [2912, *range(100, 1000, 32)]])
+def test_in_the_order_of_a_plan_two_ranks_compute_nearly_what_they_hold(lengths: list[int]) -> None:
+    """Sorted, the longer half of the tokens is most of the work; a single long sequence is cut off its middle."""
+    half = sum(lengths) // 2
+
+    def off(row: list[int]) -> int:
+        return abs(row_parts(tuple(row), 0, Reach(), 2)[0].stop - half)
+
+    assert off([lengths[i] for i in row_order(range(len(lengths)), lengths)]) < 0.3 * off(sorted(lengths))
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 4, 8])
+def test_a_row_within_its_share_has_memory_for_what_the_first_node_keeps_more(nodes: int) -> None:
+    """In queries of a token that a node holds: at least 13.4 a layer, and queries, outputs, keys and values of those
+    that the first node computes, in place of those that it holds."""
+    first = row_parts((4096,), 0, Reach(), nodes)[0]
+    assert (first.stop - first.start) * nodes / 4096 == pytest.approx(nodes**0.5, rel=1e-3)
+    more = 4.0 * ((first.stop - first.start) * nodes / 4096 - 1.0)
+    assert most_of_room(nodes) * (13.4 + more) <= 13.4
+    assert most_of_room(nodes) * (13.4 + more) > 0.94 * 13.4, "no more is left free than is needed"

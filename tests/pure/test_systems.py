@@ -5,32 +5,37 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ds_hydra.commands.shipped import shipped
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.costs.peak import believed
 from ds_hydra.pipe.rows import Overlap, cut_heads
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner import PhasedPlanner, validate_plan
 from ds_hydra.planner.fixed_layout import in_turn, packed
-from ds_hydra.rivals.as_made import AS_MADE
+from ds_hydra.rivals.as_made import AS_MADE, Units, as_made
 from ds_hydra.rivals.chunking import chunks, mesh_of
-from ds_hydra.rivals.costs import Recomputed, Way, measured, table_of
+from ds_hydra.rivals.costs import BETWEEN, Recomputed, Way, cluster_of, measured, table_of
+from ds_hydra.rivals.dynamic_cp import Group, Turn, balanced_turns, packed_turns
 from ds_hydra.rivals.hindsight import Configuration, hindsight
 from ds_hydra.rivals.static import OPTIONS, balanced, by_load
-from ds_hydra.rivals.waits import TwoHopCost, WaitingCost, waits_of
+from ds_hydra.rivals.waits import TwoHopCost, WaitingCost, crossing, two_hops_ms, waits_of
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tools import aims, bench_spaces
 from tools.bench_spaces import over_smaller
 from tools.bench_systems import kept_cells, run_cells
-from tools.systems.cells import FLAGSHIP, WIDE_CELLS, Cell, all_cells
+from tools.systems.cells import FLAGSHIP, LONG_CELLS, NEWER_CELLS, WIDE_CELLS, Cell, all_cells
 from tools.systems.curves import FACTORS, Point
-from tools.systems.devices import DEVICES
+from tools.systems.devices import DEVICES, MODELS, found_of, impossible, split
 from tools.systems.groups import mixes_of_groups
 from tools.systems.measure import (
     COMPOSED,
@@ -48,8 +53,10 @@ from tools.systems.measure import (
     Simulators,
     measure,
 )
+from tools.systems.ours import all_schemes
 from tools.systems.page import markdown, page, read_results
 from tools.systems.plots import draw_curves, draw_systems
+from tools.systems.published_rates import median_off, rate_rows, reached
 from tools.systems.switching import layouts
 from tools.systems.verdicts import (
     NOBODYS,
@@ -63,6 +70,7 @@ from tools.systems.verdicts import (
     system_rows,
 )
 
+# --- Other systems as plans: each is valid and within memory, and does what its authors say.
 ROOT = Path(__file__).parents[2]
 CELL = Cell("7b", 8, 16384, 40_000, "CommonCrawl")
 BATCHES = CELL.batches(2)
@@ -351,3 +359,212 @@ def test_fixed_layouts_have_rings_and_all_to_alls_once_each_with_any_recomputati
     texts = [one.text for one in balanced(CELL)]
     assert len(texts) == len(set(texts))
     assert {"4*tp2", "pp4sp2 ring", "pp4sp2 Ulysses selective AC", "pp4sp2 Ulysses AC"} <= set(texts), texts
+
+
+# --- What cells change beside the measured tables: devices, links, and heads that share keys.
+FAST = LONG_CELLS[0]
+RING, ULYSSES = Way((1, 2, 8)), Way((1, 2, 8), ulysses=True)
+
+
+@pytest.mark.parametrize("model", [f"{model} {device}" for model in MODELS for device in DEVICES])
+def test_tables_can_be_true_and_say_what_is_derived(model: str) -> None:
+    """Each rate is what the device's is, no row is above what kernels reach, and a newer device is not slower."""
+    found, (sizes, device) = found_of(model), split(model)
+    assert found.peak is not None
+    assert believed(found.table, found.peak)[1] == ()
+    alone = min((cost for cost in found.table.costs if cost.uniform.tp == 1), key=lambda cost: cost.scheme.pp)
+    ranks = alone.scheme.num_ranks
+    if device.attention:
+        assert 6e-9 * sizes.square / (alone.a * ranks) == pytest.approx(device.attention)
+        assert 6e-9 * sizes.active / (alone.b * ranks) == pytest.approx(device.rest)
+        assert all(device.name in cost.derived for cost in found.table.costs)
+
+
+def test_tables_that_cannot_be_true_are_refused() -> None:
+    table = found_of("32b H100").table
+
+    def changed(scheme: str, name: str, times: float) -> list[str]:
+        costs = (replace(c, **{name: times * getattr(c, name)}) if str(c.scheme) == scheme else c for c in table.costs)
+        return impossible("32b H100", CostTable(tuple(costs)))
+
+    assert impossible("32b H100", table) == []
+    assert changed("pp4", "a", 0.5) == ["pp4 has 894 TFLOP/s of causal attention, above 0.75 of 989"]
+    assert any("tp2pp4" in line and "times apart" in line for line in changed("tp2pp4", "a", 1.5))
+    (slow,) = changed("pp4", "b", 2.0)
+    assert slow.startswith("b of pp4 is")
+    assert "on an A800" in slow
+
+
+def test_tables_are_within_a_tenth_of_public_runs_that_they_were_not_fitted_to() -> None:
+    rows = rate_rows()
+    assert {row["row"] for row in rows} >= {"1", "2", "3", "4", "5", "6", "7", "16", "19", "20", "21"}
+    assert all(abs(float(str(row["off"]).rstrip("%"))) < 0.2 for row in rows if row["fitted"])
+    assert median_off() <= aims.RATES_OFF
+    assert 0.7 < reached("A800") < 1 <= reached("H200") < 1.1
+
+
+def test_links_between_nodes_and_inside_them_are_those_of_the_cell() -> None:
+    slow = replace(FAST, between=12.0)
+    for cell, between, inside in (
+        (FAST, 25e9, 1.0),
+        (slow, 12e9, 1.0),
+        (NEWER_CELLS[0], 50e9, 900 / 400),
+    ):
+        links = cluster_of(cell, measured(cell)).links
+        assert links.between == BETWEEN._replace(bytes_per_s=between)
+        assert links.inside.bytes_per_s == pytest.approx(inside * 1.5e11)
+    here, there = ParallelScheme(2, 4, 2), ParallelScheme(8, 1, 2)  # inside a node, and over two
+    for way, scheme, times in (
+        (RING, here, 1.0),
+        (RING, there, 25 / 12),
+        (ULYSSES, here, 1.0),
+        (ULYSSES, there, 25 / 12),
+    ):
+        assert _messages(slow, way, scheme) == pytest.approx(times * _messages(FAST, way, scheme), rel=1e-3)
+
+
+def _messages(cell: Cell, way: Way, scheme: ParallelScheme) -> float:
+    """ms of a token beside b, by a sequence of one token: its attention is next to nothing."""
+    table = table_of(cell, way)
+    alone = table[ParallelScheme(scheme.tp, scheme.pp)]
+    return float(table[scheme].sequence_ms([1])[0]) - alone.b / scheme.sp
+
+
+def test_shared_keys_make_rings_and_context_gradients_small_but_not_what_goes_with_queries() -> None:
+    shared, scheme = replace(FAST, keys=1 / 8), ParallelScheme(2, 4, 2)
+    assert _messages(shared, RING, scheme) == pytest.approx(_messages(FAST, RING, scheme) / 8, rel=1e-3)
+    assert _messages(shared, ULYSSES, scheme) == pytest.approx(
+        _messages(FAST, ULYSSES, scheme) * (1 + 1 / 8) / 2, rel=1e-2
+    )
+    # 64 heads of queries and 8 of keys: sixteen ranks hold each head of keys twice.
+    wide = ParallelScheme(2, 4, 8)
+    assert _messages(shared, ULYSSES, wide) == pytest.approx(_messages(FAST, ULYSSES, wide) * (1 + 2 / 8) / 2, rel=1e-2)
+    of_keys, of_queries = (table_of(cell, ULYSSES)[scheme].shares for cell in (shared, FAST))
+    assert of_keys is not None
+    assert of_queries is not None
+    assert of_keys.context == of_queries.context / 8
+
+
+# --- What stages over several nodes wait for in the comparison of systems, and how many tokens they hold.
+def test_of_a_row_over_two_nodes_crosses_what_one_holds_and_the_other_needs() -> None:
+    assert crossing((4096,) * 4, 2, 1.0) == (0.0, 0.0), "each node computes the two sequences that it holds"
+    first = round(16384 * 0.5**0.5) - 8192  # tokens of the second node that the first one computes
+    assert crossing((16384,), 2, 1.0) == (pytest.approx(2 * 8192), pytest.approx(first, abs=1))
+    assert crossing((16384,), 2, 1 / 8)[0] == pytest.approx(max(first * 1.25, 2048), abs=2)
+    assert crossing((100, 16384), 2, 1.0).coming > crossing((16384,), 2, 1.0).coming / 2
+
+
+def test_two_hops_wait_for_what_comes_first_and_goes_last() -> None:
+    """With four equal groups and long attention: two groups of the first hop, one of the second, and so back."""
+    groups, inside, coming, going = (2, 2, 2, 2), 4.0, 12.0, 2.0
+    waits = two_hops_ms(groups, 1000.0, inside, coming, going)
+    assert waits == pytest.approx((2 * 0.75 * inside + coming + going + 2 * 0.25 * inside) / 4)
+    assert two_hops_ms(groups, 0.0, inside, coming, going) == pytest.approx(inside + coming + going)
+    assert two_hops_ms((8,), 5.0, inside, coming, going) == pytest.approx(inside + coming + going)
+
+
+def test_ours_has_ulysses_on_stages_of_up_to_two_nodes_with_its_waits_in_b() -> None:
+    table = all_schemes(LONG_CELLS[0])
+    pipelines = [cost for cost in table.costs if cost.uniform.sp > 1 and cost.scheme.pp > 1]
+    assert {cost.uniform.tp * cost.uniform.sp for cost in pipelines} >= {8, 16}
+    assert all(cost.uniform.tp * cost.uniform.sp <= 16 and type(cost) is SchemeCost for cost in pipelines)
+    base = table[ParallelScheme(4, 2)]
+    inside, across = (table[ParallelScheme(4, 2, degree)].b * degree / base.b - 1.0 for degree in (2, 4))
+    assert 0.0 <= inside < across, "messages between nodes are dearer"
+    assert "waits for messages in b" in table[ParallelScheme(4, 2, 4)].derived
+
+
+def test_three_nodes_share_queries_with_memory_for_the_keys_of_all() -> None:
+    table = all_schemes(next(cell for cell in WIDE_CELLS if cell.context == 524_288))
+    two, three = table[ParallelScheme(4, 1, 4)], table[ParallelScheme(4, 1, 6)]
+    assert two.max_length < three.max_length < 0.8 * 1.5 * two.max_length
+    assert {cost.uniform.tp * cost.uniform.sp for cost in table.costs if cost.uniform.sp % 3 == 0} == {24}
+    assert {cost.scheme.pp for cost in table.costs if cost.uniform.sp % 3 == 0} == {1}
+
+
+def test_a_sequence_takes_as_long_beside_others() -> None:
+    """Also a long one, whose waits are its own."""
+    lengths = [100, 16_384, 17_000, 20_481, 30_000, 32_768]
+    for cost in all_schemes(WIDE_CELLS[-1]).costs:
+        alone = [float(cost.sequence_ms([length])[0]) for length in lengths]
+        assert cost.sequence_ms(lengths) == pytest.approx(alone, rel=1e-12), cost.scheme
+
+
+# --- Megatron-Core's schedulers of dynamic context parallelism: every sequence once, on units that hold it.
+Scheduler = Callable[[list[int], int, int], list[Turn]]
+SCHEDULERS: list[Scheduler] = [balanced_turns, packed_turns]
+
+
+def test_a_turn_is_filled_longest_first_where_the_busiest_unit_gets_least() -> None:
+    # 8 tokens need two units with 4 on each, the others one; two more tokens fit nowhere, and have all units later.
+    first, second = packed_turns([8, 4, 4, 2], 4, 4)
+    assert first == (Group(2, (0,)), Group(1, (1,)), Group(1, (2,)))
+    assert second == (Group(4, (3,)),)
+
+
+def test_a_group_packs_what_it_holds_and_no_unit_gets_more_than_a_full_one_of_the_longest_kind() -> None:
+    # Rank by rank at most 1.05 * 6 * 8: so three of 6 tokens do not share a unit, but 6 and 2 do.
+    (turn,) = packed_turns([6, 6, 2, 2], 2, 8)
+    assert turn == (Group(1, (0, 2)), Group(1, (1, 3)))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULERS)
+@settings(max_examples=40)
+@given(lengths=st.lists(st.integers(1, 400), min_size=1, max_size=40), units=st.sampled_from([1, 2, 4, 8, 16]))
+def test_every_sequence_is_computed_once_on_units_that_hold_it(
+    schedule: Scheduler, lengths: list[int], units: int
+) -> None:
+    most = -(-max(lengths) // units) + 20
+    turns = schedule(lengths, units, most)
+    assert sorted(at for turn in turns for group in turn for at in group.positions) == list(range(len(lengths)))
+    for turn in turns:
+        assert sum(group.units for group in turn) == units
+        assert all(group.positions for group in turn), "no unit is without work"
+        longest = [(group.units, lengths[at]) for group in turn for at in group.positions]
+        assert all(length <= most * units for units, length in longest)
+
+
+def test_units_of_any_number_are_filled_by_the_successor() -> None:
+    for count, lengths in itertools.product((3, 5, 7), ([100, 50, 20, 10], [90] * 6, [100])):
+        turns = packed_turns(lengths, count, 40)
+        assert sorted(at for turn in turns for group in turn for at in group.positions) == list(range(len(lengths)))
+        assert all(sum(group.units for group in turn) == count for turn in turns)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULERS)
+def test_what_no_group_holds_is_refused(schedule: Scheduler) -> None:
+    with pytest.raises(PlanError, match="a sequence of 500 tokens does not fit 4 units with 100 tokens on each"):
+        schedule([500, 10], 4, 100)
+
+
+def _units(count: int) -> Units:
+    """Of one rank, for which a token takes 1 ms divided by the units of a group, and a micro-batch 10 ms."""
+    table = CostTable(
+        tuple(SchemeCost(ParallelScheme(sp=n), a=0.0, b=1.0 / n, c=10.0, max_length=1000 * n) for n in (1, 2, 4))
+    )
+    return Units(ParallelScheme(), count, 100, Recomputed.NOTHING, table)
+
+
+def test_all_units_wait_after_a_turn_of_the_first_and_only_groups_for_their_members_under_the_second() -> None:
+    units, lengths = _units(2), [100, 60, 40, 30]
+    ran = units.balanced(lengths)
+    turns = balanced_turns(lengths, 2, 100)
+    assert ran.ms == sum(max(sum(10.0 + lengths[at] / g.units for at in g.positions) for g in turn) for turn in turns)
+    # One turn of 100 and of 60 + 40 tokens, and one of 30 shared by two.
+    assert packed_turns(lengths, 2, 100) == [(Group(1, (0,)), Group(1, (1, 2))), (Group(2, (3,)),)]
+    ran = units.packed(lengths)
+    assert ran.ms == 110.0 + 25.0
+    assert ran.busy == (135.0, 135.0)
+
+
+@pytest.mark.parametrize("name", AS_MADE)
+def test_a_cell_is_run_by_either_scheduler(name: str) -> None:
+    batches = CELL.batches(2)
+    made = as_made(CELL, batches, name)
+    assert len(made.ran) == 2
+    assert all(max(one.busy) <= one.ms for one in made.ran)
+    assert 0.0 <= made.idle < 1.0
+    assert 0.0 <= made.gap < 1.0
+    assert made.exposed_ms >= 0.0
+    with pytest.raises(PlanError, match="no units of"):
+        as_made(CELL, [[10_000_000]], name)
