@@ -1,4 +1,4 @@
-"""The GPU benchmark without a GPU: parts run in tiny shapes, what only a device does stands on fakes."""
+"""What measures on GPUs, without one: the benchmark, the first hour, operations and bytes that are counted."""
 
 from __future__ import annotations
 
@@ -8,21 +8,33 @@ import subprocess
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
+from time import sleep
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.autograd import DeviceType
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from tools import bench_gpu
+from ds_hydra.costs.analytic import flops_of
+from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.row_collectives import start_sum
+from ds_hydra.profiling.allocations import Allocations
+from ds_hydra.testing import run_ranks
+from tools import bench_gpu, first_hour
+from tools.first_hour import ROWS, Row
 from tools.gpu import launches, parts, syncs
 from tools.gpu.bench import Bench, Findings, Table
 from tools.gpu.job import llama, new_model, num_matmul_parameters, training_flops
 from tools.gpu.page import page
 from tools.gpu.plain_loop import PlainLoop, PlainPack
 
+# --- The GPU benchmark without a GPU: parts run in tiny shapes, what only a device does stands on fakes.
 CPU = torch.device("cpu")
 
 
@@ -194,3 +206,129 @@ def test_the_page_says_what_was_not_measured() -> None:
     assert "NCCL error" in text
     assert "missed: part several: failed." in text
     assert page({**record, "gpu": False}).startswith("# No GPU was measured\n")
+
+
+# --- The first hour on GPUs without one: rows come in order, end at the first that fails, and say what did not
+# run.
+GOOD, BAD = ("-c", "print('as it should be')"), ("-c", "print('a kernel is wrong'); raise SystemExit(3)")
+
+
+@pytest.mark.parametrize(("gpus", "ran"), [(0, ["a", "c"]), (2, ["a", "b", "c"])])
+def test_the_first_row_that_fails_is_the_last(
+    gpus: int, ran: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(first_hour, "num_gpus", lambda: gpus)
+    rows = [
+        Row("a", 0, GOOD, "all", "nothing", on_cpu=GOOD),
+        Row("b", 1, GOOD, "all", "nothing"),
+        Row("c", 2, BAD, "no error", "the kernel", gpus=2, on_cpu=BAD),
+        Row("d", 3, GOOD, "all", "nothing"),
+    ]
+    assert first_hour.run(rows, "a", False, tmp_path / "hour.json") == 1
+    printed = capsys.readouterr().out
+    assert ("NO GPU IS MEASURED HERE" in printed) is (gpus == 0)
+    assert ("b: left out, it needs 1 GPU" in printed) is (gpus == 0)
+    for words in ("FAILED with 3", "a kernel is wrong", "If not: the kernel",
+                  "missed: c failed; what comes after it was not tried (--from 'c' begins there)"):  # fmt: skip
+        assert words in printed
+    found = json.loads((tmp_path / "hour.json").read_text())
+    assert [row["row"] for row in found["rows"] if row["ran"]] == ran
+
+
+def test_rows_begin_where_they_are_told_to(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(first_hour, "num_gpus", lambda: 2)
+    rows = [Row("a", 0, BAD, "-", "-"), Row("b", 1, GOOD, "-", "-", gpus=4), Row("c", 2, GOOD, "-", "-")]
+    assert first_hour.run(rows, "b", False, None) == 0
+    printed = capsys.readouterr().out
+    assert "b: left out, it needs 4 GPUs" in printed
+    assert "1 of 3 rows ran on 2 GPUs" in printed
+
+
+def test_a_row_that_stands_still_is_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    waits = ("-c", "import time; print('step 3', flush=True); time.sleep(60)")
+    row = Row("turns", 0, waits, "no hang", "-", on_cpu=waits, limit_s=3.0)
+    assert first_hour.run([row], "turns", False, None) == 1
+    assert "it stood still, or took longer than 3 s" in capsys.readouterr().out
+
+
+def test_rows_are_in_the_order_of_their_minutes() -> None:
+    assert [row.minute for row in ROWS] == sorted(row.minute for row in ROWS)
+    assert len({row.name for row in ROWS}) == len(ROWS)
+    assert any(row.short and row.on_cpu for row in ROWS), "--quick runs something"
+
+
+# --- A model's floating point operations, against those that torch counts in a forward and backward.
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "vocab_size": 100}  # fmt: skip
+LENGTHS = [200, 70]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_operations_are_those_that_torch_counts(tied: bool) -> None:
+    eager: Any = {"attn_implementation": "eager"}
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, **eager, tie_word_embeddings=tied))
+    with FlopCounterMode(display=False) as counted:
+        for length in LENGTHS:
+            ids = torch.zeros(1, length, dtype=torch.long)
+            model(input_ids=ids, labels=ids).loss.backward()
+    # Eager attention computes all pairs of tokens, of which a causal one needs half.
+    halves = sum(6 * 64 * 3 * length**2 for length in LENGTHS)
+    assert flops_of(CausalLM(model).plan, 64, LENGTHS) == counted.get_total_flops() - halves
+
+
+def test_nothing_is_said_of_experts_and_frozen_parameters() -> None:
+    experts = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4))
+    assert flops_of(CausalLM(experts).plan, 64, LENGTHS) is None
+    frozen = LlamaForCausalLM(LlamaConfig(**SIZES))
+    frozen.model.embed_tokens.requires_grad_(False)
+    assert flops_of(CausalLM(frozen).plan, 64, LENGTHS) is None
+
+
+# --- Bytes that tensors hold at moments of some work, and at most.
+SIZE = 1 << 18
+
+
+def block() -> torch.Tensor:
+    return torch.zeros(SIZE, dtype=torch.uint8)
+
+
+def test_what_is_held_and_at_most() -> None:
+    with Allocations(torch.device("cpu")) as found:
+        first, second = block(), block()
+        found.mark()
+        del first, second
+        found.mark()
+    assert found.held == [2 * SIZE, 0]
+    assert found.peak == 2 * SIZE
+
+
+def test_what_another_thread_frees_does_not_count_for_ever() -> None:
+    # Threads of process groups let go of what was sent, and the profiler does not follow them.
+    with Allocations(torch.device("cpu")) as found:
+        for _ in range(100):
+            held = [block()]
+            thread = Thread(target=held.clear)
+            thread.start()
+            thread.join()
+    assert SIZE <= found.peak <= 20 * SIZE
+
+
+def test_what_was_sent_is_gone_with_the_last_thread_that_lets_go_of_it_and_gloos_copies_do_not_count() -> None:
+    def run(rank: int) -> tuple[list[int], int]:
+        with Allocations(torch.device("cpu"), sends=True) as found:
+            held = [block()]
+            dist.broadcast(held[0], src=0)
+            there = StorageWeakRef(held[0].untyped_storage())
+            thread = Thread(target=held.clear)
+            thread.start()
+            thread.join()
+            while not there.expired():  # gloo's thread may still have the operation that is over
+                sleep(0.001)
+            torch.empty(0)  # any operation
+            found.mark()
+            sent = block()[:, None]
+            came = start_sum(sent, dist.group.WORLD).wait()
+            assert torch.equal(came, sent)
+        return found.held, found.peak
+
+    assert run_ranks(run, 1) == [([0], 2 * SIZE)]

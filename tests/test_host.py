@@ -1,29 +1,58 @@
-"""What is reused of DeepSpeed and what stands in its place: optimizers over shards, schedules, the engine's face."""
+"""What is reused of DeepSpeed and what stands in its place: optimizers, schedules, names; configs as people have."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import pkgutil
 import subprocess
 import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import deepspeed
+import deepspeed.checkpoint
+import deepspeed.pipe
+import deepspeed.profiling
 import pytest
 import torch
+from accelerate import DeepSpeedPlugin
+from deepspeed.runtime import config as deepspeed_config
 from deepspeed.runtime.lr_schedules import WarmupLR
+from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
+from transformers import TrainingArguments
+from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
+import ds_hydra
+from ds_hydra.config.deepspeed_keys import KNOWN_SETTINGS, REFUSED, TOLD
+from ds_hydra.config.deepspeed_settings import PRECISION
+from ds_hydra.config.hosts import ACCELERATE, FILLED, TRAINER, filled_in
+from ds_hydra.config.zero_block import ZERO_SETTINGS
 from ds_hydra.entry import accept
 from ds_hydra.host import launch, refusals
 from ds_hydra.host.element_wise import is_element_wise
-from ds_hydra.host.optimizers import ELEMENT_WISE, Lion, optimizer_of_block, optimizer_recipe, parameter_groups
+from ds_hydra.host.optimizers import (
+    ELEMENT_WISE,
+    Lion,
+    is_known,
+    optimizer_of_block,
+    optimizer_recipe,
+    parameter_groups,
+)
+from ds_hydra.zero_hetero.deepspeed_names import BOTH
 from ds_hydra.zero_hetero.errors import ConfigError
+from tests.support.public_configs import CONFIGS, Public
 from tests.support.still_engine import ADAMW, HYDRA, make_engine, on_one_rank, parsed_config, shards_of, small_model
 
 
+# --- What is reused of DeepSpeed and what stands in its place: optimizers over shards, schedules, the engine's
+# face.
 def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
     """Biases without weight decay, the usual two groups."""
     biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
@@ -369,3 +398,248 @@ def test_groups_under_torchrun_get_their_device(
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **options: given.update(options))
     launch._meet_in_this_attempt(backend, timedelta(seconds=5))
     assert (given["rank"], given["world_size"], given["device_id"]) == (3, num_ranks, device)
+
+
+# --- `import ds_hydra as deepspeed`: each name of DeepSpeed's is there, the same object or what stands in its
+# place.
+OWN = {"checkpoint", "dist", "init_distributed", "initialize", "pipe", "profiling", "zero"}
+OWN_OF_ZERO = {"GatheredParameters", "Init", "register_external_parameter"}
+
+TAKEN = {
+    "accelerator": ("get_accelerator",),
+    "checkpoint.utils": ("clone_tensors_for_torch_save",),
+    "comm": ("TorchBackend", "get_rank"),
+    "compile.passes": ("zero3_compile",),
+    "compression.helper": ("recursive_getattr",),
+    "constants": ("TORCH_DISTRIBUTED_DEFAULT_PORT",),
+    "inference": ("RaggedInferenceEngineConfig",),
+    "io": ("FastFileWriter",),
+    "launcher.runner": ("DEEPSPEED_ENVIRONMENT_NAME",),
+    "module_inject": ("replace_transformer_layer",),
+    "moe.layer": ("MoE",),
+    "moe.utils": ("split_params_into_different_moe_groups_for_optimizer",),
+    "ops.adagrad": ("DeepSpeedCPUAdagrad",),
+    "ops.adam": ("DeepSpeedCPUAdam", "FusedAdam"),
+    "ops.lion": ("DeepSpeedCPULion",),
+    "ops.op_builder": ("AsyncIOBuilder",),
+    "pipe": ("LayerSpec", "PipelineModule", "TiedLayerSpec"),
+    "profiling.flops_profiler": ("get_model_profile",),
+    "runtime.engine": ("DeepSpeedEngine",),
+    "runtime.lr_schedules": ("VALID_LR_SCHEDULES",),
+    "runtime.pipe.topology": ("ProcessTopology",),
+    "runtime.sequence_parallel.ulysses_sp": ("UlyssesSPDataLoaderAdapter",),
+    "runtime.utils": ("see_memory_usage",),
+    "runtime.zero.offload_config": ("OffloadStateTypeEnum",),
+    "runtime.zero.partition_parameters": ("ZeroParamStatus",),
+    "runtime.zero.stage3": ("estimate_zero3_model_states_mem_needs_all_live",),
+    "sequence.layer": ("DistributedAttention",),
+    "utils": ("RepeatingLoader", "groups", "logger", "safe_get_full_grad", "set_z3_leaf_modules"),
+    "utils.logging": ("logger",),
+    "utils.zero_to_fp32": ("get_fp32_state_dict_from_zero_checkpoint",),
+}
+"""What public scripts and DeepSpeed's pages take from its modules."""
+
+
+def public(module: ModuleType) -> set[str]:
+    return {name for name in dir(module) if not name.startswith("_")}
+
+
+def test_all_that_deepspeed_has_is_there() -> None:
+    theirs = public(deepspeed) | {"HAS_TRITON", "__git_hash__", "__version_major__"}
+    assert len(theirs) > 60
+    other = {name for name in theirs if getattr(ds_hydra, name) is not getattr(deepspeed, name)}
+    assert other == OWN
+    assert ds_hydra.dist is deepspeed.comm
+    packages = ((ds_hydra.zero, deepspeed.zero), (ds_hydra.pipe, deepspeed.pipe),
+                (ds_hydra.checkpoint, deepspeed.checkpoint), (ds_hydra.profiling, deepspeed.profiling))  # fmt: skip
+    for ours, module in packages:
+        other = {name for name in public(module) if getattr(ours, name) is not getattr(module, name)}
+        assert other == (OWN_OF_ZERO if module is deepspeed.zero else set()), ours
+
+
+@pytest.mark.parametrize(("module", "names"), TAKEN.items())
+def test_modules_are_deepspeeds_own(module: str, names: tuple[str, ...]) -> None:
+    ours: Any = importlib.import_module(f"ds_hydra.{module}")
+    theirs: Any = importlib.import_module(f"deepspeed.{module}")
+    assert all(getattr(ours, name) is getattr(theirs, name) for name in names)
+    if module not in BOTH:
+        assert ours is theirs
+        assert theirs.__spec__.name == theirs.__name__ == f"deepspeed.{module}"
+
+
+def test_names_of_nobody_are_refused() -> None:
+    with pytest.raises(AttributeError, match=r"'initalize', and neither has deepspeed of DeepSpeed \d"):
+        _ = ds_hydra.initalize
+    for module in ("ds_hydra.nonsense", "ds_hydra.ops.nonsense", "ds_hydra.nonsense.adam"):
+        with pytest.raises(ModuleNotFoundError, match=module.removesuffix(".adam")):
+            importlib.import_module(module)
+
+
+def test_no_module_hides_another_of_deepspeeds() -> None:
+    def modules(module: ModuleType) -> set[str]:
+        return {found.name for found in pkgutil.iter_modules(module.__path__)}
+
+    assert modules(ds_hydra) & modules(deepspeed) == BOTH - {"zero"}  # `deepspeed.zero` is no file
+    for name in sorted(BOTH - {"zero"}):
+        ours, theirs = (importlib.import_module(f"{package}.{name}") for package in ("ds_hydra", "deepspeed"))
+        assert not modules(ours) & (modules(theirs) | public(theirs)), name
+
+
+def test_our_own_modules_are_imported_without_torch() -> None:
+    code = (
+        "import sys\nfrom ds_hydra import entry, pipe, checkpoint\nfrom ds_hydra.pipe import shape\n"
+        "from ds_hydra.plan import step_plan\nsys.exit(' '.join({'torch', 'deepspeed'} & set(sys.modules)))"
+    )
+    root = Path(__file__).resolve().parents[1]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
+    assert done.stderr == "\n"
+
+
+# --- Configs as people have them are taken, or refused by name; and all that the installed DeepSpeed reads is
+# known.
+BLOCK = {"hydra": {"strategies": "auto"}}
+
+
+@pytest.mark.parametrize("public", CONFIGS.values(), ids=list(CONFIGS))
+def test_a_public_config_is_taken_or_refused_by_name(public: Public) -> None:
+    if public.refused:
+        with pytest.raises(ConfigError) as error:
+            accept(public.config | BLOCK, ranks=8, host=public.host)
+        assert all(word in str(error.value) for word in public.refused), error.value
+        return
+    accepted = accept(public.config | BLOCK, ranks=8, host=public.host)
+    assert accepted is not None
+    assert len(accepted.notes) <= 9
+    assert not [note for note in accepted.notes if "unknown" in note]
+    assert accepted.parsed.source == public.config | BLOCK
+
+
+def test_each_stage_of_zero_is_told_in_a_few_lines() -> None:
+    accepted = accept(CONFIGS["transformers ZeRO-3, offloaded"].config | BLOCK, ranks=8, host=TRAINER)
+    assert accepted is not None
+    lines = [note for note in accepted.notes if note.startswith("zero_optimization")]
+    assert len(lines) == 4
+    for line, words in zip(lines, ("stage 3: masters", "pull and push", "whole weights", "offloaded"), strict=True):
+        assert words in line
+
+
+OFF: tuple[Any, ...] = (None, False, {}, {"enabled": False}, {"enabled": "false"}, {"disable": True, "enabled": False})
+
+
+@pytest.mark.parametrize("key", sorted({*REFUSED, *TOLD}))
+def test_what_is_switched_off_asks_for_nothing(key: str) -> None:
+    for value in OFF if key not in ("sparse_attention",) else OFF[:3]:
+        accepted = accept({key: value, "gradient_clipping": 1.0} | BLOCK, ranks=1)
+        assert accepted is not None
+        assert accepted.notes == (), (key, value)
+    on = {"data_efficiency": {
+        "enabled": True, "data_routing": {"enabled": True, "random_ltd": {"enabled": True}}}}  # fmt: skip
+    if key in REFUSED:
+        with pytest.raises(ConfigError, match=f'"{key}".*Remove it'):
+            accept({key: on.get(key, {"enabled": True})} | BLOCK, ranks=1)
+    else:
+        accepted = accept({key: {"enabled": True}, "gradient_clipping": 1.0} | BLOCK, ranks=1)
+        assert accepted is not None
+        (note,) = accepted.notes
+        assert note.startswith(f'"{key}" has no effect here: ')
+
+
+class Recorded(dict[str, Any]):
+    """A config that knows which of its keys were asked for."""
+
+    asked: set[str]
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        self.asked.add(str(key))
+        return super().__contains__(key)
+
+    def keys(self) -> Any:
+        return self  # `in` of which is asked above
+
+    def __getitem__(self, key: str) -> Any:
+        self.asked.add(key)
+        return super().__getitem__(key)
+
+
+def test_all_that_the_installed_deepspeed_reads_is_known() -> None:
+    config = Recorded(train_batch_size=1)
+    config.asked = set()
+    deepspeed_config.DeepSpeedConfig(config)
+    config.asked.discard("optimizer_type")
+    assert len(config.asked) > 40
+    assert config.asked <= KNOWN_SETTINGS
+    zero = DeepSpeedZeroConfig.model_fields
+    gone = getattr(deepspeed_config, "_REMOVED_ZERO_CONFIG_KEYS", {})
+    assert {*zero, *(field.alias for field in zero.values() if field.alias), *gone} <= ZERO_SETTINGS
+    assert {*DeepSpeedBF16Config.model_fields} <= PRECISION["bf16"]
+    assert {*DeepSpeedFP16Config.model_fields} <= PRECISION["fp16"]
+    assert all(is_known(name) for name in deepspeed_config.DEEPSPEED_OPTIMIZERS)
+
+
+def _at(config: dict[str, Any], place: str) -> Any:
+    for name in place.split("."):
+        config = config[name]
+    return config
+
+
+def _all_auto(places: Any) -> dict[str, Any]:
+    """A config with "auto" at each of these places."""
+    config: dict[str, Any] = {}
+    for place in places:
+        *outer, key = place.split(".")
+        block = config
+        for name in outer:
+            block = block.setdefault(name, {})
+        block[key] = "auto"
+    return config
+
+
+def test_trainer_and_accelerate_fill_in_what_is_taken_for_granted() -> None:
+    config = HfTrainerDeepSpeedConfig(_all_auto([*FILLED[TRAINER], "optimizer.params.torch_adam"]))
+    arguments = TrainingArguments("unused", use_cpu=True, report_to="none")
+    config.trainer_config_process(arguments)
+    config.trainer_config_finalize(arguments, None, 10)
+    assert _at(config.config, "optimizer.params.torch_adam") == "auto"
+    assert {place for place in FILLED[TRAINER] if _at(config.config, place) == "auto"} == set()
+    source = inspect.getsource(DeepSpeedPlugin) + inspect.getsource(__import__("accelerate").Accelerator)
+    assert {place for place in FILLED[ACCELERATE] if f'"{place}"' not in source} == set()
+    assert '"optimizer.params.betas"' not in source
+    for host in FILLED:
+        filled = filled_in(_all_auto(FILLED[TRAINER]), host)
+        left = {place for place in FILLED[TRAINER] if _at(filled, place) == "auto"}
+        assert left == FILLED[TRAINER].keys() - FILLED[host].keys()
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "value"),
+    [
+        ({"steps_per_print": 0}, "steps_per_print", 2**48),
+        ({"steps_per_print": float("inf")}, "steps_per_print", 2**48),
+        ({"steps_per_print": 1e30}, "steps_per_print", 2**48),
+        ({"steps_per_print": 2e3}, "steps_per_print", 2000),
+        ({"steps_per_print": "10"}, "steps_per_print", 10),
+        ({"gradient_clipping": 0}, "gradient_clipping", 0.0),
+        ({"gradient_clipping": False}, "gradient_clipping", 0.0),
+        ({"gradient_clipping": "1.0"}, "gradient_clipping", 1.0),
+        ({"gradient_clipping": float("inf")}, "gradient_clipping", 0.0),
+        ({"communication_data_type": "FP32"}, "communication_data_type", "fp32"),
+        ({"data_types": {"grad_accum_dtype": "torch.bfloat16"}}, "data_types", {"grad_accum_dtype": "bf16"}),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "1e-5", "betas": ["0.9", 0.95]}}}, "optimizer",
+         {"type": "AdamW", "params": {"lr": 1e-5, "betas": [0.9, 0.95]}}),
+        ({"bf16": {"enabled": "true", "immediate_grad_update": False, "bf16_optimizer_states": False}}, "bf16",
+         {"enabled": True}),
+        ({"fp16": {"enabled": True, "auto_cast": False, "loss_scale": "0"}}, "fp16",
+         {"enabled": True, "loss_scale": "0"}),
+        ({"zero_optimization": {"stage": "3", "reduce_bucket_size": 5e8}}, "zero_optimization", None),
+        ({"zero_optimization": {"stage": "auto", "sub_group_size": "auto"}}, "zero_optimization", None),
+        ({"zero_optimization": True}, "zero_optimization", None),
+    ],
+)  # fmt: skip
+def test_forms_of_values(settings: dict[str, Any], key: str, value: Any) -> None:
+    accepted = accept(settings | BLOCK, ranks=1)
+    assert accepted is not None
+    assert accepted.parsed.deepspeed.get(key) == value

@@ -1,27 +1,41 @@
-"""What is found of one layer of each kind is what all layers tell, and layers are alike only where nothing differs."""
+"""Kinds of layers: what is found of one holds for all alike, each is in the small copy, and wrappers of forwards."""
 
 from __future__ import annotations
 
+import re
 import sys
 import types
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
+from ds_hydra.pipe import wrappers
 from ds_hydra.pipe.models import causal_lm, kinds, meta_copy
 from ds_hydra.pipe.models.adapted import base_of
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.models.facts import ModelFacts
 from ds_hydra.pipe.models.kinds import LayerKinds
+from ds_hydra.pipe.models.lone_rank import _Silent
+from ds_hydra.pipe.placement import place_pipeline
+from ds_hydra.pipe.shape import PipelineShape, StrategyShape
+from ds_hydra.pipe.stage import StagePlace
 from ds_hydra.pipe.stage_options import StageOptions
+from ds_hydra.pipe.wrappers import WRAPPERS, wrap
+from ds_hydra.self_check.check import check_strategies
+from ds_hydra.self_check.layer_kinds import choose
 from tests.support.families import build_model
 from tests.support.small_job import small_model
 
+# --- What is found of one layer of each kind is what all layers tell, and layers are alike only where nothing
+# differs.
 ALL = StageOptions(token_sharding=True, functions="recompute")
 ALONE = (0, 1, 2, 3)
 
@@ -182,3 +196,268 @@ def test_what_does_not_run_in_few_layers_is_examined_in_all() -> None:
         found = CausalLM(small_model(), ALL)
     assert len(few) == 1
     assert found.functions == CausalLM(small_model(), ALL).functions
+
+
+# --- Every kind of layer that a model has is in its small copy, whatever tells it apart.
+Lags = Callable[[int], int]  # layer -> tokens that it looks back
+
+
+def eight_layers() -> Any:
+    config = small_model(tied=False).config
+    config.num_hidden_layers = 8
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config)
+
+
+def with_lag(x: Tensor, lag: int) -> Tensor:
+    return x + 0.5 * F.pad(x, (0, 0, lag, 0))[:, : x.shape[1]] if lag else x
+
+
+class Scaled(nn.Module):
+    """An MLP with a scale of its own, and a convolution before it where it has one."""
+
+    def __init__(self, inner: nn.Module, scale: float, width: int | None):
+        super().__init__()
+        self.inner, self.scale = inner, scale
+        self.before = nn.Conv1d(width, width, 4, groups=width) if width else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.before is not None:
+            x = x + self.before(F.pad(x.transpose(1, 2), (3, 0))).transpose(1, 2)
+        out: Tensor = self.inner(x) * self.scale
+        return out
+
+
+class Lagged(LlamaMLP):
+    lag: int
+    scale: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(with_lag(x, self.lag))
+        return out * self.scale
+
+
+class ByIndex(LlamaDecoderLayer):
+    def forward(self, hidden_states: Tensor, *rest: Any, **more: Any) -> Any:
+        lag = 2 if self.self_attn.layer_idx >= 6 else 0
+        return super().forward(with_lag(hidden_states, lag), *rest, **more)
+
+
+class MadeByItsClass(LlamaForCausalLM):
+    def __init__(self, config: Any):
+        super().__init__(config)
+        for index, layer in enumerate(self.model.layers):
+            layer.mlp.__class__, layer.mlp.scale, layer.mlp.lag = Lagged, 0.97**index, 2 * (index >= 6)
+
+
+class Lag(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return with_lag(x, 3)
+
+
+def convolutions() -> Any:
+    model = eight_layers()
+    for index, layer in enumerate(model.model.layers):
+        layer.mlp = Scaled(layer.mlp, 0.97**index, model.config.hidden_size if index > 5 else None)
+    return model
+
+
+def attributes(lag: Lags) -> Any:
+    model = eight_layers()
+    for index, layer in enumerate(model.model.layers):
+        layer.mlp.__class__, layer.mlp.scale, layer.mlp.lag = Lagged, 0.97**index, lag(index)
+    return model
+
+
+def hooks(lag: Lags) -> Any:
+    model = eight_layers()
+    for index, layer in enumerate(model.model.layers):
+        back, scale = lag(index), 0.97**index
+        layer.mlp.register_forward_hook(lambda _, args, out, lag=back, scale=scale: scale * with_lag(out, lag))
+    return model
+
+
+def hooks_that_hold_nothing(lag: Lags) -> Any:
+    model = eight_layers()
+    for index, layer in enumerate(model.model.layers):
+        layer.mlp.lag = lag(index)
+        layer.mlp.register_forward_hook(lambda module, args, out: with_lag(out, module.lag))
+    return model
+
+
+def indices() -> Any:
+    model = eight_layers()
+    for layer in model.model.layers:
+        layer.__class__ = ByIndex
+    return model
+
+
+def two_layers_of_one_copy() -> Any:
+    model = eight_layers()
+    model.model.layers[2].mlp.act_fn, model.model.layers[6].mlp.act_fn = Lag(), nn.Tanh()
+    return model
+
+
+UNLIKE: dict[str, Callable[[], Any]] = {
+    "convolutions": convolutions,
+    "attributes of the last": lambda: attributes(lambda index: 4 * (index == 7)),
+    "attributes of some": lambda: attributes([0, 0, 0, 0, 3, 2, 1, 0].__getitem__),
+    "attributes of all": lambda: attributes(int),
+    "closures": lambda: hooks(lambda index: 4 * (index == 5)),
+    "hooks": lambda: hooks_that_hold_nothing(lambda index: 4 * (index < 3)),
+    "indices": indices,
+    "made by its class": lambda: MadeByItsClass(eight_layers().config),
+    "two layers of one copy": two_layers_of_one_copy,
+}
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("name", UNLIKE)
+def test_a_layer_that_mixes_sequences_is_found_wherever_it_is(name: str) -> None:
+    result = check_strategies(UNLIKE[name](), [StrategyShape.parse("tp1")], keep=False, context_length=32)
+    (objection,) = result.objections()
+    assert "no strategy trains this model as one process does" in objection
+
+
+def test_numbers_of_every_layer_make_no_kinds() -> None:
+    scales = [{"scale": 0.97**index, "lag": 4 * (index == 5)} for index in range(32)]
+    kept, kinds = choose(["layer"] * 32, scales, 4)
+    assert kinds == 2
+    assert len(kept) == 4
+    assert {0, 5} < set(kept)
+    assert choose(["layer"] * 5, [{}] * 5, 2) == ([0, 1], 1)
+    assert choose(["a", "b", "a", "c", "d", "e"], [{}] * 6, 2) == ([0, 1, 3, 4, 5], 5)
+
+
+# --- What stands around the forwards of a stage's modules, in one order, told as text.
+_NUMBER = re.compile(r"[.]\d+(?=[.]|$)")
+
+# Family, pipeline, options -> chains of the last stage's modules, with layers that have the same.
+TOLD: dict[tuple[str, str, StageOptions], str] = {
+    ("llama", "tp2pp2", StageOptions()): """
+1 : tensor parallel: one copy for its columns
+1 lm_head: tensor parallel: column
+2 model.layers.*.mlp.down_proj: tensor parallel: row
+2 model.layers.*.mlp.gate_proj: tensor parallel: column
+2 model.layers.*.mlp.up_proj: tensor parallel: column
+2 model.layers.*.mlp: tensor parallel: one copy for its columns
+2 model.layers.*.self_attn.k_proj: tensor parallel: column
+2 model.layers.*.self_attn.o_proj: tensor parallel: row
+2 model.layers.*.self_attn.q_proj: tensor parallel: column
+2 model.layers.*.self_attn.v_proj: tensor parallel: column
+2 model.layers.*.self_attn: tensor parallel: one copy for its columns
+2 model.layers.*: handed on
+2 model.layers.*: recomputed
+""",
+    ("llama", "tp2pp2/zb-h1", ALL): """
+1 : tensor parallel: one copy for its columns
+1 lm_head: tensor parallel: column
+4 model.layers.*.input_layernorm: function: norm
+2 model.layers.*.mlp.down_proj: tensor parallel: row <- put off
+2 model.layers.*.mlp.gate_proj: tensor parallel: column of shared tokens <- packed: one of several <- put off
+2 model.layers.*.mlp.up_proj: tensor parallel: column of shared tokens <- packed: one of several <- put off
+2 model.layers.*.mlp: function: gated MLP
+2 model.layers.*.mlp: tensor parallel: block of shared tokens <- packed: forgets <- function: gated MLP
+4 model.layers.*.post_attention_layernorm: function: norm
+2 model.layers.*.self_attn.k_proj: tensor parallel: column of shared tokens <- packed: one of several <- put off
+2 model.layers.*.self_attn.o_proj: tensor parallel: row <- put off
+2 model.layers.*.self_attn.q_proj: tensor parallel: column of shared tokens <- packed: one of several <- put off
+2 model.layers.*.self_attn.v_proj: tensor parallel: column of shared tokens <- packed: one of several <- put off
+2 model.layers.*.self_attn: function: rotary
+2 model.layers.*.self_attn: tensor parallel: block of shared tokens <- packed: forgets <- function: rotary
+2 model.layers.*: handed on
+2 model.layers.*: recomputed
+1 model.norm: function: norm
+""",
+    ("longrope", "pp2", StageOptions(functions="auto")): """
+4 model.layers.*.input_layernorm: function: norm
+2 model.layers.*.mlp.gate_proj: packed: one of several
+2 model.layers.*.mlp.up_proj: packed: one of several
+2 model.layers.*.mlp: packed: forgets
+4 model.layers.*.post_attention_layernorm: function: norm
+2 model.layers.*.self_attn.k_proj: packed: one of several
+2 model.layers.*.self_attn.q_proj: packed: one of several
+2 model.layers.*.self_attn.v_proj: packed: one of several
+2 model.layers.*.self_attn: function: rotary
+2 model.layers.*.self_attn: packed: forgets <- function: rotary
+2 model.layers.*: handed on
+2 model.layers.*: recomputed
+1 model.norm: function: norm
+1 model.rotary_emb: by length
+""",
+    ("dropout (Phi)", "tp2", StageOptions()): """
+1 : tensor parallel: one copy for its columns
+1 lm_head: tensor parallel: column
+1 model.embed_dropout: draws
+1 model.embed_tokens: tensor parallel: vocabulary
+4 model.layers.*.mlp.fc1: tensor parallel: column
+4 model.layers.*.mlp.fc2: tensor parallel: row
+4 model.layers.*.mlp: tensor parallel: one copy for its columns
+4 model.layers.*.resid_dropout: draws
+4 model.layers.*.self_attn.dense: tensor parallel: row
+4 model.layers.*.self_attn.k_proj: tensor parallel: column
+4 model.layers.*.self_attn.q_proj: tensor parallel: column
+4 model.layers.*.self_attn.v_proj: tensor parallel: column
+4 model.layers.*.self_attn: tensor parallel: one copy for its columns <- draws
+4 model.layers.*: recomputed <- draws
+""",
+    ("lora", "tp2", ALL): """
+1 : tensor parallel: one copy for its columns
+1 lm_head: tensor parallel: column
+1 model.embed_tokens: tensor parallel: vocabulary
+4 model.layers.*.input_layernorm: function: norm
+4 model.layers.*.mlp.down_proj.base_layer: tensor parallel: part of a row
+4 model.layers.*.mlp.down_proj: tensor parallel: row
+4 model.layers.*.mlp.gate_proj.base_layer: tensor parallel: column of shared tokens
+4 model.layers.*.mlp.gate_proj.lora_B.default: tensor parallel: all rows
+4 model.layers.*.mlp.gate_proj.lora_dropout.default: tensor parallel: own rows
+4 model.layers.*.mlp.up_proj.base_layer: tensor parallel: column of shared tokens
+4 model.layers.*.mlp.up_proj.lora_B.default: tensor parallel: all rows
+4 model.layers.*.mlp.up_proj.lora_dropout.default: tensor parallel: own rows
+4 model.layers.*.mlp: tensor parallel: block of shared tokens
+4 model.layers.*.post_attention_layernorm: function: norm
+4 model.layers.*.self_attn.k_proj.base_layer: tensor parallel: column of shared tokens
+4 model.layers.*.self_attn.k_proj.lora_B.default: tensor parallel: all rows
+4 model.layers.*.self_attn.k_proj.lora_dropout.default: tensor parallel: own rows
+4 model.layers.*.self_attn.o_proj.base_layer: tensor parallel: part of a row
+4 model.layers.*.self_attn.o_proj: tensor parallel: row
+4 model.layers.*.self_attn.q_proj.base_layer: tensor parallel: column of shared tokens
+4 model.layers.*.self_attn.q_proj.lora_B.default: tensor parallel: all rows
+4 model.layers.*.self_attn.q_proj.lora_dropout.default: tensor parallel: own rows
+4 model.layers.*.self_attn.v_proj.base_layer: tensor parallel: column of shared tokens
+4 model.layers.*.self_attn.v_proj.lora_B.default: tensor parallel: all rows
+4 model.layers.*.self_attn.v_proj.lora_dropout.default: tensor parallel: own rows
+4 model.layers.*.self_attn: tensor parallel: block of shared tokens <- function: rotary
+4 model.layers.*: recomputed
+1 model.norm: function: norm
+""",
+}
+
+
+def told(family: str, shape: str, options: StageOptions) -> str:
+    source = CausalLM(base_of(build_model(family, torch.float32)), options)
+    pipeline = place_pipeline(PipelineShape.parse(shape), 0, source.plan.num_layers)
+    rank = pipeline.ranks[-1]
+    place = StagePlace.all_of(
+        pipeline, rank, lambda ranks: _Silent(ranks.index(rank), len(ranks)) if len(ranks) > 1 else None,
+        token_sharding=source.plan.token_sharding,
+    )[0]  # fmt: skip
+    chains = source.build(place, torch.device("cpu"), torch.float32).chains
+    counts = Counter(f"{_NUMBER.sub('.*', path)}: {chain}" for path, chain in chains.items())
+    return "\n" + "".join(f"{count} {line}\n" for line, count in sorted(counts.items()))
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("row", TOLD, ids=lambda row: f"{row[0]} {row[1]}")
+def test_a_stage_tells_what_stands_around_its_modules(row: tuple[str, str, StageOptions]) -> None:
+    assert told(*row) == TOLD[row]
+
+
+def test_another_order_is_refused() -> None:
+    module: Any = nn.Linear(2, 2)
+    wrap(module, module.forward, "packed", "one of several")
+    wrap(module, module.forward, "tensor parallel", "column")
+    with pytest.raises(AssertionError, match="function would stand around tensor parallel"):
+        wrap(module, module.forward, "function", "norm")
+    assert wrappers.chains(module) == {"": "tensor parallel: column <- packed: one of several"}
+    assert all(why for why in WRAPPERS.values())

@@ -1,27 +1,38 @@
-"""Recurrent layers in slices of sequences: what they carry from one to the next, what runs whole, what is refused."""
+"""Recurrent layers and boxes: in slices of sequences, with heads that ranks share, and what is refused."""
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.models.bamba import modeling_bamba
 
 from ds_hydra.pipe.carried import Carried
 from ds_hydra.pipe.contexts import Contexts
+from ds_hydra.pipe.model_plan import ParamSpec, ShardRule
+from ds_hydra.pipe.models import boxed_layers, find_boxes, find_heads, own_heads, recurrent_heads, three_ways
 from ds_hydra.pipe.models import boxed_layers as running
-from ds_hydra.pipe.models import find_boxes
+from ds_hydra.pipe.models.boxed_stage import StageBoxes
 from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.models.draws import Draws
 from ds_hydra.pipe.models.facts import ModelFacts
 from ds_hydra.pipe.models.find_states import with_states
+from ds_hydra.pipe.models.recurrent_heads import HeadCut, head_cut
 from ds_hydra.pipe.models.states import State
 from ds_hydra.pipe.placement import Strategy, place_pipeline
+from ds_hydra.pipe.row_collectives import all_of_row
+from ds_hydra.pipe.rows import Pack
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
+from ds_hydra.pipe.stage import StagePlace
 from ds_hydra.profiling import stage_memory
 from ds_hydra.profiling.hollow import hollow_source
 from ds_hydra.profiling.stage_memory import measure_activations
@@ -29,11 +40,16 @@ from ds_hydra.self_check.check import check_strategies
 from ds_hydra.self_check.compare import compare
 from ds_hydra.self_check.plain import Plain
 from ds_hydra.self_check.precision import doubled
-from ds_hydra.self_check.runs import run_pipeline, uneven_data
+from ds_hydra.self_check.runs import Data, Outcome, run_pipeline, uneven_data
+from ds_hydra.self_check.shrink import shrunk_config
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
-from tests.support.families import build_model
+from tests.support.boxed_models import BOXED
+from tests.support.families import build_model, hf_config
+from tests.support.mutants import gradients_of_other_ranks_are_dropped
 from tests.support.tiny_families import class_names, tiny_model
 
+# --- Recurrent layers in slices of sequences: what they carry from one to the next, what runs whole, what is
+# refused.
 FOUND = {"qwen3_next": ("linear_attn", 4 * 8 * 8 + 3 * 64), "bamba": ("mamba", 16 * 8 * 8 + 3 * 144),
          "lfm2": ("conv", 2 * 64)}  # fmt: skip
 
@@ -249,3 +265,415 @@ def test_a_box_that_carries_nothing_refuses_a_slice() -> None:
     chunk = running.Chunk(3, 5, Contexts(9))
     with pytest.raises(ConfigError, match="tokens 3 to 5 of a sequence of 9 run as a slice, but conv runs whole"):
         running.call_on_slice(lambda *_: [], box, [torch.ones(1, 2)], None, chunk, "conv")
+
+
+# --- Recurrent layers whose heads tensor parallel ranks share: which they are, what stays whole, what is found.
+# Of the first layer: the module, the degrees, and what rank 0 of 4 has of some parameters (of a degree that it has not,
+# all of it).
+SHARED: dict[str, tuple[str, tuple[int, ...], dict[str, tuple[int, ...]]]] = {
+    "qwen3_next": ("linear_attn", (2,), {"in_proj_qkvz.weight": (96, 64), "out_proj.weight": (64, 32)}),
+    "qwen3_5": ("linear_attn", (2, 4), {"in_proj_qkv.weight": (24, 64), "conv1d.weight": (24, 1, 4), "A_log": (1,),
+                                        "norm.weight": (8,), "out_proj.weight": (64, 8)}),
+    "nemotron_h": ("mixer", (2, 4, 8, 16), {"in_proj.weight": (32 + 32 + 8 + 8 + 4, 64), "conv1d.bias": (48,),
+                                            "norm.weight": (32,), "D": (4,)}),
+    "bamba": ("mamba", (2, 4, 8, 16), {"in_proj.weight": (32 + 32 + 8 + 8 + 4, 64), "out_proj.weight": (64, 32)}),
+}  # fmt: skip
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("family", SHARED)
+def test_ranks_share_heads(family: str) -> None:
+    path, degrees, shapes = SHARED[family]
+    source = CausalLM(build_model(family, torch.float32))
+    module = f"model.layers.0.{path}"
+    assert source.head_cuts[module][0].degrees == degrees
+    assert {name: source.specs[f"{module}.{name}"].shard_shape(0, 4) for name in shapes} == shapes
+    assert source.plan.no_tp == ""
+    assert ModelFacts.from_json(source.facts.to_json()) == source.facts
+
+
+def test_blocks_of_unequal_size_are_cut_each_for_itself() -> None:
+    """Two key heads of 2 rows and four value heads of 3, in one weight: of q, k and v."""
+    spec = ParamSpec("mixed", (20, 5), ShardRule(0, blocks=((4, 2), (4, 2), (12, 4)), degrees=(2, 4)))
+    assert spec.shard_ranges(1, 2) == ((2, 4), (6, 8), (14, 20))
+    assert spec.shard_ranges(3, 4) == ((2, 4), (6, 8), (17, 20)), "ranks 2 and 3 hold the same key heads"
+    assert spec.shard_shape(3, 4) == (7, 5)
+    assert list(spec.shard_intervals(1, 2)) == [(10, 20), (30, 40), (70, 100)]
+    assert list(spec.shard_intervals(1, 3)) == [(0, 100)], "of another degree each rank holds the whole"
+    assert ShardRule(gradient="partial", degrees=(2,)).of(3).gradient == "complete"
+
+
+def biased(model: Any) -> None:
+    """Adds up over ranks what must count once."""
+    mixer = model.model.layers[0].mamba
+    mixer.out_proj = nn.Linear(mixer.out_proj.in_features, mixer.out_proj.out_features)
+
+
+def of_a_part_that_nobody_knows(model: Any) -> None:
+    model.model.layers[0].mamba.another = nn.Linear(2, 2)
+
+
+def normed_otherwise(model: Any) -> None:
+    norm = model.model.layers[0].mamba.norm
+    norm.forward = lambda hidden, gate: type(norm).forward(norm, hidden, 2 * gate)
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("change", [biased, of_a_part_that_nobody_knows, normed_otherwise])
+def test_what_is_made_otherwise_stays_whole(change: Callable[[Any], None]) -> None:
+    model = build_model("bamba", torch.float32)
+    change(model)
+    source = CausalLM(model)
+    assert list(source.head_cuts) == ["model.layers.2.mamba"]
+    assert source.specs["model.layers.0.mamba.A_log"].rule == ShardRule()
+
+
+def channels_are_cut_as_one() -> Any:
+    """Of q, k and v together a rank has a consecutive part."""
+
+    return _with_rules(lambda rule: replace(rule, blocks=()))
+
+
+def _with_rules(changed: Callable[[ShardRule], ShardRule]) -> Any:
+    def cut(module: nn.Module) -> HeadCut | None:
+        found = head_cut(module)
+        return found and replace(found, rules={name: changed(rule) for name, rule in found.rules.items()})
+
+    return mock.patch.object(recurrent_heads, "head_cut", cut)
+
+
+def test_a_cut_that_computes_something_else_is_left_out() -> None:
+    with channels_are_cut_as_one(), mock.patch.object(find_heads, "head_cut", lambda m: recurrent_heads.head_cut(m)):
+        source = CausalLM(build_model("qwen3_5", torch.float32))
+    assert not source.head_cuts
+
+
+def norms_count_as_complete() -> Any:
+    """Each rank has the gradient of what its own heads make of a weight that all of them read."""
+    return _with_rules(lambda rule: replace(rule, gradient="complete"))
+
+
+def norms_are_of_a_rank() -> Any:
+    right = own_heads.gated_norm
+
+    def own(norm: Any, groups: int, rank: int, tp: int, group: Any, *given: Tensor) -> Tensor:
+        return right(norm, groups, rank, tp, (), *given)
+
+    return mock.patch.object(own_heads, "gated_norm", own)
+
+
+def squares_have_the_gradient_of_a_rank() -> Any:
+    right = own_heads.copy_to_ranks
+    return mock.patch.object(own_heads, "copy_to_ranks", lambda x, group: x if x.shape[-1] == 1 else right(x, group))
+
+
+def hidden_states_have_the_gradient_of_a_rank() -> Any:
+    return mock.patch.object(own_heads, "copy_to_ranks", lambda x, group: x)
+
+
+MUTANTS = [
+    ("qwen3_5", channels_are_cut_as_one),
+    ("qwen3_5", norms_count_as_complete),
+    ("qwen3_next", hidden_states_have_the_gradient_of_a_rank),
+    ("bamba", norms_are_of_a_rank),
+    ("bamba", squares_have_the_gradient_of_a_rank),
+]
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize(("family", "mutant"), MUTANTS, ids=[f"{f}-{m.__name__}" for f, m in MUTANTS])
+def test_what_trying_does_not_see_differs_from_one_process(family: str, mutant: Callable[[], Any]) -> None:
+    """By the comparison of which the self-check consists."""
+    data, model = uneven_data(97, [(6, 33), (12,)]), build_model(family, torch.float64)
+    with mutant(), doubled():
+        source = CausalLM(model)
+    right = Plain(model, source.flow.draws, source.layers_path).outcome(data)
+    with mutant():
+        found = run_pipeline(source, place_pipeline(PipelineShape.parse("tp2"), 0, 4), data)
+    assert compare(right, found).what is not None
+
+
+@pytest.mark.drawn
+def test_the_self_check_finds_what_trying_did_not() -> None:
+    with channels_are_cut_as_one():
+        result = check_strategies(build_model("qwen3_5", torch.float32), [StrategyShape.parse("tp2")], keep=False)
+    (objection,) = result.objections()
+    assert "tp2 trains otherwise" in objection
+
+
+@pytest.mark.drawn
+def test_the_self_check_proves_more_groups_than_ranks_and_fewer() -> None:
+    """Its small copy has the model's groups, or as many as its heads can have."""
+    config = hf_config("nemotron_h")
+    config.n_groups = 8
+    assert shrunk_config(config, 4, 1).n_groups == 8
+    shapes = [StrategyShape.parse("tp4")]
+    result = check_strategies(build_model("nemotron_h", torch.float32), shapes, keep=False)
+    assert (result.objections(), result.no_slices) == ([], "")
+
+
+def test_no_kernel_norms_a_part_of_a_group() -> None:
+    """The kernel that fuses a whole layer takes the norm of what it is given."""
+    source = CausalLM(build_model("bamba", torch.float32))
+    called: list[str] = []
+    for shape in ("tp1", "tp2"):
+        fused = mock.patch.object(
+            modeling_bamba, "mamba2_split_conv1d_scan_combined", lambda *_, shape=shape, **__: called.append(shape)
+        )
+        with fused:
+            run_pipeline(source, place_pipeline(PipelineShape.parse(shape), 0, 4), uneven_data(97, [(9, 4)]))
+    assert set(called) == {"tp1"}
+
+
+# --- Recurrent layers whose heads sequence parallel ranks share: equal to one process, and what is found if
+# they are not.
+Subject = tuple[CausalLM, Data, Outcome]
+
+
+@pytest.fixture(scope="module")
+def subject() -> Subject:
+    """Two groups of B and C and 16 heads; three sequences, of which one has slices."""
+    data, model = uneven_data(97, [(6, 33), (12,)]), build_model("nemotron_h", torch.float64)
+    with doubled():
+        source = CausalLM(model)
+    return source, data, Plain(model, source.flow.draws, source.layers_path).outcome(data)
+
+
+def difference(subject: Subject, shape: str) -> str | None:
+    """What differs from one process, if anything does."""
+    source, data, right = subject
+    pipeline = place_pipeline(PipelineShape.parse(shape), 0, 4)
+    return compare(right, run_pipeline(source, pipeline, data.in_slices())).what
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("shape", ["sp4", "(tp2sp2[0:2] > sp2[2:4])/zb-h1"])
+def test_ranks_compute_what_one_process_does(subject: Subject, shape: str) -> None:
+    assert difference(subject, shape) is None
+
+
+def test_each_rank_computes_its_heads_for_all_tokens(subject: Subject) -> None:
+    """Four heads with one group of two ranks each, of all sequences of the row."""
+    source, data, _ = subject
+    mixer = source.template.model.layers[0].mixer
+    right, seen = type(mixer).forward, []
+
+    def forward(self: Any, hidden: Tensor, *rest: Any, **more: Any) -> Any:
+        seen.append((hidden.shape[1], len(self.A_log), len(self.norm.weight), self.in_proj.weight.shape[0]))
+        return right(self, hidden, *rest, **more)
+
+    with mock.patch.object(type(mixer), "forward", forward):
+        run_pipeline(source, place_pipeline(PipelineShape.parse("sp4"), 0, 4), data)
+    lengths, heads, features, rows = (set(each) for each in zip(*seen, strict=True))
+    assert (lengths, heads, features, rows) == ({6, 33, 12}, {4}, {32}, {32 + 32 + 8 + 8 + 4})
+
+
+def first_heads_are_computed_by_all() -> Any:
+    def first(held: Any, own: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        return [(0, stop - start) for start, stop in own]
+
+    return mock.patch.object(own_heads, "_within", first)
+
+
+def parts_are_not_added_up() -> Any:
+    def own(x: Tensor, pack: Pack) -> Tensor:
+        start, stop = pack.local
+        return x[start:stop]
+
+    return mock.patch.object(boxed_layers, "own_of_sum", own)
+
+
+def tokens_have_the_gradient_of_a_rank() -> Any:
+    """What other ranks' heads make of a token counts nothing in its gradient."""
+
+    class _Gathered(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, dim: int, pack: Pack) -> Tensor:
+            ctx.dim, ctx.pack = dim, pack
+            return all_of_row(x, dim, pack)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+            start, stop = ctx.pack.local
+            return grad.narrow(ctx.dim, start, stop - start), None, None
+
+    return mock.patch.object(boxed_layers, "all_of_row", _Gathered.apply)
+
+
+def states_are_of_the_next_head() -> Any:
+    right = State.get_recurrent_state
+
+    def other(self: State, *args: Any, **kwargs: Any) -> Tensor | None:
+        found = right(self, *args, **kwargs)
+        return None if found is None else found.roll(1, 1)
+
+    return mock.patch.object(State, "get_recurrent_state", other)
+
+
+@contextmanager
+def squares_are_of_a_rank() -> Iterator[None]:
+    """A group of the norm lies on two ranks."""
+    right = own_heads.gated_norm
+
+    def own(norm: Any, groups: int, part: int, parts: int, ranks: Any, *given: Tensor) -> Tensor:
+        return right(norm, groups, part, parts, (), *given)
+
+    with mock.patch.object(own_heads, "gated_norm", own):
+        yield
+
+
+WRONG_HEADS = [
+    first_heads_are_computed_by_all,
+    states_are_of_the_next_head,
+    parts_are_not_added_up,
+    tokens_have_the_gradient_of_a_rank,
+    squares_are_of_a_rank,
+]
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("mutant", WRONG_HEADS, ids=[mutant.__name__ for mutant in WRONG_HEADS])
+def test_whatever_else_ranks_compute_is_found(subject: Subject, mutant: Callable[[], Any]) -> None:
+    """By the comparison of which the self-check consists."""
+    with mutant():
+        assert difference(subject, "sp4") is not None
+
+
+@pytest.mark.drawn
+def test_the_self_check_finds_it_before_step_0() -> None:
+    with first_heads_are_computed_by_all():
+        result = check_strategies(build_model("bamba", torch.float32), [StrategyShape.parse("sp2")], keep=False)
+    (objection,) = result.objections()
+    assert "sp2 trains otherwise" in objection
+
+
+def test_a_slice_of_a_weight_is_no_weight_that_is_put_off(subject: Subject) -> None:
+    """Its module has the whole one again, by the time that the gradient is computed."""
+    source, *_ = subject
+    place = StagePlace(place_pipeline(PipelineShape.parse("sp2/zb-h1"), 0, 4), 0, 0, 0, None, None)
+    stage = source.build(place, torch.device("cpu"), torch.float32)
+    module: Any = stage.module.get_submodule("model.layers.0.mixer.in_proj")
+    whole = torch.nn.Parameter(torch.ones(4, 2))
+    queue, x = stage.linear_queue, torch.ones(3, 2, requires_grad=True)
+    assert queue is not None
+    with queue.of(0):
+        module._parameters["weight"] = whole
+        assert queue.takes(module, x)
+        module._parameters["weight"] = whole[:2]
+        assert not queue.takes(module, x)
+
+
+# --- Models with boxes: which modules they are, what one process computes with the same sequences, what is
+# refused.
+DATA = uneven_data(97, [(6, 33, 2, 6), (12,)])
+_HALF_AGAIN = tuple(replace(batch, recompute=0.5) for batch in DATA.microbatches)
+AGAIN = replace(DATA, microbatches=_HALF_AGAIN)
+
+WAYS = {
+    "bloom": [("self_attention",)] * 4,
+    "gptj, dropout": [("attn",)] * 4,
+    "qwen3_next": [("linear_attn",), ()] * 2,
+    "lfm2": [("conv",), ()] * 2,
+    "falcon_h1": [("mamba", "self_attn")] * 4,
+    "llama": [],
+}
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("family", WAYS)
+def test_tokens_meet_in_these_modules(family: str) -> None:
+    source = CausalLM(build_model(family, torch.float32))
+    assert [tuple(box.path for box in of) for of in source.boxes.of] == WAYS[family]
+    assert ModelFacts.from_json(source.facts.to_json()) == source.facts
+
+
+MIXED_TOKENS, BOX_SHAPES = "(sp2[0:1] > tp2[1:3] > tp1[3:4])", ("tp2", "pp2/v", "sp4", "pp2/zb-h1")
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize(("number", "family"), enumerate(BOXED))
+def test_equal_to_one_process(number: int, family: str) -> None:
+    """In FP64; layers that are computed again, split backwards, V shapes and dropout by place among it. Each family has
+    one of the shapes; rows of `tools.check_equivalence` have the others."""
+    model = build_model(family, torch.float64)
+    with doubled():
+        source = CausalLM(model)
+    right = Plain(model, source.flow.draws, source.layers_path).outcome(DATA)
+    for shape in (MIXED_TOKENS, BOX_SHAPES[number % len(BOX_SHAPES)]):
+        pipeline = place_pipeline(PipelineShape.parse(shape), 0, source.plan.num_layers)
+        source.plan.check(Strategy((pipeline,)))
+        assert compare(right, run_pipeline(source, pipeline, AGAIN)).what is None, shape
+
+
+def of_the_neighbour() -> Any:
+    """A box is given what the sequence before its own is handed."""
+    right = running._Cut._of
+
+    def of(self: Any, place: int, group: list[int]) -> Any:
+        return right(self, place, [max(0, group[0] - 1)] if self.box.sources[place] is not None else group)
+
+    return mock.patch.object(running._Cut, "_of", of)
+
+
+def of_the_whole_row() -> Any:
+    """A module runs once for a pack: its state and its convolution go over the boundaries."""
+
+    def call(self: Any, box: Any, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    return mock.patch.object(running.BoxedLayers, "_call", call)
+
+
+def rows_are_put_back_in_another_order() -> Any:
+    right = running._Cut.joined
+
+    def joined(self: Any, outs: Any) -> Any:
+        of_length = {n: s for s, n in enumerate(self.run.pack.lengths)}
+        return right(self, {s: outs.get(of_length[self.run.pack.lengths[s]], outs[s]) for s in outs})
+
+    return mock.patch.object(running._Cut, "joined", joined)
+
+
+def layers_computed_again_know_no_sequences() -> Any:
+    return mock.patch.object(StageBoxes, "again", lambda self: self._layers.of(None))
+
+
+def sequences_draw_as_the_row() -> Any:
+    return mock.patch.object(Draws, "alone", return_value=contextlib.nullcontext())
+
+
+def no_layer_has_boxes() -> Any:
+    """Nor does its class say that it needs some."""
+    return mock.patch.object(three_ways, "may_mix_otherwise", return_value=False)
+
+
+WRONG_BOXES: list[tuple[str, str, Callable[[], Any]]] = [
+    ("lfm2", "tp1", of_the_whole_row),
+    ("qwen3_next", "tp1", of_the_whole_row),
+    ("falcon_h1", "tp1", no_layer_has_boxes),
+    ("bloom", "tp1", of_the_neighbour),
+    ("bloom", "tp1", rows_are_put_back_in_another_order),
+    ("bloom", "sp2", gradients_of_other_ranks_are_dropped),
+    ("qwen3_next", "sp2", gradients_of_other_ranks_are_dropped),
+    ("bloom", "tp1", layers_computed_again_know_no_sequences),
+    ("gptj, dropout", "tp1", sequences_draw_as_the_row),
+]
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize(
+    ("family", "strategy", "mutant"), WRONG_BOXES, ids=[f"{f}-{m.__name__}" for f, _, m in WRONG_BOXES]
+)
+def test_what_would_train_wrongly_is_refused(family: str, strategy: str, mutant: Callable[[], Any]) -> None:
+    candidates = [StrategyShape.parse(strategy)]
+    with mutant():
+        result = check_strategies(build_model(family, torch.float32), candidates, keep=False)
+    (verdict,) = (result.verdicts[shape] for shape in candidates[0].pipelines)
+    assert verdict.state == "refused", verdict
+
+
+class _Shift(nn.Module):
+    """Adds to each token half of the one before it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.5 * nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]

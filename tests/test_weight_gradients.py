@@ -1,27 +1,45 @@
-"""Weight gradients that are put off: equal to plain autograd's for all that a module may be, finished when they say so.
-
-Models run in one process: small ones by the queue itself, whole pipelines by threads. The reference is plain autograd.
-"""
+"""Backwards of stages: weight gradients that are put off, layers computed again, head and loss as one."""
 
 from __future__ import annotations
 
 import copy
+import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from ds_hydra.pipe import weight_gradients
+from ds_hydra.pipe import head_loss, weight_gradients
+from ds_hydra.pipe.contexts import Contexts
+from ds_hydra.pipe.head_loss import HeadLoss
+from ds_hydra.pipe.loss import blockwise_loss, token_losses
+from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.models.plain_head import PlainHead
+from ds_hydra.pipe.models.recompute import Recomputing
+from ds_hydra.pipe.placement import whole_layers
+from ds_hydra.pipe.rows import Chunk, MicroBatch, Pack
+from ds_hydra.pipe.shape import PipelineShape
+from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.pipe.weight_gradients import WeightGradients, add_to_sum
 from ds_hydra.profiling.allocations import Allocations
+from ds_hydra.self_check.compare import compare
+from ds_hydra.self_check.runs import Data, Outcome, run_pipeline, uneven_data
+from ds_hydra.self_check.schemes import uneven_pipeline
+from tests.support.families import build_model
 
+# --- Weight gradients that are put off: equal to plain autograd's for all that a module may be, finished when
+# they say so. Models run in one process: small ones by the queue itself, whole pipelines by threads. The
+# reference is plain autograd.
 WIDTH = 6
 
 
@@ -263,3 +281,316 @@ def test_a_gradient_is_added_to_a_wider_sum_without_a_wide_copy_of_it() -> None:
     for few in (torch.ones(()), torch.ones(3)):
         add_to_sum(few, torch.ones_like(few, dtype=torch.bfloat16))
         assert torch.equal(few, torch.full_like(few, 2.0))
+
+
+# --- Pipelines whose backwards are split train as one process does.
+DATA = uneven_data(97, ((5, 33, 2), (12,), (7, 3), (21,)))
+
+
+def outcome(model: Any, shape: str, *, checkpointing: bool = False, data: Data = DATA) -> Outcome:
+    return ran(CausalLM(model, StageOptions(activation_checkpointing=checkpointing)), shape, data)
+
+
+def ran(source: CausalLM, shape: str, data: Data = DATA) -> Outcome:
+    pipeline = uneven_pipeline(PipelineShape.parse(shape), source.plan.num_layers)
+    return run_pipeline(source, pipeline, data)
+
+
+def off(model: Any, shape: str, *, checkpointing: bool = False) -> str | None:
+    """What a pipeline that splits backwards does other than one process; None: nothing."""
+    source = CausalLM(model)
+    split = CausalLM(model, StageOptions(activation_checkpointing=True)) if checkpointing else source
+    return compare(ran(source, "tp1"), ran(split, shape)).what
+
+
+def hooked() -> Any:
+    """Hooks that double one gradient and note how often."""
+    model = build_model("llama", torch.float64)
+    model.model.layers[1].mlp.up_proj.weight.register_hook(lambda gradient: 2.0 * gradient)
+    return model
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize(
+    ("family", "shape", "checkpointing"),
+    [
+        ("llama_tied", "pp3/zb-h1", False),
+        ("llama_tied", "tp2pp2/zb-h1", True),
+        ("mixtral", "sp2pp2/zb-h1", False),
+        ("frozen base with adapters", "pp2/zb-h1", False),
+        ("gpt2", "tp2pp2/zb-h1", False),
+        ("mixtral", "sp2pp2/list", False),
+        ("llama_tied", "pp2/v", False),
+        ("llama_8_layers", "tp2pp3/v", True),
+        ("frozen base with adapters", "pp2/v", False),
+    ],
+)
+def test_pipelines_that_split_backwards_train_as_one_process(family: str, shape: str, checkpointing: bool) -> None:
+    assert off(build_model(family, torch.float64), shape, checkpointing=checkpointing) is None
+
+
+@pytest.mark.parametrize(("shape", "checkpointing"), [("pp2/list", False), ("pp2/v", True)])
+def test_they_do_so_and_evaluate_with_a_sequence_in_slices(shape: str, checkpointing: bool) -> None:
+    model = build_model("gemma2", torch.float64)
+    sliced = outcome(model, shape, checkpointing=checkpointing, data=DATA.in_slices())
+    assert compare(outcome(model, "tp1"), sliced).what is None
+
+
+def test_hooks_of_parameters_see_the_gradient_of_each_micro_batch() -> None:
+    plain = build_model("llama", torch.float64)
+    name = "model.layers.1.mlp.up_proj.weight"
+    single, doubled = (
+        outcome(plain, "pp2/zb-h1").gradients[name],
+        outcome(hooked(), "pp2/zb-h1").gradients[name],
+    )
+    assert torch.allclose(doubled, 2.0 * single, rtol=1e-12)
+    assert off(hooked(), "pp2/zb-h1") is None
+
+
+def forgets_one_weight(queue: WeightGradients, entries: Sequence[Any]) -> None:
+    if entries[0].place != min(queue._places.values()):
+        real_run(queue, entries)
+
+
+def adds_twice(queue: WeightGradients, entries: Sequence[Any]) -> None:
+    real_run(queue, [*entries, *entries[1:]])
+
+
+def leaves_the_last_out(queue: WeightGradients, entries: Sequence[Any]) -> None:
+    real_run(queue, entries[: max(1, len(entries) - 1)])
+
+
+real_run = WeightGradients._run
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("wrong", [forgets_one_weight, adds_twice, leaves_the_last_out])
+def test_a_wrong_sum_is_found(wrong: Callable[..., None]) -> None:
+    with mock.patch.object(weight_gradients.WeightGradients, "_run", wrong):
+        what = off(build_model("llama", torch.float64), "pp3/zb-h1")
+    assert what is not None
+    assert "gradient of" in what
+
+
+# --- Layers that the backward computes again: as many as the share says, the first ones, and no others.
+@given(st.integers(1, 200), st.data())
+def test_a_share_of_whole_layers_is_that_many(layers: int, data: st.DataObject) -> None:
+    number = data.draw(st.integers(0, layers))
+    assert whole_layers(number / layers, layers) == number
+    assert whole_layers((number + 0.1) / (layers + 1), layers) <= layers
+
+
+def test_other_shares_are_rounded_up() -> None:
+    assert [whole_layers(share, 7) for share in (0.0, 0.01, 0.5, 0.99, 1.0)] == [0, 1, 4, 7, 7]
+
+
+@pytest.mark.parametrize(("share", "twice"), [(0.0, 0), (0.3, 2), (0.5, 2), (1.0, 4)])
+def test_the_first_layers_run_once_more_in_the_backward(share: float, twice: int) -> None:
+    layers: Any = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(4)).double()
+    calls, of_hooks = [0] * 4, [0] * 4
+    for place, layer in enumerate(layers):
+        layer[0].register_forward_hook(lambda *_, place=place: calls.__setitem__(place, calls[place] + 1))
+        layer.register_forward_hook(lambda *_, place=place: of_hooks.__setitem__(place, of_hooks[place] + 1))
+
+    def gradients() -> list[torch.Tensor]:
+        x = torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3).requires_grad_()
+        out = x
+        for layer in layers:
+            out = layer(out)
+        return list(torch.autograd.grad(out.sum(), [x, *layers.parameters()]))
+
+    kept = gradients()
+    recomputing = Recomputing(4)
+    recomputing.install(layers)
+    assert all(map(torch.equal, kept, gradients())), "none to begin with"
+    recomputing.take(share)
+    calls[:], of_hooks[:] = [0] * 4, [0] * 4
+    assert all(map(torch.equal, kept, gradients()))
+    assert calls == [2] * twice + [1] * (4 - twice)
+    assert of_hooks == [1] * 4, "hooks of a layer run with its call"
+    with torch.no_grad():
+        layers[0](torch.zeros(2, 3, dtype=torch.float64))
+    assert calls[0] == 2 + (twice > 0), "nothing is computed again where there is no backward"
+
+
+# --- Head and loss as one: what autograd finds, in any blocks; and heads behind which there is something else.
+Results = tuple[Tensor, Tensor | None, Tensor | None, Tensor]
+TOKENS, HEAD_WIDTH, VOCAB = 97, 32, 53
+
+
+def micro_batch(tokens: int, vocab: int, dtype: torch.dtype) -> MicroBatch:
+    """Random labels, some of them ignored, and weights of this type."""
+    generator = torch.Generator().manual_seed(1)
+    labels = torch.randint(0, vocab, (tokens,), generator=generator)
+    labels[::7] = -100
+    weights = torch.rand(tokens, generator=generator).to(dtype)
+    return MicroBatch(
+        Pack((tokens,)), torch.zeros(1, tokens), None, labels, weights, torch.full((tokens,), torch.nan, dtype=dtype)
+    )
+
+
+def values(tokens: int, width: int, vocab: int) -> tuple[Tensor, Tensor]:
+    """Hidden states (1, tokens, width) and a weight (vocab, width), in FP64."""
+    generator = torch.Generator().manual_seed(2)
+    return tuple(  # type: ignore[return-value]
+        torch.randn(shape, generator=generator, dtype=torch.float64) * scale
+        for shape, scale in (((1, tokens, width), 1.0), ((vocab, width), 0.1))
+    )
+
+
+def as_one(hidden: Tensor, weight: Tensor, batch: MicroBatch) -> Tensor:
+    return HeadLoss(0, len(weight), None)(hidden, weight, batch)
+
+
+def by_autograd(hidden: Tensor, weight: Tensor, batch: MicroBatch) -> Tensor:
+    return blockwise_loss(
+        hidden, batch, lambda part, _: part @ weight.t(), lambda logits, labels: token_losses(logits, labels, 0, None),
+        vocab=len(weight),
+    )  # fmt: skip
+
+
+def results(
+    loss_of: Callable[[Tensor, Tensor, MicroBatch], Tensor], hidden: Tensor, weight: Tensor, *, factor: float = 1.0,
+    needed: tuple[bool, bool] = (True, True),
+) -> Results:  # fmt: skip
+    """The loss, both gradients, and the losses of the tokens."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    batch = micro_batch(hidden.shape[1], len(weight), wide)
+    hidden, weight = (
+        one.detach().clone().requires_grad_(need) for one, need in zip((hidden, weight), needed, strict=True)
+    )
+    loss = loss_of(hidden, weight, batch)
+    if any(needed):
+        (loss * factor).backward()
+    assert batch.token_losses is not None
+    return loss.detach(), hidden.grad, weight.grad, batch.token_losses
+
+
+@pytest.mark.parametrize("needed", [(True, True), (True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("rows", [TOKENS, 20, 1])
+def test_gradients_are_those_of_autograd_in_any_blocks(
+    monkeypatch: pytest.MonkeyPatch, rows: int, needed: tuple[bool, bool]
+) -> None:
+    monkeypatch.setattr(head_loss, "HEAD_LOGITS_AT_ONCE", rows * VOCAB)
+    monkeypatch.setattr(head_loss, "LOGITS_AT_ONCE", 3 * VOCAB)
+    hidden, weight = values(TOKENS, HEAD_WIDTH, VOCAB)
+    found = results(as_one, hidden, weight, factor=0.37, needed=needed)
+    torch.testing.assert_close(found, results(by_autograd, hidden, weight, factor=0.37, needed=needed))
+
+
+def test_a_weights_gradient_is_as_good_in_many_blocks_as_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, width, vocab = 2048, 64, 512
+    hidden, weight = (one.bfloat16() for one in values(tokens, width, vocab))
+    true = results(by_autograd, hidden.double(), weight.double())[2]
+    assert true is not None
+    errors: dict[int, float] = {}
+    for blocks in (1, 16, 128):
+        monkeypatch.setattr(head_loss, "HEAD_LOGITS_AT_ONCE", tokens * vocab // blocks)
+        found = results(as_one, hidden, weight)[2]
+        assert found is not None
+        assert found.dtype == torch.bfloat16
+        errors[blocks] = float((found.double() - true).norm() / true.norm())
+    assert max(errors.values()) <= 1.1 * errors[1], errors
+    assert errors[1] < 5e-3
+
+
+@pytest.mark.parametrize("numel", [1, 2, 7, 64, 1000])
+def test_a_tensor_becomes_narrow_in_its_own_memory(numel: int) -> None:
+    wide = torch.randn(numel, 1)
+    expected = wide.bfloat16()
+    narrow = head_loss._narrow(wide, torch.bfloat16)
+    assert torch.equal(narrow, expected)
+    assert narrow.data_ptr() == wide.data_ptr()
+
+
+def test_of_forwards_that_wait_for_their_backwards_one_holds_a_weights_gradient() -> None:
+    head = HeadLoss(0, VOCAB, None)
+    batch = micro_batch(TOKENS, VOCAB, torch.float64)
+    hidden, weight = values(TOKENS, HEAD_WIDTH, VOCAB)
+    inputs = [hidden.clone().requires_grad_() for _ in range(3)]
+    weight.requires_grad_()
+    losses = [head(one, weight, batch) for one in inputs]
+    assert [loss.grad_fn.sums is not None for loss in losses] == [True, False, False]  # type: ignore[union-attr]
+    found = []
+    for loss in reversed(losses):
+        loss.backward()
+        found.append(weight.grad)
+        weight.grad = None
+    assert all(torch.equal(one, found[0]) for one in found)  # type: ignore[arg-type]
+    assert all(torch.equal(one.grad, inputs[0].grad) for one in inputs)  # type: ignore[arg-type]
+    dropped = head(inputs[0], weight, batch)
+    assert dropped.grad_fn.sums is not None  # type: ignore[union-attr]
+    del dropped, loss, losses
+    gc.collect()
+    assert head(inputs[0], weight, batch).grad_fn.sums is not None, "what nobody goes back through holds nothing"  # type: ignore[union-attr]
+
+
+def test_of_a_sequence_in_slices_the_last_one_holds_the_weights_gradient() -> None:
+    """Its backward is the first: by the time of the others' nothing is held beside what they make."""
+    head, contexts = HeadLoss(0, VOCAB, None), Contexts(2 * TOKENS)
+    hidden, weight = values(TOKENS, HEAD_WIDTH, VOCAB)
+    weight.requires_grad_()
+    whole = micro_batch(TOKENS, VOCAB, torch.float64)
+    cut = [replace(whole, pack=Pack((TOKENS,), chunk=Chunk(start, start + TOKENS, contexts))) for start in (0, TOKENS)]
+    losses = [head(hidden.clone().requires_grad_(), weight, batch) for batch in cut]
+    assert [loss.grad_fn.sums is not None for loss in losses] == [False, True]  # type: ignore[union-attr]
+    found = []
+    for loss in reversed(losses):
+        loss.backward()
+        found.append(weight.grad)
+        weight.grad = None
+    assert torch.equal(*found)  # type: ignore[arg-type]
+
+
+class Model(nn.Module):
+    """What follows the layers of a model, as its forward has it."""
+
+    def __init__(self, before: Callable[[Tensor], Tensor], after: Callable[[Tensor], Tensor], **options: Any):
+        super().__init__()
+        self.head = nn.Linear(HEAD_WIDTH, VOCAB, **{"bias": False} | options)
+        self.before, self.after = before, after
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.after(self.head(self.before(hidden)))
+
+
+def as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def twice(model: Model) -> Model:
+    """A model that calls its head two times."""
+    model.after = lambda logits: (model.head(torch.zeros(1, 1, HEAD_WIDTH)), logits)[1]
+    return model
+
+
+def watched(model: Model) -> Model:
+    """A model whose logits somebody looks at."""
+    model.head.register_forward_hook(lambda *_: None)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "plain"),
+    [
+        (Model(as_it_is, as_it_is), True),
+        (Model(lambda x: x[:, slice(0, None), :], as_it_is), True),
+        (Model(as_it_is, as_it_is, bias=True), False),
+        (Model(lambda x: x * 2.0, as_it_is), False),
+        (Model(lambda x: x.mul_(2.0), as_it_is), False),
+        (Model(lambda x: x[..., :1].expand(x.shape), as_it_is), False),
+        (Model(as_it_is, lambda logits: 30.0 * torch.tanh(logits / 30.0)), False),
+        (Model(as_it_is, lambda logits: logits.div_(2.0)), False),
+        (Model(as_it_is, lambda logits: (logits.mean(), logits)[1]), False),
+        (Model(as_it_is, lambda logits: logits if logits.shape[-1] == VOCAB else -logits), True),
+        (twice(Model(as_it_is, as_it_is)), False),
+        (watched(Model(as_it_is, as_it_is)), False),
+    ],
+    ids=["plain", "some rows", "bias", "scaled", "scaled in place", "other strides", "capped", "divided in place",
+         "looked at", "asked for its shape", "twice", "watched"],
+)  # fmt: skip
+def test_a_head_is_plain_if_nothing_else_happens(model: Model, plain: bool) -> None:
+    hidden = torch.randn(1, 1, HEAD_WIDTH)
+    found = PlainHead.of(model, model.head)
+    assert (found is not None and found.is_all(hidden, lambda: model(hidden))) == plain
+    assert "forward" not in vars(model.head), "it computes again"

@@ -29,7 +29,7 @@ LOOP_S = 0.32
 QUICK_CPU_S = 120.0  # of CPU, of each tool's quick form, ranks included: a minute on two cores
 QUICK_ALL_S = 1200.0  # by the clock, of all of them on two idle cores
 
-# What newcomers see: check_gains, tests/test_front_door.py.
+# What newcomers see: check_gains, tests/test_docs.py.
 SHIPPED_OFF = 1e-3  # of a step's time in the figures that come with the package
 FEW_STEPS_OFF = 0.05  # by which another set-up may be better on two of the steps
 FIRST_FIGURE_CPU_S = 5.0  # of CPU, of `ds-hydra demo`

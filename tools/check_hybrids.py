@@ -15,7 +15,7 @@ sizes    Qwen3-Next and Qwen3.5 in their real sizes on 64 GPUs, estimated and si
          step's time in slices and without, beside the same with attention in every layer, and dense decoders
 
 `--quick` takes fewer classes, models and turns, and the small packs. What stages with boxes must not do is a mutant in
-`tests/test_boxes.py` and `tests/test_states.py`, each refused before step 0. Exits non-zero if an aim is missed.
+`tests/test_states.py` and `tests/test_states.py`, each refused before step 0. Exits non-zero if an aim is missed.
 """
 
 from __future__ import annotations

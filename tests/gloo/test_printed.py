@@ -120,7 +120,7 @@ NOT_RUN = {
     '"device": "nvidia"': "names of a GPU's driver: tests/pure/test_cluster.py",
     '"resume": "weights"': "needs the checkpoint of a stage before: tests/gloo/test_resume.py begins with one",
     '"hydra": {"checkpoint": {"resume": "weights"}}': "the same",
-    '"replay": "phases.jsonl"': "tests/test_code_blocks.py makes that file; tests/gloo/test_phases.py replays such",
+    '"replay": "phases.jsonl"': "tests/test_docs.py makes that file; tests/gloo/test_phases.py replays such",
     '"lengths": [512,': "a line that the planner's process reads, and no setting",
     '"checkpoint": {"load_universal": true}': "a setting of plain DeepSpeed for what ds-hydra convert writes",
 }

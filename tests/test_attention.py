@@ -1,7 +1,9 @@
-"""Attention in groups of heads: the same numbers as with all heads at once, by messages in one order on all ranks."""
+"""Attention: which kernels run on a GPU, in chunks, of latent keys and values, and in groups of heads."""
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,20 +22,248 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ds_hydra.config.hydra_block import HydraConfig
-from ds_hydra.engine.checked import check_candidates
+from ds_hydra.engine.checked import _refuse_other_ways, check_candidates
+from ds_hydra.engine.fingerprint import attention_name
+from ds_hydra.host.devices import Flags
 from ds_hydra.pipe import overlapped, ulysses
-from ds_hydra.pipe.attention import backends
-from ds_hydra.pipe.attention.backends import varlen_attention
+from ds_hydra.pipe.attention import backends, flash_3, interface
+from ds_hydra.pipe.attention.backends import choose_backend, per_sequence_sdpa, torch_varlen, varlen_attention
 from ds_hydra.pipe.contexts import Contexts
 from ds_hydra.pipe.dropout import AttentionDropout, token_keys
 from ds_hydra.pipe.in_process import InProcessRanks
+from ds_hydra.pipe.models import causal_lm, causal_stage, refusals
 from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.models.facts import ModelFacts
+from ds_hydra.pipe.placement import place_pipeline
 from ds_hydra.pipe.rows import AT_ONCE, Chunk, Overlap, Pack, cut_heads
-from ds_hydra.pipe.shape import StrategyShape
+from ds_hydra.pipe.shape import PipelineShape, StrategyShape
 from ds_hydra.pipe.stage_options import StageOptions
+from ds_hydra.pipe.tensor_parallel import TensorParallel
 from ds_hydra.self_check.check import check_strategies
+from ds_hydra.self_check.compare import compare
+from ds_hydra.self_check.plain import Plain
+from ds_hydra.self_check.precision import doubled
+from ds_hydra.self_check.runs import run_pipeline, uneven_data
+from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.families import build_model
 
+
+# --- Which attention runs on a GPU, without one: by what the kernels can, by what is installed, in one order of
+# sums.
+def on_gpu(head_dim: int, dtype: torch.dtype) -> Any:
+    """What the choice asks of queries on a GPU."""
+    return SimpleNamespace(is_cuda=True, dtype=dtype, shape=(9, 4, head_dim), device=torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim", "dtype", "generation", "backend"),
+    [
+        (64, 64, torch.bfloat16, (9, 0), torch_varlen),
+        (256, 256, torch.float16, (8, 0), torch_varlen),
+        (64, 64, torch.bfloat16, (7, 5), per_sequence_sdpa),  # a T4: the kernels are not written for it
+        (20, 20, torch.bfloat16, (9, 0), per_sequence_sdpa),  # torch's operator wants a multiple of 8
+        (264, 264, torch.bfloat16, (9, 0), per_sequence_sdpa),
+        (192, 128, torch.bfloat16, (9, 0), torch_varlen),  # values narrower than keys, which are padded
+        (128, 192, torch.bfloat16, (9, 0), per_sequence_sdpa),
+        (64, 64, torch.float32, (9, 0), per_sequence_sdpa),
+    ],
+)
+def test_attention_is_chosen_by_what_the_kernels_can(
+    monkeypatch: pytest.MonkeyPatch, head_dim: int, value_dim: int, dtype: torch.dtype, generation: Any, backend: Any
+) -> None:
+    backends._has_flash_kernels.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: generation)
+    monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: None)
+    assert choose_backend(on_gpu(head_dim, dtype), on_gpu(value_dim, dtype), None) is backend
+    backends._has_flash_kernels.cache_clear()
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_values_narrower_than_keys_are_padded_for_kernels(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+    """Those of latent attention, by a function that takes what torch's kernel takes: a slice among others."""
+
+    def varlen_attn(q: Any, k: Any, v: Any, *bounds: Any, scale: float, window_size: tuple[int, int]) -> Any:
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1]
+        return per_sequence_sdpa(q, k, v, segments, scale, window_size[0] + 1 or None, None)
+
+    segments = backends.Segments((2, 5), (6, 5))
+    q, k, v = (
+        torch.randn(rows, 4, width, dtype=torch.float64, requires_grad=True)
+        for rows, width in ((7, 24), (11, 24), (11, 16))
+    )
+    options: dict[str, Any] = {"scale": 0.2, "window": window, "softcap": None, "sinks": None, "dropout": None}
+    monkeypatch.setattr(backends, "_torch_varlen", lambda: varlen_attn)
+    found = []
+    for backend in ("torch", "sdpa"):
+        out = backends._attend(q, k, v, segments, backend=backend, **options)
+        found.append([out, *torch.autograd.grad(out.sin().sum(), (q, k, v))])
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-12)
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """A Hopper GPU with FlashAttention 3 installed, as torch would find them; what torch was told to run."""
+    active: list[str | None] = [None]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(flash_3.importlib.util, "find_spec", lambda name: name == "flash_attn_interface")
+    monkeypatch.setattr(flash_3.attention, "current_flash_attention_impl", lambda: active[-1])
+    monkeypatch.setattr(flash_3.attention, "activate_flash_attention_impl", active.append)
+    monkeypatch.setattr(flash_3.attention, "restore_flash_attention_impl", lambda: active.append(None))
+    return active
+
+
+def test_flash_attention_3_runs_where_it_can(hopper: list[str | None], monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda", 0)
+    source: Any = SimpleNamespace(plan=SimpleNamespace(num_heads=4, num_layers=2), width=lambda entry: 256)
+
+    def name() -> str:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", lambda *args, **kwargs: on_gpu(64, torch.bfloat16))
+            return attention_name(source, cuda, torch.bfloat16)
+
+    without = Flags(HydraConfig(10, fast_paths=()), cuda)
+    assert hopper == [None]
+    assert name() == "torch_varlen"
+    flags_3 = Flags(HydraConfig(10), cuda)
+    assert name() == "torch_varlen (FA3)", "a cost table of the other kernels is refused"
+    flags_3.close()
+    without.close()
+    assert hopper == [None, "FA3", None]
+    hopper.append("FA4")  # by the script itself
+    Flags(HydraConfig(10), cuda).close()
+    assert hopper[-1] == "FA4"
+
+
+def test_flash_attention_3_of_another_torch_is_left_alone(
+    hopper: list[str | None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(name: str) -> None:
+        raise ImportError("undefined symbol")
+
+    monkeypatch.setattr(flash_3.attention, "activate_flash_attention_impl", broken)
+    Flags(HydraConfig(10), torch.device("cuda", 0)).close()
+    assert "undefined symbol" in caplog.text
+    assert hopper == [None]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_flash_attn_adds_up_in_one_order_where_it_is_asked_to(
+    monkeypatch: pytest.MonkeyPatch, deterministic: bool
+) -> None:
+    asked: list[bool] = []
+
+    def kernel(q: Any, *args: Any, deterministic: bool, **kwargs: Any) -> Any:
+        asked.append(deterministic)
+        return q
+
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=kernel))
+    held = Flags(HydraConfig(10, deterministic=deterministic), torch.device("cpu"))
+    q = torch.zeros(10, 4, 8)
+    backends.flash_attn(q, q, q, backends.Segments.whole((10,)), 1.0, None, None)
+    held.close()
+    assert asked == [deterministic]
+
+
+# --- Attention in chunks, and queries that are scaled by their position: as alone, in packs and slices (Llama
+# 4).
+@pytest.mark.drawn
+@pytest.mark.parametrize("shape", ["tp2", "sp2", "pp2/v"])
+def test_sequences_longer_than_a_chunk_equal_plain_ones(shape: str) -> None:
+    """A chunk of 48 tokens and a scale that grows at 40, of which a trial with 13 tokens sees nothing."""
+    model = build_model("llama4", torch.float64)
+    with doubled():
+        source = CausalLM(model)
+    assert (bool(source.boxes), source.plan.no_slices) == (False, "")
+    data = uneven_data(97, [(200,), (30, 90)])
+    right = Plain(model, source.flow.draws, source.layers_path).outcome(data)
+    pipeline = place_pipeline(PipelineShape.parse(shape), 0, source.plan.num_layers)
+    for each in (data, data.in_slices()):
+        assert compare(right, run_pipeline(source, pipeline, each)).what is None
+
+
+MUTANTS: dict[str, Any] = {
+    "chunks_are_not_seen": lambda: mock.patch.object(interface, "_chunk_of", return_value=None),
+    "chunks_are_too_long": lambda: mock.patch.object(interface, "_chunk_of", return_value=9),
+    "the_row_is_counted": lambda: mock.patch.object(causal_stage, "count_by_sequence"),
+}
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_the_self_check_finds(mutant: str) -> None:
+    with MUTANTS[mutant]():
+        found = check_strategies(build_model("llama4", torch.float32), [StrategyShape.parse("tp1")], keep=False)
+    assert re.search(r"the loss is .* off, and model\.layers\.\d", found.objections()[0])
+
+
+def test_dropout_in_chunks_runs_once_for_each_sequence() -> None:
+    """Kernels know chunks as sequences of their own, but numbers are drawn by a token's place in its sequence."""
+    model = build_model("llama4", torch.float32).train()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    source = CausalLM(model, by_one_rank=True)
+    assert {box.path for of in source.boxes.of for box in of} == {"self_attn"}
+
+
+def test_a_small_copy_that_meets_otherwise_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Llama 4 was before its chunks were known: the model is examined with fewer tokens than a chunk has, and its
+    copy with more."""
+    monkeypatch.setattr(interface, "_chunk_of", lambda module: None)
+    monkeypatch.setattr(causal_stage, "count_by_sequence", lambda *_: None)
+    monkeypatch.setattr(refusals, "_KNOWN_LAYER_TYPES", frozenset({"full_attention"}))
+    model = build_model("llama4", torch.float32)
+    source = CausalLM(model, by_one_rank=True)
+    found = check_strategies(model, [StrategyShape.parse("tp1")], keep=False)
+    assert (bool(source.boxes), found.objections(), found.boxed) == (False, [], "self_attn")
+    with pytest.raises(ConfigError, match="a small copy of the model runs self_attn once for each sequence"):
+        _refuse_other_ways(found, source)
+    _refuse_other_ways(replace(found, boxed=""), source)
+
+
+# --- Latent attention: its heads are shared by tensor parallel ranks, whether or not a model's plan has a word
+# of it.
+@pytest.mark.parametrize("family", ["deepseek_v3", "kimi_linear"])
+def test_heads_are_cut_where_the_plan_has_no_word_of_them(family: str) -> None:
+    """Of Kimi's layers two have delta rules, whose projections are called alike: every rank computes these whole."""
+    source = CausalLM(build_model(family, torch.float32))
+    assert (source.plan.heads_cut, source.plan.no_tp, source.plan.no_slices) == (True, "", "")
+    attention = "model.layers.3.self_attn"
+    cut = {name: source.specs[f"{attention}.{name}.weight"].shard_shape(0, 4) for name in ("kv_b_proj", "o_proj")}
+    assert cut == {"kv_b_proj": (8 * (8 + 12) // 4, 16), "o_proj": (64, 8 * 12 // 4)}
+    assert source.specs[f"{attention}.kv_a_proj_with_mqa.weight"].rule.dim is None
+    whole = [f"model.layers.0.self_attn.{name}.weight" for name in ("q_proj", "o_proj")]
+    assert all(source.specs[name].rule.dim is None for name in whole if family == "kimi_linear")
+    assert ModelFacts.from_json(source.facts.to_json()) == source.facts
+
+
+def test_attention_that_cannot_be_cut_is_left_whole() -> None:
+    """As it was before: of code that views its tensors by all heads, say."""
+    with mock.patch.object(causal_lm, "latent_styles", return_value={"model.layers.0.self_attn.o_proj": "rowwise"}):
+        source = CausalLM(build_model("deepseek_v3", torch.float32))
+    assert (source.plan.heads_cut, source.plan.no_tp, source.unnamed.latent) == (False, "", False)
+
+
+def rotary_parts_keep_a_part_of_their_gradient() -> Any:
+    """The key that all heads share has the gradient of a rank's own heads alone."""
+    right = TensorParallel._other
+
+    def other(self: Any, style: str, *given: Any) -> None:
+        if style != "mla_kv_a_proj":
+            right(self, style, *given)
+
+    return mock.patch.object(TensorParallel, "_other", other)
+
+
+@pytest.mark.drawn
+def test_the_self_check_finds_a_shared_key_whose_gradient_is_a_part() -> None:
+    with rotary_parts_keep_a_part_of_their_gradient():
+        shapes = [StrategyShape.parse("tp2"), StrategyShape.parse("pp2")]
+        (objection,) = check_strategies(build_model("deepseek_v3", torch.float32), shapes, keep=False).objections()
+    assert re.search(r"tp2 trains otherwise .*the gradient of model\..* is .*use strategies with tp1", objection)
+
+
+# --- Attention in groups of heads: the same numbers as with all heads at once, by messages in one order on all
+# ranks.
 Result = tuple[Tensor, ...]
 FLOAT64 = torch.float64
 LENGTHS = (9, 4, 6)
