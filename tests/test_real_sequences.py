@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_hydra.data.tokens import TokenSequence
 from ds_hydra.engine.real_sequences import stages_of_few
@@ -19,7 +18,7 @@ from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.self_check.few_layers import with_layers
 from ds_hydra.self_check.real import OwnModel, RealData, difference_on
 from ds_hydra.self_check.runs import run_stage
-from tests.support.families import build_model, vocab_size
+from tests.support.families import build_model, kept_in_fp32, vocab_size
 
 CPU = torch.device("cpu")
 PAIR = (23, 9)  # of tokens, which drawn sequences hardly have
@@ -58,23 +57,9 @@ def test_other_families_agree_in_bf16(family: str) -> None:
     assert difference(build_model(family, torch.float32), torch.bfloat16) is None
 
 
-ERNIE = {
-    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "moe_intermediate_size": 48, "moe_num_experts": 4, "moe_k": 2,
-    "moe_num_shared_experts": 0, "moe_layer_start_index": 1, "moe_layer_end_index": -1, "tie_word_embeddings": False,
-}  # fmt: skip
-
-
 def test_what_a_model_keeps_in_fp32_is_so_in_stages() -> None:
     """Weights and corrections of routers, trained and frozen, by whose last bits experts are chosen."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("ernie4_5_moe", **ERNIE))
-    kept = {f"model.layers.1.mlp.gate.{name}" for name in ("weight", "moe_statics.e_score_correction_bias")}
-    for name, parameter in model.named_parameters():
-        if name in kept:
-            parameter.data = torch.randn_like(parameter) * 0.1
-        else:
-            parameter.data = parameter.data.to(torch.bfloat16)
+    model, kept = kept_in_fp32()
     source = CausalLM(model, computed_in=torch.bfloat16)
     source.values = values = {name: parameter.detach() for name, parameter in model.named_parameters()}
     data = real_data(97)

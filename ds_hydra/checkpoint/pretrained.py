@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from ds_hydra.checkpoint.folder import fsync_path, remove
 from ds_hydra.checkpoint.format import MAX_MANIFEST_BYTES, parse_json
-from ds_hydra.pipe.model_plan import ParamSpec
-from ds_hydra.pipe.stage import from_flat, to_flat
+from ds_hydra.pipe.model_plan import Bucket, ParamSpec
+from ds_hydra.pipe.stage import to_flat
 from ds_hydra.ranks.world import World
 from ds_hydra.step.model_masters import ModelMasters
 from ds_hydra.zero_hetero.errors import CheckpointError
@@ -32,26 +32,10 @@ _TOKENIZER = (
 )
 
 
-def gather_weights(
-    masters: ModelMasters, transport: Transport, dtype: torch.dtype, names: Collection[str] | None = None
-) -> dict[str, Tensor]:
-    """Parameters by name (None: all of them), in their own shapes and in `dtype`, on rank 0; none on the others."""
-    # Cast before they travel: half the bytes on the wire, and in rank 0's memory.
-    flat: dict[str, Tensor] = {}
-    for shards in (masters.trained, masters.frozen):
-        source = [shard.detach().to(dtype) for shard in shards.shards]
-        flat |= shards.gather_full(transport, source=source, ranks=[0], names=names)
-    params = {p.name: p for bucket in masters.buckets for p in bucket.params}
-    return {
-        name: from_flat(value, params[name].shape, params[name].rule.dim, params[name].rule.parts).contiguous()
-        for name, value in flat.items()
-    }
-
-
 def stored_weights(
     masters: ModelMasters,
     transport: Transport,
-    dtype: torch.dtype,
+    dtype_in: Callable[[Bucket], torch.dtype],
     model: Any,
     ranks: Sequence[int] | None = None,
     merge: Callable[[Collection[str], dict[str, Tensor]], dict[str, Tensor]] | None = None,
@@ -65,7 +49,7 @@ def stored_weights(
     from transformers import PreTrainedModel
     from transformers.core_model_loading import revert_weight_conversion
 
-    whole = masters.whole_buckets(transport, dtype, ranks)
+    whole = masters.whole_buckets(transport, dtype_in, ranks)
     for bucket in masters.buckets:
         values = next(whole)  # a `zip` would keep them until the next ones are there
         if merge is not None:
@@ -84,15 +68,16 @@ def write_pretrained(
     model: Any,
     weights: Mapping[str, Tensor],
     aliases: Mapping[str, str],
+    dtype: torch.dtype,
     *,
     max_shard_size: str = "5GB",
     tokenizer: Any = None,
 ) -> None:
     """Write safetensors shards, config and tokenizer; files appear in `folder` only when all are complete.
 
-    `aliases` maps the model's names to those of `weights`. Of PEFT's models their own `save_pretrained` writes the
-    adapters; a model that has none gets its weights in one file. The tokenizer is the one given, or that of the folder
-    which the model was loaded from.
+    `aliases` maps the model's names to those of `weights`, which are in `dtype`, some perhaps in FP32. Of PEFT's models
+    their own `save_pretrained` writes the adapters; a model that has none gets its weights in one file. The tokenizer
+    is the one given, or that of the folder which the model was loaded from.
     """
     temporary = folder.with_name(f".new-{folder.name}")  # not as in a folder of checkpoints, whose next save tidies up
     remove(temporary)
@@ -102,12 +87,12 @@ def write_pretrained(
             # A tied parameter has several paths in the model; here too all of them lead to one tensor.
             state = {path: weights[name] for path, name in aliases.items()}
             # The config is saved beside the weights and names their type; the model in training keeps its own.
-            dtype, model.config.dtype = model.config.dtype, next(iter(weights.values())).dtype
+            before, model.config.dtype = model.config.dtype, dtype
             try:
                 with torch._C.DisableTorchFunctionSubclass():  # it reads no value of the model's own parameters
                     model.save_pretrained(temporary, state_dict=state, max_shard_size=max_shard_size)
             finally:
-                model.config.dtype = dtype
+                model.config.dtype = before
         else:
             save_file({name: value.clone() for name, value in weights.items()}, temporary / _SINGLE, {"format": "pt"})
         if tokenizer is not None:

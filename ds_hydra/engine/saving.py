@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from ds_hydra.checkpoint.loading import PartsToLoad
-from ds_hydra.checkpoint.pretrained import gather_weights, load_pretrained, stored_weights, write_pretrained
+from ds_hydra.checkpoint.pretrained import load_pretrained, stored_weights, write_pretrained
 from ds_hydra.config.hydra_block import WEIGHTS
 from ds_hydra.engine.crew import Crew
 from ds_hydra.engine.signals import LEAVE, NOTHING, SAVE, Signals
 from ds_hydra.host.host_engine import HostEngine
 from ds_hydra.pipe.models.adapted import base_of, is_peft_model, names_with_adapters
+from ds_hydra.pipe.stage import dtype_of
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError
 from ds_hydra.zero_hetero.told import release
 
@@ -163,7 +164,8 @@ class Saving:
             aliases = names_with_adapters(crew.job.model, aliases)
         with crew.together("saving"):
             names = frozenset(aliases.values())
-            weights = gather_weights(crew.masters, world.links, crew.job.types.compute, names)
+            dtype = crew.job.types.compute
+            weights = crew.masters.gather(world.links, names, [0], dtype)
             # Rank 0's error is told to all, so that every rank raises it. If only rank 0 raised, the others would go on
             # to the next step and wait for it there.
             error: Exception | None = None
@@ -174,6 +176,7 @@ class Saving:
                         self._host.module,
                         weights,
                         aliases,
+                        dtype,
                         max_shard_size=max_shard_size,
                         tokenizer=tokenizer,
                     )
@@ -185,22 +188,23 @@ class Saving:
         self, dtype: torch.dtype | None, ranks: Sequence[int] | None, adapters: str
     ) -> Iterator[tuple[str, Tensor]]:
         """See `EngineInParts.full_parameters`."""
-        crew, model, dtype = self._crew, self._host.module, dtype or self._crew.job.types.compute
+        crew, model, computed_in = self._crew, self._host.module, self._crew.job.types.compute
+        dtype_in = partial(dtype_of, dtype=computed_in) if dtype is None else lambda _: dtype
         masters, links, aliases = crew.masters, crew.world.links, crew.job.source.aliases
         if adapters not in ("merged", "alone"):
             raise ConfigError(f'full_parameters(adapters=...) is "merged" or "alone", and not {adapters!r}')
         if not is_peft_model(model):
             if adapters == "alone":
                 raise ConfigError('full_parameters(adapters="alone") is of a PEFT model, and this one is none')
-            return stored_weights(masters, links, dtype, model, ranks)
+            return stored_weights(masters, links, dtype_in, model, ranks)
         from ds_hydra.checkpoint.adapted_weights import Merged, adapters_alone
 
         base = base_of(model)
         if adapters == "merged":
-            return stored_weights(masters, links, dtype, base, ranks, Merged(base, aliases))
+            return stored_weights(masters, links, dtype_in, base, ranks, Merged(base, aliases))
         names = names_with_adapters(base, aliases)
         values = masters.gather(links, frozenset(names.values()), ranks)
-        return adapters_alone(model, values, names, dtype, crew.world.device)
+        return adapters_alone(model, values, names, dtype or computed_in, crew.world.device)
 
     def load_pretrained(self, folder: str | Path) -> None:
         """Load the parameters of a Hugging Face folder; each rank reads only what it owns."""

@@ -98,7 +98,7 @@ class EngineWithWeights(ThreeCallEngine):
         max_shard_size: str = "5GB",
         tokenizer: Any = None,
     ) -> bool:
-        """Write the model, in the type that it is computed in, as a folder that `from_pretrained` loads.
+        """Write the model, in the types that it is computed in, as a folder that `from_pretrained` loads.
 
         Rank 0 gathers and writes safetensors shards, config and tokenizer (the one given, or the one beside the model
         that was loaded). The folder's file names are Hugging Face's. Of a PEFT model the adapters are written, as
@@ -134,6 +134,7 @@ class EngineWithWeights(ThreeCallEngine):
             device=self.device,
             dtype=self.types.compute,
             gradients_wait=lambda: self.gradients_wait() or self.shows_gradients,
+            wide=[param.name for bucket in self.crew.masters.buckets if bucket.wide for param in bucket.params],
         )
         release(base_of(self.module), self.lent, self.job.source.aliases)
 

@@ -38,12 +38,13 @@ class Values:
         device: torch.device,
         dtype: torch.dtype,
         gradients_wait: Callable[[], bool] = lambda: False,
+        wide: Collection[str] = (),
     ):
         """`buckets`: of each parameter those that are gathered with it. `gather` maps names to whole values on CPU.
-        `revision`: differs whenever the values do. `dtype`: of floating values that are handed out. `gradients_wait`:
-        whether a plain parameter would have a gradient now."""
+        `revision`: differs whenever the values do. `dtype`: of floating values that are handed out, but for those that
+        are kept `wide`. `gradients_wait`: whether a plain parameter would have a gradient now."""
         self._buckets, self._gather, self._revision = buckets, gather, revision
-        self.device, self._dtype, self.gradients_wait = device, dtype, gradients_wait
+        self.device, self._dtype, self.gradients_wait, self._wide = device, dtype, gradients_wait, frozenset(wide)
         self._found: tuple[object, Mapping[str, Tensor]] = (None, {})
         self._held: tuple[object, Mapping[str, Tensor]] = (None, {})
         self._lent: list[tuple[str, weakref.ref[Tensor], int]] = []
@@ -62,7 +63,8 @@ class Values:
             meet(f"the parameter {name} of engine.module")
             self._found = self._revision(), self._gather(self._buckets[name])
             value = self._found[1][name]
-        return value.to(self.device, dtype or (self._dtype if value.is_floating_point() else value.dtype), copy=True)
+        narrow = value.is_floating_point() and name not in self._wide
+        return value.to(self.device, dtype or (self._dtype if narrow else value.dtype), copy=True)
 
     def _gathered(self, name: str) -> Tensor | None:
         """A parameter's present value where it is on this rank."""

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.pipe.model_plan import Bucket
-from ds_hydra.pipe.stage import ModelSource, from_flat, to_flat
+from ds_hydra.pipe.stage import ModelSource, dtype_of, from_flat, to_flat
 from ds_hydra.zero_hetero.bucket import BucketSpec
 from ds_hydra.zero_hetero.errors import ConfigError
 from ds_hydra.zero_hetero.masters import MasterShards
@@ -87,10 +87,10 @@ class ModelMasters:
                 masters.load(piece.name, to_flat(drawn(piece.name), rule.dim, rule.parts))
 
     def whole_buckets(
-        self, transport: Transport, dtype: torch.dtype, ranks: Sequence[int] | None = None
+        self, transport: Transport, dtype_in: Callable[[Bucket], torch.dtype], ranks: Sequence[int] | None = None
     ) -> Iterator[dict[str, Tensor]]:
-        """Full parameters by master name, in their own shapes and in `dtype`, on the device; one bucket at a time, in
-        memory that its parameters share.
+        """Full parameters by master name, in their own shapes and in their bucket's type, on the device; one bucket at
+        a time, in memory that its parameters share.
 
         All ranks must take all of them, in step; all or some (`ranks`) get the parameters, the others empty ones.
         """
@@ -100,22 +100,28 @@ class ModelMasters:
             masters, index = (self.trained, trained) if bucket.trainable else (self.frozen, frozen)
             trained, frozen = trained + bucket.trainable, frozen + (not bucket.trainable)
             # Cast before they travel: half the bytes on the wire. Nothing of a bucket is kept here beyond its turn.
-            yield _in_shapes(
-                bucket, masters.gather_bucket(index, masters.shards[index].detach().to(dtype), transport, receivers)
-            )
+            shard = masters.shards[index].detach().to(dtype_in(bucket))
+            yield _in_shapes(bucket, masters.gather_bucket(index, shard, transport, receivers))
 
     def gather(
-        self, transport: Transport, names: Collection[str] | None = None, ranks: Sequence[int] | None = None
+        self,
+        transport: Transport,
+        names: Collection[str] | None = None,
+        ranks: Sequence[int] | None = None,
+        computed_in: torch.dtype | None = None,
     ) -> dict[str, Tensor]:
         """Full parameters on CPU by master name, in their own shapes, all or some; all ranks must call it, and all or
-        some (`ranks`) get them."""
-        trained = self.trained.gather_full(transport, names=names, ranks=ranks)
-        flat = trained | self.frozen.gather_full(transport, names=names, ranks=ranks)
+        some (`ranks`) get them. In the masters' type, or as a model that is computed in another has them."""
+        flat: dict[str, Tensor] = {}
+        for masters, trainable in ((self.trained, True), (self.frozen, False)):
+            buckets, source = [bucket for bucket in self.buckets if bucket.trainable is trainable], masters.shards
+            if computed_in is not None:  # cast before they travel: half the bytes on the wire, and in memory
+                pairs = zip(buckets, masters.shards, strict=True)
+                source = [shard.detach().to(dtype_of(bucket, computed_in)) for bucket, shard in pairs]
+            flat |= masters.gather_full(transport, source=source, names=names, ranks=ranks)
         params = [param for bucket in self.buckets for param in bucket.params if param.name in flat]
-        return {
-            p.name: from_flat(flat[p.name], p.shape, p.rule.dim, p.rule.parts).contiguous().to(self.trained.flat.dtype)
-            for p in params
-        }
+        found = {p.name: from_flat(flat[p.name], p.shape, p.rule.dim, p.rule.parts).contiguous() for p in params}
+        return found if computed_in is not None else {n: one.to(self.trained.flat.dtype) for n, one in found.items()}
 
 
 def _in_shapes(bucket: Bucket, whole: Tensor) -> dict[str, Tensor]:

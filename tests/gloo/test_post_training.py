@@ -14,12 +14,13 @@ import torch
 from peft import set_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 import ds_hydra.engine.engine  # noqa: F401
 from ds_hydra.losses import GSPO
 from ds_hydra.testing import rank_environment, run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
-from tests.support.families import build_model
+from tests.support.families import build_model, kept_in_fp32
 from tests.support.small_job import same, small_config, small_engine, small_model, whole_state
 from tools import aims
 from tools.post_training import equality, refusals
@@ -145,6 +146,26 @@ def test_full_parameters_are_what_a_folder_of_the_model_holds(family: str, tmp_p
     assert folder.keys() == found.keys()
     assert all(torch.equal(folder[name], found[name]) for name in folder)
     assert family != "qwen3_moe" or any("experts.3." in name for name in names)
+
+
+def test_what_a_model_keeps_in_fp32_leaves_it_so(tmp_path: Path) -> None:
+    """As transformers saves and loads it; plain DeepSpeed's BF16 rounds it."""
+
+    def given(rank: int) -> tuple[dict[str, Tensor], ...]:
+        config = small_config(2, strategies=["tp2", "2*tp1"], context_length=64) | {"bf16": {"enabled": True}}
+        engine = small_engine(rank, kept_in_fp32()[0], config, data=None)
+        engine.train_batch([[5, 6, 7, 8]] * 3)
+        engine.save_16bit_model(tmp_path)
+        return engine.fp32_state_dict(), engine.module.state_dict(), dict(engine.full_parameters())
+
+    (masters, read, found), _ = run_ranks(given, 2, timeout=120)
+    folder, kept = load_file(tmp_path / "model.safetensors"), kept_in_fp32()[1]
+    assert same(folder, found)
+    assert len(kept) == sum(value.dtype == torch.float32 for value in folder.values()) < len(folder)
+    for name, value in AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").named_parameters():
+        assert value.dtype == read[name].dtype == (torch.float32 if name in kept else torch.bfloat16), name
+        assert torch.equal(value, masters[name].to(value.dtype)), name
+        assert torch.equal(value, read[name]), name
 
 
 @pytest.mark.parametrize("family", ["lora and whole modules", "lora of the ends", "lora beside another"])

@@ -155,6 +155,21 @@ def reference_model(family: str, dtype: torch.dtype) -> nn.Module:
     return base_of(build_model(family, dtype, attention))
 
 
+def kept_in_fp32(layers: int = 2) -> tuple[Any, set[str]]:
+    """A mixture in BF16 as transformers loads it, and its parameters that stay in FP32: of its routers."""
+    config = AutoConfig.for_model(
+        "ernie4_5_moe", vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=layers,
+        num_attention_heads=8, num_key_value_heads=4, moe_intermediate_size=48, moe_num_experts=4, moe_k=2,
+        moe_num_shared_experts=0, moe_layer_start_index=1, moe_layer_end_index=-1, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    kept = {name for name, _ in model.named_parameters() if ".mlp.gate." in name}
+    for name, parameter in model.named_parameters():
+        parameter.data = torch.randn_like(parameter) * 0.1 if name in kept else parameter.data.to(torch.bfloat16)
+    return model, kept
+
+
 def _spread(model: Any) -> Any:
     """Norm weights and biases away from their constant initial values, where errors in them would hide."""
     generator = torch.Generator().manual_seed(1)
