@@ -16,6 +16,7 @@ from ds_hydra.pipe.models.whose_code import slots_of
 
 _MOST = 4096  # values
 _DEPTH = 6  # in each other
+_PLAIN = bool | int | float | complex | str | bytes | memoryview | Tensor | np.ndarray
 
 
 def state_of(held: Any, name: str) -> dict[str, Any]:
@@ -30,7 +31,7 @@ def leaves_of(held: Any, name: str) -> Iterator[tuple[str, Any]]:
     left: list[tuple[str, Any, int]] = [(name, held, 0)]
     while left and count < _MOST:
         name, value, depth = left.pop()
-        plain = value is None or isinstance(value, bool | int | float | complex | str | bytes | Tensor | np.ndarray)
+        plain = value is None or isinstance(value, _PLAIN)
         if plain or (hasattr(type(value), "__next__") and not isinstance(value, IOBase)):
             count += 1
             yield name, value

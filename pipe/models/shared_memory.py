@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ds_hydra.pipe.models.kept_values import leaves_of
 from ds_hydra.pipe.models.state import held_by
+from ds_hydra.pipe.models.whose_code import file_of, is_of_package, own_functions
 from ds_hydra.zero_hetero.errors import ConfigError
 
 
@@ -56,9 +57,10 @@ def refuse_shared_memory(model: nn.Module) -> None:
 def _spans(model: nn.Module) -> Iterator[_Span]:
     named: list[tuple[str, Any]] = [*model.named_parameters(), *model.named_buffers()]
     known: set[int] = set()
-    for name, value in [*named, *(leaf for at, held in held_by(model) for leaf in leaves_of(held, at))]:
-        numeric = isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and value.flags.writeable
-        tensor = torch.from_numpy(value) if numeric and min(value.strides, default=1) > 0 else value
+    for name, value in [*named, *_held(model)]:
+        array = np.asarray(value) if isinstance(value, np.ndarray | memoryview) else None
+        numeric = array is not None and array.dtype.kind in "biuf" and array.flags.writeable
+        tensor = torch.from_numpy(array) if numeric and min(array.strides, default=1) > 0 else value
         if not isinstance(tensor, Tensor) or id(value) in known or tensor.is_meta or not tensor.numel():
             continue
         known.add(id(value))
@@ -66,6 +68,16 @@ def _spans(model: nn.Module) -> Iterator[_Span]:
             steps = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
             first, trained = tensor.data_ptr(), isinstance(tensor, nn.Parameter) and tensor.requires_grad
             yield _Span(str(tensor.device), first, first + (steps + 1) * tensor.itemsize, name, tensor, trained)
+
+
+def _held(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """What stands beside parameters and buffers: in attributes and hooks, in scripts' classes, and in what these, their
+    methods and the functions that are called there close over or read as globals."""
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__ if not is_of_package(file_of(kind))}
+    of_kinds = [(f"{kind.__qualname__}.{key}", value) for kind in kinds for key, value in vars(kind).items()]
+    for name, value in [*held_by(model), *sorted(of_kinds, key=lambda one: one[0])]:
+        for held in (value, *own_functions(value)):
+            yield from leaves_of(held, name)
 
 
 def _meet(one: _Span, other: _Span) -> bool:
