@@ -20,11 +20,9 @@ from ds_hydra.pipe.schedules.simulate import simulate
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner import Planner, PlannerOptions
-from ds_hydra.report.gantt import COLOURS
-from ds_hydra.report.plots import COLOURS as RANKS
-from ds_hydra.report.plots import pyplot
-from ds_hydra.simulate.job import SimulatedJob
-from ds_hydra.simulate.llama import llama_plan
+from ds_hydra.report.plots import _COLOUR_OF, pyplot
+from ds_hydra.report.plots import _COLOUR_OF as RANKS
+from ds_hydra.simulate.job import SimulatedJob, llama_plan
 from ds_hydra.zero_hetero.layout import Layout, even_layout
 from ds_hydra.zero_hetero.transfer_plan import plan_transfer
 
@@ -162,7 +160,7 @@ def _timeline(axes: Any, name: str, batches: Batches, stages: int, title: str) -
     )
     for stage, timed in enumerate(done.stages):
         for action, start, stop in timed:
-            colour = COLOURS[_KINDS[action.kind]]  # type: ignore[index]
+            colour = _COLOUR_OF[_KINDS[action.kind]]  # type: ignore[index]
             axes.barh(stage, (stop - start) / 1e3, left=start / 1e3, height=0.8, color=colour, ec="white", lw=0.6)
             axes.text((start + stop) / 2e3, stage, str(action.microbatch), ha="center", va="center", fontsize=7)
     axes.set(ylim=(stages - 0.5, -0.5), yticks=range(stages), ylabel="stage")
@@ -172,7 +170,7 @@ def _timeline(axes: Any, name: str, batches: Batches, stages: int, title: str) -
 
 def _legend(figure: Any) -> None:
     told = {"forward": "forward", "backward": "backward, or gradients of inputs", "weight_gradient": "of weights"}
-    handles = [pyplot().Rectangle((0, 0), 1, 1, color=COLOURS[_KINDS[kind]]) for kind in told]  # type: ignore[index]
+    handles = [pyplot().Rectangle((0, 0), 1, 1, color=_COLOUR_OF[_KINDS[kind]]) for kind in told]  # type: ignore[index]
     figure.legend(handles, list(told.values()), loc="outside upper right", ncols=3, fontsize=8, frameon=False)
 
 

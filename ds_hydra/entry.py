@@ -7,13 +7,12 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ds_hydra.config.checks import MAX_INT
+from ds_hydra.config.checks import MAX_INT, read_config
 from ds_hydra.config.hosts import CALLS
 from ds_hydra.config.hydra_block import ParsedConfig, check_num_ranks, parse_config
-from ds_hydra.config.read import read_config
 from ds_hydra.host.environment import check_environment, launched_number
 from ds_hydra.host.uncaught import show_refusals_plainly
-from ds_hydra.report.log import show_log
+from ds_hydra.report.record import show_log
 from ds_hydra.zero_hetero.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,8 +42,8 @@ def accept(config: Mapping[str, Any], ranks: int | None = None, host: str | None
     if parsed is None:
         return None
 
-    from ds_hydra.costs.table_file import read_table_file
-    from ds_hydra.data.length_sources import read_lengths
+    from ds_hydra.costs.cost_table import read_table_file
+    from ds_hydra.data.lengths import read_lengths
     from ds_hydra.host.batch_sizes import batch_sizes
     from ds_hydra.host.launch import check_launched_ranks
     from ds_hydra.host.settings import check_updates, deepspeed_config, deepspeed_defaults

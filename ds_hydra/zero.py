@@ -18,7 +18,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from ds_hydra.config.read import read_config
+from ds_hydra.config.checks import read_config
 from ds_hydra.host.environment import launched_number
 from ds_hydra.host.released import ReleasedParameter, held_values
 from ds_hydra.zero_hetero.deepspeed_names import handed_on

@@ -21,7 +21,7 @@ from corpus import TokenFiles, load_corpus
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import ds_hydra
-from ds_hydra.config.read import read_config
+from ds_hydra.config.checks import read_config
 
 HERE = Path(__file__).resolve().parent
 logger = logging.getLogger("ds_hydra.examples")

@@ -1,15 +1,20 @@
-"""Differentiable collectives of one explicit group: the few that tensor and sequence parallelism need.
+"""Differentiable collectives of one explicit group: of features, and of rows.
 
 Every function takes the group it talks to; None stands for a group of one, where all of them do nothing.
+
+Rows are the last dimension but one, and all dimensions before it must be 1. Every rank holds as many of them: rank i of
+n has the i-th of n equal parts. The group may be None only as long as nothing runs, in a stage that is built on trial.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from ds_hydra.pipe.rows import Pack
 
 Group = dist.ProcessGroup | None
 
@@ -103,3 +108,170 @@ def gather_last_dim(x: Tensor, widths: tuple[int, ...], rank: int, group: Group)
 def split_last_dim(x: Tensor, widths: tuple[int, ...], rank: int, group: Group) -> Tensor:
     """This rank's slice of the last dimension; backward gathers the slices' gradients."""
     return x if group is None else _SplitLastDim.apply(x, widths, rank, group)
+
+
+def sharers(group: Group) -> dist.ProcessGroup:
+    """The group of the ranks that share rows."""
+    assert group is not None, "rows are shared by the ranks of a group"
+    return group
+
+
+class Pending(NamedTuple):
+    """A collective that is under way; nothing may write to what it was given until it is waited for."""
+
+    out: Tensor
+    given: Tensor
+    work: dist.Work
+
+    def wait(self) -> Tensor:
+        self.work.wait()
+        return self.out
+
+
+def start_gather(x: Tensor, group: Group) -> Pending:
+    """Begin to gather the rows of all ranks: (..., t, f) -> (..., n * t, f)."""
+    x = x.contiguous()
+    ranks = sharers(group)
+    out = x.new_empty(_with_rows(x, ranks.size() * x.shape[-2]))
+    # Its name is another one before torch 2.13.
+    gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+    return Pending(out, x, gather(out.view(-1), x.view(-1), group=ranks, async_op=True))
+
+
+def start_sum(x: Tensor, group: Group) -> Pending:
+    """Begin to add what all ranks have, and to hand each its own rows of the sum: (..., n * t, f) -> (..., t, f)."""
+    x = x.contiguous()
+    ranks = sharers(group)
+    out = x.new_empty(_with_rows(x, x.shape[-2] // ranks.size()))
+    scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+    return Pending(out, x, scatter(out.view(-1), x.view(-1), group=ranks, async_op=True))
+
+
+def _with_rows(x: Tensor, rows: int) -> tuple[int, ...]:
+    assert x.shape[:-2].numel() == 1, f"rows of {tuple(x.shape)} do not lie together"
+    return (*x.shape[:-2], rows, x.shape[-1])
+
+
+def _own(x: Tensor, group: Group) -> Tensor:
+    ranks = sharers(group)
+    rows = x.shape[-2] // ranks.size()
+    return x.narrow(-2, ranks.rank() * rows, rows)
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return start_gather(x, group).wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return start_sum(grad, ctx.group).wait(), None
+
+
+class _ScatterRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return start_sum(x, group).wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return start_gather(grad, ctx.group).wait(), None
+
+
+class _OwnRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _own(x, group).clone()  # a view would keep the rows of all ranks in memory
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return start_gather(grad, ctx.group).wait(), None
+
+
+class _AllRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return start_gather(x, group).wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _own(grad, ctx.group), None
+
+
+def gather_rows(x: Tensor, group: Group) -> Tensor:
+    """The rows of all ranks, of which each goes on to compute a part: the backward adds the parts' gradients."""
+    return _GatherRows.apply(x, group)
+
+
+def scatter_rows(x: Tensor, group: Group) -> Tensor:
+    """This rank's rows of the sum of what all ranks have; the backward gathers the gradients of all rows."""
+    return _ScatterRows.apply(x, group)
+
+
+def own_rows(x: Tensor, group: Group) -> Tensor:
+    """This rank's rows of what is equal on all ranks; the backward gathers the gradients of all rows."""
+    return _OwnRows.apply(x, group)
+
+
+def all_rows(x: Tensor, group: Group) -> Tensor:
+    """The rows of all ranks, with which each goes on to compute the same: the backward takes the own rows' gradient."""
+    return _AllRows.apply(x, group)
+
+
+class _AllOfRow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, pack: Pack) -> Tensor:
+        ctx.pack = pack
+        return _gathered(x, pack)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _scattered(grad, ctx.pack), None
+
+
+class _OwnOfSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, pack: Pack) -> Tensor:
+        ctx.pack = pack
+        return _scattered(x, pack)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _gathered(grad, ctx.pack), None
+
+
+def _gathered(x: Tensor, pack: Pack) -> Tensor:
+    """The tokens of all sequence parallel ranks, the first dimension."""
+    most = max(pack.tokens)
+    padded = x.new_zeros((most, *x.shape[1:]))  # gathered is what is equally large
+    padded[: len(x)] = x
+    parts = [torch.empty_like(padded) for _ in pack.tokens]
+    dist.all_gather(parts, padded, group=pack.sp_group)
+    return torch.cat([part[:tokens] for part, tokens in zip(parts, pack.tokens, strict=True)])
+
+
+def _scattered(x: Tensor, pack: Pack) -> Tensor:
+    """The own tokens of the sum of what all sequence parallel ranks have of all of them."""
+    most = max(pack.tokens)
+    padded = x.new_zeros((pack.sp, most, *x.shape[1:]))
+    for place, part in zip(padded, x.split(pack.tokens), strict=True):
+        place[: len(part)] = part
+    start, stop = pack.local
+    own, shape = start_sum(padded.view(pack.sp * most, -1), pack.sp_group).wait(), (stop - start, *x.shape[1:])
+    return own if own.shape == shape else own[: stop - start].view(shape).clone()  # others may write to no view
+
+
+def all_of_row(x: Tensor, dim: int, pack: Pack) -> Tensor:
+    """The tokens of all sequence parallel ranks along a dimension, of which each goes on to compute with some: the
+    backward adds their gradients. Ranks may have a token more than others."""
+    return x if pack.sp == 1 else _AllOfRow.apply(x.movedim(dim, 0), pack).movedim(0, dim)
+
+
+def own_of_sum(x: Tensor, pack: Pack) -> Tensor:
+    """The own tokens of the sum of what each sequence parallel rank has of all tokens, (tokens, ...); the backward
+    gathers the gradients of all tokens."""
+    return x if pack.sp == 1 else _OwnOfSum.apply(x, pack)

@@ -1,11 +1,20 @@
-"""A tensor in, the kernels that do several operators' work for it in one pass out, or None."""
+"""Gates, norms and rotary embeddings as functions that keep less for the backward, by one kernel where there is one.
+
+An MLP down(act(gate) * up) keeps gate, act(gate), up and their product, each as wide as the MLP. Gate and up are
+enough: one more activation and one more multiplication make the others again.
+
+Written out in torch's operators, a norm of 16 bit rows keeps an FP32 copy of them and the normalised rows too.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -19,3 +28,153 @@ def kernels_for(*tensors: Tensor) -> ModuleType | None:
     except ImportError:  # a build of torch without Triton
         return None
     return kernels if kernels.work(tensors[0].device) else None
+
+
+Activation = Callable[[Tensor], Tensor]
+_SILU = F.silu
+
+
+class Gated:
+    """act(gate) * up, which nothing has computed yet: a linear layer that is handed it does so."""
+
+    def __init__(self, gate: Tensor, up: Tensor, act: Activation):
+        self.gate, self.up, self.act = gate, up, act
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
+        """`torch.nn.functional.linear` of it; nothing else is defined."""
+        if func is not F.linear:
+            return NotImplemented
+        return _linear(*args, **(kwargs or {}))
+
+    @property
+    def requires_grad(self) -> bool:
+        """False: a queue of weights' gradients would keep what is not to be kept."""
+        return False
+
+
+def _linear(input: Gated, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return _GatedLinear.apply(input.gate, input.up, weight, bias, input.act)
+
+
+class _GatedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, act: Activation) -> Tensor:
+        ctx.save_for_backward(gate, up, weight)
+        ctx.act = act
+        kernels = _gate_kernels(gate, up, act)
+        return F.linear(act(gate) * up if kernels is None else kernels.silu_product(gate, up), weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, None]:  # type: ignore[override]
+        gate, up, weight = ctx.saved_tensors
+        rows, trained = dy.flatten(0, -2), ctx.needs_input_grad[2]
+        dproduct = dy @ weight
+        if (kernels := _gate_kernels(gate, up, ctx.act)) is not None:
+            dgate, dup = kernels.silu_gradients(gate, up, dproduct, product=trained)
+            product = dproduct if trained else None
+        else:
+            with torch.enable_grad():
+                entered = gate.detach().requires_grad_()
+                active = ctx.act(entered)
+            dup = dproduct * active.detach()
+            (dgate,) = torch.autograd.grad(active, entered, dproduct.mul_(up))
+            product = active.detach() * up if trained else None
+        dweight = None if product is None else rows.t() @ product.flatten(0, -2)
+        dbias = rows.sum(0) if ctx.needs_input_grad[3] else None
+        return dgate, dup, dweight, dbias, None
+
+
+def _gate_kernels(gate: Tensor, up: Tensor, act: Activation) -> ModuleType | None:
+    """Those for this gate, if it is torch's SiLU and its features lie side by side."""
+    if not gate.is_cuda:
+        return None
+    silu = F.silu is _SILU and (act is _SILU or type(act) is nn.SiLU)
+    return kernels_for(gate, up) if silu and gate.stride(-1) == up.stride(-1) == 1 else None
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, offset: float = 0.0) -> Tensor:
+    """x (..., n) over the root of the mean of its squares and `eps`, times (weight (n,) + offset), in x's type.
+
+    (Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", eq. 4.) All is computed in FP32, or wider.
+    """
+    if x.is_cuda and not offset:
+        return F.rms_norm(x, x.shape[-1:], weight, eps)  # one kernel forward, and it keeps as little
+    return _RmsNorm.apply(x, weight, eps, offset)
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
+        rows, wide = x, weight
+        if weight is not None and offset:  # 1 + 0.001 is 1 in 16 bit
+            rows, wide = x.to(_wide(x)), weight.to(_wide(x)) + offset
+        # What `F.rms_norm` calls; it returns the inverse root (..., 1) of each row, too, in FP32 or wider.
+        out, root = torch._fused_rms_norm(rows, x.shape[-1:], wide, eps)
+        ctx.save_for_backward(x, root, weight)
+        ctx.offset = offset
+        return out.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None, None]:  # type: ignore[override]
+        # With y = w u, u = x r and r = (mean of x² + eps)^-1/2, and g = dy w:
+        #   dw = sum over rows of dy u          dx = r (g - u mean(g u))
+        x, root, weight = ctx.saved_tensors
+        r, size, wide = root.view(*x.shape[:-1], 1), x.shape[-1], root.dtype
+        u = x * r
+        dyu, dw = dy * u, None
+        if weight is None:
+            g, mean = dy.to(wide, copy=True), dyu.sum(-1, keepdim=True)
+        else:
+            w = weight.to(wide) + ctx.offset if ctx.offset else weight.to(wide)
+            g, mean = dy * w, (dyu @ w).unsqueeze(-1)
+            dw = dyu.flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        g.addcmul_(u, mean, value=-1 / size)
+        return torch.mul(g, r, out=torch.empty_like(x)), dw, None, None
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x (..., d) turned: of its halves a and b, a cos - b sin and b cos + a sin, by tables that broadcast with x.
+
+    (Su et al. 2021, "RoFormer", eq. 34, with the features of a pair half the size apart, as Hugging Face has them.)
+    """
+    return _Rotate.apply(x, cos, sin)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        if (kernels := _rotary_kernels(x, cos, sin)) is not None:
+            return kernels.turned(x, cos, sin, back=False)  # type: ignore[no-any-return]
+        (a, b), (sin_a, sin_b) = x.chunk(2, -1), sin.chunk(2, -1)
+        out = x * cos
+        turned_a, turned_b = out.chunk(2, -1)
+        turned_a.addcmul_(b, sin_a, value=-1)
+        turned_b.addcmul_(a, sin_b)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        cos, sin = ctx.saved_tensors
+        if (kernels := _rotary_kernels(dy, cos, sin)) is not None:
+            return kernels.turned(dy, cos, sin, back=True), None, None
+        (dy_a, dy_b), (sin_a, sin_b) = dy.chunk(2, -1), sin.chunk(2, -1)
+        dx = dy * cos
+        dx_a, dx_b = dx.chunk(2, -1)
+        dx_a.addcmul_(dy_b, sin_b)
+        dx_b.addcmul_(dy_a, sin_a, value=-1)
+        return dx, None, None
+
+
+def _rotary_kernels(x: Tensor, cos: Tensor, sin: Tensor) -> ModuleType | None:
+    """Those for heads (B, heads, T, d) and tables (1 or B, 1, T, d) with whole rows of features."""
+    if not x.is_cuda:
+        return None
+    tables = {(batch, 1, x.shape[-2], x.shape[-1]) for batch in (1, len(x))} if x.dim() == 4 else set()
+    plain = cos.shape in tables and sin.shape in tables and all(one.stride(-1) == 1 for one in (x, cos, sin))
+    return kernels_for(x, cos, sin) if plain else None

@@ -36,7 +36,7 @@ from typing import Annotated, Literal
 
 from pydantic import PlainSerializer
 
-from ds_hydra.pipe.head_degrees import Boxes
+from ds_hydra.pipe.head_sharing import Boxes
 from ds_hydra.pipe.placement import Stage, Strategy, check_experts, check_heads
 from ds_hydra.zero_hetero.errors import PlanError
 from ds_hydra.zero_hetero.layout import ALIGNMENT, Layout, Piece, padded

@@ -1,4 +1,4 @@
-"""A packed micro-batch on one rank: which tokens it holds of which sequences, known on the host.
+"""
 
 [Note: packs]
 Whole sequences stand one after the other in one row of T tokens. Sequence parallel ranks hold consecutive intervals of
@@ -18,26 +18,123 @@ sequence L in front of the sequences B (3 tokens) and C (2):
 
 The record travels to the attention as one opaque keyword argument. So no layer derives boundaries from tensors, which
 would make the host wait for the device, and a recomputed forward finds the same pack as the first one.
+
+[Note: fields]
+A field is a named number of each token, or k of them, or one number of a whole sequence, which each of its tokens then
+has. It stands at the place of the token that it is about, as labels do: the log-probability of token i is made from the
+tokens before it, and meets what the fields hold at i. Within a step all fields are the columns of one matrix, (tokens,
+columns) in FP64, which is shifted as labels are, and packed, sliced and shared by ranks as they are. With advantages
+(0, .2, .3) and a temperature of 2 a sequence of three tokens travels as
+
+  advantages   .2  .3   0
+  temperature   2   2   0
+
+Choices of experts are about the token whose hidden states are routed, and are not shifted.
+
+[Note: edges]
+Shapes, peers and orders follow from the plan, so nothing is asked over the wire. The two stages of an edge may have
+different tensor and sequence parallel degrees: a receiver takes its tokens from every sequence parallel rank that holds
+some of them, each time from its share of the tensor parallel ranks, which all hold the same: of four that send to two
+the first gets half of its rows from each of two. With token sharding no two ranks of a stage hold the same token, so
+every rank sends each of its own rows to the one that goes on with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ds_hydra.pipe.placement import Stage
+
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor
 
     from ds_hydra.pipe.contexts import Contexts
-    from ds_hydra.pipe.fields import Routing
-    from ds_hydra.pipe.predictions import Predictions
-    from ds_hydra.pipe.scores import Scored
+    from ds_hydra.pipe.loss import Predictions, Scored
+
+
+class Reach(NamedTuple):
+    """Which tokens before it a token sees: all; with a window, which counts the token itself, those in it; with chunks
+    of so many tokens, counted from the sequence's first, those of its own [Note: reach]."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+    def first(self, start: int) -> int:
+        """The first token that one at `start` sees."""
+        if self.chunk is not None:
+            return start // self.chunk * self.chunk
+        return 0 if self.window is None else max(0, start - self.window + 1)
+
+    @property
+    def most(self) -> int | None:
+        """Tokens before it that a token sees at most; None: any number."""
+        size = self.chunk or self.window
+        return None if size is None else size - 1
+
+
+ALL = Reach()
+
+
+TEMPERATURE = "temperature"  # by which the logits are divided
+NUM_TARGETS = "num_targets"  # of the token's sequence; every step of log-probabilities has it
+SEQUENCE = "sequence"  # its number among those that a rank has handed in; losses that mix tokens have it
+ROUTED_EXPERTS = "routed_experts"  # of each router, at the place of the token that is routed; no loss has it
+CANDIDATE_LOG_PROBS = "candidate_log_probs"  # of the words of the field that a loss names
+RESERVED = frozenset((NUM_TARGETS, SEQUENCE, CANDIDATE_LOG_PROBS))
+
+
+class Routing(NamedTuple):
+    """The routers of a model, in the order of its layers, each of which chooses as many experts for a token."""
+
+    paths: tuple[str, ...]
+    experts: tuple[int, ...]  # of which each chooses
+    chosen: int  # experts of a token
+
+
+class Field(NamedTuple):
+    """What all sequences of a step have for their tokens under one name."""
+
+    name: str
+    width: int  # numbers of a token; 0: one, and no axis for it
+    whole: bool  # whole numbers, which reach a loss as int64
+
+    @property
+    def columns(self) -> int:
+        return max(1, self.width)
+
+
+class FieldLayout(NamedTuple):
+    """The fields of a step, in the order of their columns."""
+
+    fields: tuple[Field, ...] = ()
+
+    @property
+    def num_columns(self) -> int:
+        return sum(one.columns for one in self.fields)
+
+    def places(self) -> Iterator[tuple[Field, slice]]:
+        """Each field with its columns."""
+        start = 0
+        for one in self.fields:
+            yield one, slice(start, start + one.columns)
+            start += one.columns
+
+    def find(self, name: str) -> tuple[Field, slice] | None:
+        """A field and its columns; None if there is none of that name."""
+        return next(((field, columns) for field, columns in self.places() if field.name == name), None)
+
+    def and_also(self, *fields: Field) -> FieldLayout:
+        """These fields behind its own."""
+        return FieldLayout((*self.fields, *fields))
+
 
 Positions = NDArray[np.int64]
 _GROWTH = 2.5  # from a group of heads that is waited for to those behind it, at most
@@ -193,3 +290,66 @@ def position_ids(lengths: Sequence[int], start: int, stop: int, *, past: int = 0
     begins = np.cumsum(counts) - counts
     begins[:1] -= past
     return np.arange(start, stop) - np.repeat(begins, counts)[start:stop]
+
+
+class Rows(NamedTuple):
+    """Rows [start, stop) of a rank's local hidden states, sent to or received from `peer` (a global rank)."""
+
+    peer: int
+    start: int
+    stop: int
+
+
+@lru_cache(maxsize=256)  # a step's: lengths of micro-batches hardly come again, and an entry takes kilobytes
+def edge(
+    src: Stage, dst: Stage, num_tokens: int, *, token_sharding: bool = False
+) -> tuple[dict[int, list[Rows]], dict[int, list[Rows]]]:
+    """Sends by source rank, receives by destination rank of a micro-batch of `num_tokens` tokens [Note: edges].
+
+    With token sharding (tokens that tp * sp of each stage with a tp divides) the i-th rank of a stage holds the i-th of
+    its tp * sp parts.
+    """
+    # 12 tokens, from a stage with tp 2, sp 2 (ranks 0..3) to one with sp 3 (ranks 4..6):
+    #
+    #   token          0  1  2  3  4  5  6  7  8  9  10 11
+    #   source         |-- ranks 0, 1 -| |-- ranks 2, 3 -|
+    #   destination    |- rank 4 | |- rank 5 | |- rank 6 |
+    #
+    # Rank 5 needs the tokens 4..7: 4 and 5 from ranks 0 and 1, which hold the same, 6 and 7 from ranks 2 and 3. It gets
+    # its row 0 from rank 0, which is row 4 there, row 1 from rank 1, row 2 from rank 2, where it is row 0, and row 3
+    # from rank 3. On the way back gradients go by edge(destination, source): ranks 0 and 1 both receive them from rank
+    # 5, since each tensor parallel rank needs the gradient of the whole hidden state. With equal tp, each tensor
+    # parallel rank sends to the one with its own number.
+    sends: dict[int, list[Rows]] = {rank: [] for rank in src.ranks}
+    receives: dict[int, list[Rows]] = {rank: [] for rank in dst.ranks}
+    src_parts, dst_parts = (parts_of(stage, token_sharding=token_sharding) for stage in (src, dst))
+    src_rows, dst_rows = _intervals(num_tokens, src_parts), _intervals(num_tokens, dst_parts)
+    src_alike, dst_alike = len(src.ranks) // src_parts, len(dst.ranks) // dst_parts  # ranks that hold the same
+    for index, receiver in enumerate(dst.ranks):
+        part, copy = divmod(index, dst_alike)
+        lo, hi = dst_rows[part]
+        for src_part, (start, stop) in enumerate(src_rows):
+            first, last = max(lo, start), min(hi, stop)
+            if first >= last:
+                continue
+            own = copy * src_alike // dst_alike, (copy + 1) * src_alike // dst_alike
+            senders = src.ranks[src_part * src_alike :][own[0] : max(own[0] + 1, own[1])]
+            for sender, (begin, end) in zip(senders, _intervals(last - first, len(senders)), strict=True):
+                if begin < end:
+                    sends[sender].append(Rows(receiver, first + begin - start, first + end - start))
+                    receives[receiver].append(Rows(sender, first + begin - lo, first + end - lo))
+    return sends, receives
+
+
+def parts_of(stage: Stage, *, token_sharding: bool) -> int:
+    """Into how many parts a stage cuts a row."""
+    return stage.sp * stage.tp if token_sharding else stage.sp
+
+
+def _intervals(num_tokens: int, parts: int) -> list[tuple[int, int]]:
+    intervals: list[tuple[int, int]] = []
+    start = 0
+    for tokens in split_tokens(num_tokens, parts):
+        intervals.append((start, start + tokens))
+        start += tokens
+    return intervals

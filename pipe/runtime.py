@@ -4,7 +4,7 @@
 A tensor that is sent keeps its memory until the send is over. Where exchanges end in the order of their start, all
 before one that was waited for are over, and are given back without a wait. Elsewhere a rank keeps a bounded number of
 sends open, two for each stage, and waits for the oldest beyond it. That cannot stand still: slots come to their end
-even if every message is waited for where it begins (`schedules/rendezvous.py`). The bound only has to be so large that
+even if every message is waited for where it begins (`schedules/check.py`). The bound only has to be so large that
 the wait is a short one: a receiver is seldom more than a few micro-batches behind.
 
 The runtime decides nothing: the schedule says what comes next, the plan says every shape and peer. A stage has one or
@@ -23,9 +23,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ds_hydra.pipe.p2p import Rows, edge
 from ds_hydra.pipe.placement import Pipeline
-from ds_hydra.pipe.rows import MicroBatch, Pack
+from ds_hydra.pipe.rows import MicroBatch, Pack, Rows, edge
 from ds_hydra.pipe.schedules.actions import (
     Action,
     Slot,

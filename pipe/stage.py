@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,15 +15,43 @@ from torch import Tensor, nn
 from ds_hydra.pipe.collectives import Group
 from ds_hydra.pipe.head_sharing import most_of_room
 from ds_hydra.pipe.model_plan import Bucket, ModelPlan, Slot
-from ds_hydra.pipe.packed_weights import Leaf, PackedLinears
 from ds_hydra.pipe.placement import Pipeline, Stage
 from ds_hydra.pipe.rows import AT_ONCE, MicroBatch, Overlap
 from ds_hydra.pipe.schedules.registry import splits_backward
 from ds_hydra.pipe.schedules.virtual import virtual_stage
 from ds_hydra.pipe.stage_options import StageOptions
-from ds_hydra.pipe.weight_gradients import Linear, SplitBackward, WeightGradients, linear
+from ds_hydra.pipe.weight_gradients import Leaf, Linear, PackedLinears, SplitBackward, WeightGradients, linear
 from ds_hydra.pipe.wrappers import chains
+from ds_hydra.zero_hetero.errors import ConfigError
 from ds_hydra.zero_hetero.nodes import NodeSize, ranks_of_each_node
+
+# Functions that look at a tensor's shape, type or device, or make another one of them.
+_LOOKS = frozenset(
+    {"__get__", "size", "dim", "numel", "ndimension", "nelement", "is_floating_point", "is_complex", "element_size"}
+    | {"get_device", "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "__repr__", "__len__"}
+    | {"new_empty", "new_zeros", "new_ones", "empty_like", "zeros_like", "ones_like", "detach", "untyped_storage"}
+)
+
+
+class StandIn(Tensor):
+    """Has the shape, type and device of the rows that enter a block, takes no memory, and may not be read."""
+
+    @classmethod
+    def of(cls, shard: Tensor, num_ranks: int) -> StandIn:
+        """For the rows of all ranks, of which each has as many as `shard`."""
+        nothing = shard.new_full((1,) * shard.dim(), float("nan"))
+        shape = (*shard.shape[:-2], num_ranks * shard.shape[-2], shard.shape[-1])
+        return nothing.expand(shape).as_subclass(cls)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") not in _LOOKS:
+            raise ConfigError(
+                f"{getattr(func, '__name__', func)} reads what enters a block beside the block's column-parallel "
+                'layers: leave "token_sharding" out of hydra.fast_paths'
+            )
+        return super().__torch_function__(func, types, args, kwargs or {})
+
 
 GradientHook = Callable[[Tensor], Tensor | None]
 

@@ -44,11 +44,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ds_hydra.pipe.adapters import linear_of, linear_path, run_on_own_rows
-from ds_hydra.pipe.collectives import Group, gather_last_dim
-from ds_hydra.pipe.packed_weights import PackedLinears
-from ds_hydra.pipe.row_collectives import (
+from ds_hydra.pipe.collectives import (
+    Group,
     Pending,
     all_rows,
+    gather_last_dim,
     gather_rows,
     own_rows,
     scatter_rows,
@@ -56,9 +56,9 @@ from ds_hydra.pipe.row_collectives import (
     start_gather,
     start_sum,
 )
-from ds_hydra.pipe.stand_in import StandIn
+from ds_hydra.pipe.stage import StandIn
 from ds_hydra.pipe.tensor_parallel import COLUMN_STYLES, TensorParallel, style_of
-from ds_hydra.pipe.weight_gradients import Product, WeightGradients
+from ds_hydra.pipe.weight_gradients import PackedLinears, Product, WeightGradients
 from ds_hydra.pipe.wrappers import wrap
 from ds_hydra.zero_hetero.errors import ConfigError
 

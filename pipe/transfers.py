@@ -14,9 +14,9 @@ from typing import NamedTuple
 from ds_hydra.pipe.model_plan import Bucket, ModelPlan, Slot, end_of_slots
 from ds_hydra.pipe.placement import Strategy
 from ds_hydra.pipe.schedules.registry import weighs
+from ds_hydra.zero_hetero.contributions import Place, aligned, places_of_sums
 from ds_hydra.zero_hetero.layout import even_layout
 from ds_hydra.zero_hetero.nodes import NodeSize
-from ds_hydra.zero_hetero.sum_places import Place, aligned, places_of_sums
 from ds_hydra.zero_hetero.transfer_plan import TransferPlan, plan_transfer
 from ds_hydra.zero_hetero.twin_plan import TwinPull, TwinPush, Twins, plan_twin_pull, plan_twin_push
 

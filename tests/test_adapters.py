@@ -14,13 +14,13 @@ from peft import IA3Config, LoraConfig, PrefixTuningConfig, VeraConfig, get_peft
 
 from ds_hydra.engine.models import model_source
 from ds_hydra.pipe import adapters, token_sharding
+from ds_hydra.pipe.collectives import all_rows
 from ds_hydra.pipe.model_plan import ShardRule
 from ds_hydra.pipe.models import causal_lm
 from ds_hydra.pipe.models.adapted import base_of
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.models.experts import for_strategies
 from ds_hydra.pipe.placement import place_strategy
-from ds_hydra.pipe.row_collectives import all_rows
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
 from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.self_check.check import check_strategies

@@ -25,8 +25,8 @@ from ds_hydra.config.hydra_block import HydraConfig
 from ds_hydra.engine.checked import _refuse_other_ways, check_candidates
 from ds_hydra.engine.fingerprint import attention_name
 from ds_hydra.host.devices import Flags
-from ds_hydra.pipe import overlapped, ulysses
-from ds_hydra.pipe.attention import backends, flash_3, interface
+from ds_hydra.pipe import ulysses
+from ds_hydra.pipe.attention import backends, interface
 from ds_hydra.pipe.attention.backends import choose_backend, per_sequence_sdpa, torch_varlen, varlen_attention
 from ds_hydra.pipe.contexts import Contexts
 from ds_hydra.pipe.dropout import AttentionDropout, token_keys
@@ -105,10 +105,10 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     """A Hopper GPU with FlashAttention 3 installed, as torch would find them; what torch was told to run."""
     active: list[str | None] = [None]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(flash_3.importlib.util, "find_spec", lambda name: name == "flash_attn_interface")
-    monkeypatch.setattr(flash_3.attention, "current_flash_attention_impl", lambda: active[-1])
-    monkeypatch.setattr(flash_3.attention, "activate_flash_attention_impl", active.append)
-    monkeypatch.setattr(flash_3.attention, "restore_flash_attention_impl", lambda: active.append(None))
+    monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: name == "flash_attn_interface")
+    monkeypatch.setattr(backends.attention, "current_flash_attention_impl", lambda: active[-1])
+    monkeypatch.setattr(backends.attention, "activate_flash_attention_impl", active.append)
+    monkeypatch.setattr(backends.attention, "restore_flash_attention_impl", lambda: active.append(None))
     return active
 
 
@@ -140,7 +140,7 @@ def test_flash_attention_3_of_another_torch_is_left_alone(
     def broken(name: str) -> None:
         raise ImportError("undefined symbol")
 
-    monkeypatch.setattr(flash_3.attention, "activate_flash_attention_impl", broken)
+    monkeypatch.setattr(backends.attention, "activate_flash_attention_impl", broken)
     Flags(HydraConfig(10), torch.device("cuda", 0)).close()
     assert "undefined symbol" in caplog.text
     assert hopper == [None]
@@ -521,7 +521,7 @@ def test_what_does_not_learn_sends_nothing_back() -> None:
 
 def mixed_up(*args: Any) -> tuple[Tensor, ...]:
     """What has come of several groups' messages, in the wrong order."""
-    return overlapped.wait(*args)[::-1]
+    return ulysses.wait(*args)[::-1]
 
 
 @pytest.mark.long  # a new option's test is the same of any option

@@ -22,9 +22,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from ds_hydra.costs.analytic import flops_of
+from ds_hydra.pipe.collectives import start_sum
 from ds_hydra.pipe.models.causal_lm import CausalLM
-from ds_hydra.pipe.row_collectives import start_sum
-from ds_hydra.profiling.allocations import Allocations
+from ds_hydra.profiling.stage_memory import Allocations
 from ds_hydra.testing import run_ranks
 from tools import bench_gpu, first_hour
 from tools.first_hour import ROWS, Row

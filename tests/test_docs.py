@@ -30,12 +30,12 @@ from ds_hydra.commands import moving
 from ds_hydra.commands.__main__ import COMMANDS, main
 from ds_hydra.commands.demo_preview import CLUSTERS, MIXES, OURS, ROWS, options, shipped_gains, span
 from ds_hydra.commands.launch import read_options
+from ds_hydra.config.checks import read_config
 from ds_hydra.config.describe import page, schema, settings
 from ds_hydra.config.hydra_block import HydraConfig, parse_config
-from ds_hydra.config.read import read_config
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.pipe.shape import StrategyShape
-from ds_hydra.plan.plan_file import load_plans, save_plans
+from ds_hydra.plan.step_plan import load_plans, save_plans
 from ds_hydra.planner import Planner, PlannerOptions
 from ds_hydra.rivals.preview import BALANCED, FIXED, INFINIPIPE, ONE, SCHEDULED, ZERO_3
 from ds_hydra.testing import run_ranks

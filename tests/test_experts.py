@@ -18,21 +18,19 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_hydra.config.hydra_block import HydraConfig
-from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.costs.cost_table import CostTable, SchemeCost, TableFile
 from ds_hydra.costs.memory import JobMemory
 from ds_hydra.costs.shape_costs import of_one_kind, spreading_rows
-from ds_hydra.costs.table_file import TableFile
 from ds_hydra.engine.fingerprint import model_fingerprint
 from ds_hydra.engine.job import Job
 from ds_hydra.engine.models import spread_where_cheaper
 from ds_hydra.pipe import expert_parallel
-from ds_hydra.pipe.expert_parallel import _own_experts
-from ds_hydra.pipe.models import balancing
+from ds_hydra.pipe.expert_parallel import Routed, _own_experts, balanced, totals_of
+from ds_hydra.pipe.models import experts
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.models.experts import find_experts, for_strategies
 from ds_hydra.pipe.models.refusals import refuse_misaligned_experts
 from ds_hydra.pipe.placement import place_strategy
-from ds_hydra.pipe.router_loss import Routed, balanced, totals_of
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.pipe.stage import StageModule
 from ds_hydra.pipe.stage_options import StageOptions
@@ -458,9 +456,9 @@ def losses_of_all_layers(self: Any, logits: tuple[Tensor, ...]) -> Tensor:
 
 MISTAKES: list[tuple[str, Any, str, Any, str]] = [
     ("sp2", dist, "all_reduce", lambda *_, **__: None, " off"),
-    ("tp1", balancing.Routers, "take", lambda self: None, "the loss is"),
-    ("tp1", balancing.Balancing, "loss", losses_of_all_layers, " off"),
-    ("tp1", balancing.Balancing, "loss_of_all_together", lambda self, logits: 0.0 * logits[0].sum(), "loss of its own"),
+    ("tp1", experts.Routers, "take", lambda self: None, "the loss is"),
+    ("tp1", experts.Balancing, "loss", losses_of_all_layers, " off"),
+    ("tp1", experts.Balancing, "loss_of_all_together", lambda self, logits: 0.0 * logits[0].sum(), "loss of its own"),
 ]
 
 
@@ -475,5 +473,5 @@ def test_the_self_check_finds_mistakes(strategy: str, owner: Any, name: str, mis
 @pytest.mark.drawn
 @pytest.mark.parametrize(("name", "mistake"), [("counts", forget_slices), ("products", each_slice_alone)])
 def test_it_finds_mistakes_in_slices(name: str, mistake: Any) -> None:
-    with mock.patch.object(balancing._Counted, name, mistake):
+    with mock.patch.object(experts._Counted, name, mistake):
         assert "with a sequence in slices" in checked("tp1").no_slices

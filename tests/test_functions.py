@@ -18,12 +18,9 @@ from transformers.models.qwen3_next import modeling_qwen3_next as modeling
 
 from ds_hydra.config.hydra_block import HydraConfig
 from ds_hydra.engine.checked import check_candidates
-from ds_hydra.pipe.functions.gates import Gated
-from ds_hydra.pipe.functions.norms import rms_norm
-from ds_hydra.pipe.functions.rotary import rotate
+from ds_hydra.pipe.fused import Gated, rms_norm, rotate
 from ds_hydra.pipe.models.causal_lm import CausalLM
-from ds_hydra.pipe.models.functions import Gate, Norm
-from ds_hydra.pipe.models.recognise import _turns
+from ds_hydra.pipe.models.recognise import Gate, Norm, _turns
 from ds_hydra.pipe.placement import place_pipeline
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.pipe.stage_options import StageOptions
@@ -300,7 +297,7 @@ def with_wrong_gradient(module: Any, norm: Norm) -> Any:
 
 def test_the_self_check_finds_what_is_wrong() -> None:
     model, strategies = build_model("llama", torch.float32), [StrategyShape.parse("tp1")]
-    with mock.patch("ds_hydra.pipe.models.functions._normed", with_wrong_gradient):
+    with mock.patch("ds_hydra.pipe.models.recognise._normed", with_wrong_gradient):
         (objection,) = check_strategies(model, strategies, StageOptions(functions="auto"), keep=False).objections()
         assert not check_strategies(model, strategies, keep=False).objections()
     assert "the gradient of" in objection
@@ -313,7 +310,7 @@ def test_a_job_computes_as_written_what_the_self_check_refuses(tmp_path: Path, m
     model = build_model("llama", torch.float32)
     job: Any = SimpleNamespace(source=source, model=model, config=HydraConfig(), checked=None)
     world: Any = SimpleNamespace(channel=None, node_size=None)
-    with mock.patch("ds_hydra.pipe.models.functions._normed", with_wrong_gradient):
+    with mock.patch("ds_hydra.pipe.models.recognise._normed", with_wrong_gradient):
         checked, other = check_candidates(job, world, strategies)
     assert not checked.objections()
     assert isinstance(other, CausalLM)

@@ -30,10 +30,8 @@ from transformers import TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 import ds_hydra
-from ds_hydra.config.deepspeed_keys import KNOWN_SETTINGS, REFUSED, TOLD
-from ds_hydra.config.deepspeed_settings import PRECISION
+from ds_hydra.config.deepspeed_settings import KNOWN_SETTINGS, PRECISION, REFUSED, TOLD, ZERO_SETTINGS
 from ds_hydra.config.hosts import ACCELERATE, FILLED, TRAINER, filled_in
-from ds_hydra.config.zero_block import ZERO_SETTINGS
 from ds_hydra.entry import accept
 from ds_hydra.host import launch, refusals
 from ds_hydra.host.element_wise import is_element_wise

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ds_hydra.pipe import collectives
 from ds_hydra.pipe.in_process import InProcessRanks
-from ds_hydra.pipe.overlapped import AllToAll, start, wait
+from ds_hydra.pipe.ulysses import AllToAll, start, wait
 from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.transport import TorchTransport
 

@@ -26,8 +26,8 @@ from ds_hydra.host import launch, uncaught
 from ds_hydra.host.environment import check_environment, launched_node_size, launched_number
 from ds_hydra.host.pending import Collected, PendingLoss, Term
 from ds_hydra.host.settings import deepspeed_config, deepspeed_defaults, with_model_settings
-from ds_hydra.hugging_face.counted import Counted as Batches
-from ds_hydra.pipe.models.graph import arguments
+from ds_hydra.hugging_face.trainer import Counted as Batches
+from ds_hydra.pipe.models.flow import arguments
 from ds_hydra.testing import free_port, rank_environment
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError, PlanError
 from tests.support.still_engine import ADAMW, HYDRA, make_engine, on_one_rank, parsed_config

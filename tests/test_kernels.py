@@ -11,17 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ds_hydra.pipe import fused, head_loss
-from ds_hydra.pipe.functions import gates, rotary
-from ds_hydra.pipe.functions.gates import Gated
-from ds_hydra.pipe.functions.rotary import rotate
-from ds_hydra.pipe.head_loss import HeadLoss
+from ds_hydra.pipe import fused, loss
+from ds_hydra.pipe.fused import Gated, rotate
+from ds_hydra.pipe.loss import HeadLoss
 from ds_hydra.pipe.rows import MicroBatch, Pack
 
 pytest.importorskip("triton", reason="Triton comes with torch for CUDA")
 if torch.cuda.is_available():
     pytest.skip("kernels are compiled, for tensors of a GPU", allow_module_level=True)
-USERS = (head_loss, gates, rotary)
+USERS = (loss, fused, fused)
 Found = list[Tensor]
 
 
@@ -130,17 +128,17 @@ def test_kernels_that_find_something_else_are_not_used(
 
 def test_other_activations_and_features_that_lie_apart_are_torchs(kernels: ModuleType) -> None:
     gate, up = values((1, 3, 8), (1, 3, 8))
-    assert gates._kernels(gate, up, F.silu) is kernels
-    assert gates._kernels(gate, up, F.gelu) is None
-    assert gates._kernels(gate.transpose(1, 2), up, F.silu) is None
+    assert fused._gate_kernels(gate, up, F.silu) is kernels
+    assert fused._gate_kernels(gate, up, F.gelu) is None
+    assert fused._gate_kernels(gate.transpose(1, 2), up, F.silu) is None
     heads, tables = torch.zeros(2, 3, 4, 8), torch.zeros(1, 1, 4, 8)
-    assert rotary._kernels(heads, tables, tables) is kernels
-    assert rotary._kernels(heads[0], tables, tables) is None
-    assert rotary._kernels(heads, tables.expand(2, 3, 4, 8), tables) is None
+    assert fused._rotary_kernels(heads, tables, tables) is kernels
+    assert fused._rotary_kernels(heads[0], tables, tables) is None
+    assert fused._rotary_kernels(heads, tables.expand(2, 3, 4, 8), tables) is None
 
 
 def test_numbers_of_a_cpu_are_torchs() -> None:
     heads, tables = torch.zeros(2, 3, 4, 8), torch.zeros(1, 1, 4, 8)
     assert fused.kernels_for(heads) is None
-    assert rotary._kernels(heads, tables, tables) is None
-    assert gates._kernels(heads, heads, F.silu) is None
+    assert fused._rotary_kernels(heads, tables, tables) is None
+    assert fused._gate_kernels(heads, heads, F.silu) is None

@@ -18,12 +18,12 @@ from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 from ds_hydra.pipe import wrappers
-from ds_hydra.pipe.models import causal_lm, kinds, meta_copy
+from ds_hydra.pipe.models import causal_lm, flow, meta_copy
 from ds_hydra.pipe.models.adapted import base_of
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.models.facts import ModelFacts
-from ds_hydra.pipe.models.kinds import LayerKinds
-from ds_hydra.pipe.models.lone_rank import _Silent
+from ds_hydra.pipe.models.flow import LayerKinds
+from ds_hydra.pipe.models.token_rules import _Silent
 from ds_hydra.pipe.placement import place_pipeline
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
 from ds_hydra.pipe.stage import StagePlace
@@ -157,7 +157,7 @@ def test_a_layer_that_differs_is_of_no_others_kind(edit: Callable[[Any], None]) 
         if edit is buffer:
             layer.mlp.register_buffer("mask", torch.zeros(3))
     edit(model.model.layers[2])
-    with mock.patch.object(kinds, "own_code", return_value=()) if edit is renamed else mock.MagicMock():
+    with mock.patch.object(flow, "own_code", return_value=()) if edit is renamed else mock.MagicMock():
         firsts = CausalLM(model).kinds.firsts
     assert firsts in ((0, 0, 2, 0), ALONE)
     assert edit not in (hook, hook_of_gradient) or firsts == ALONE, "a script's code may go by anything"
@@ -178,7 +178,7 @@ def test_code_that_goes_by_a_layers_number_is_told_by_what_it_runs(whose: str, f
     model = small_model()
     for index, layer in enumerate(model.model.layers):
         layer.mlp.__class__, layer.mlp.layer_idx = ByNumber, index
-    with mock.patch.object(kinds, "own_code", side_effect=(lambda _: ()) if whose == "a package's" else kinds.own_code):
+    with mock.patch.object(flow, "own_code", side_effect=(lambda _: ()) if whose == "a package's" else flow.own_code):
         assert CausalLM(model).kinds.firsts == firsts
 
 
@@ -321,8 +321,8 @@ def test_a_layer_that_mixes_sequences_is_found_wherever_it_is(name: str) -> None
 
 def test_numbers_of_every_layer_make_no_kinds() -> None:
     scales = [{"scale": 0.97**index, "lag": 4 * (index == 5)} for index in range(32)]
-    kept, kinds = choose(["layer"] * 32, scales, 4)
-    assert kinds == 2
+    kept, number = choose(["layer"] * 32, scales, 4)
+    assert number == 2
     assert len(kept) == 4
     assert {0, 5} < set(kept)
     assert choose(["layer"] * 5, [{}] * 5, 2) == ([0, 1], 1)

@@ -14,8 +14,7 @@ from ds_hydra.commands import check as check_command
 from ds_hydra.config import hydra_block
 from ds_hydra.config.hydra_block import HydraConfig, parse_config
 from ds_hydra.costs import job_fingerprint
-from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.costs.table_file import TableFile, table_file_from_record
+from ds_hydra.costs.cost_table import CostTable, SchemeCost, TableFile, table_file_from_record
 from ds_hydra.engine import models
 from ds_hydra.engine.checked import check_candidates
 from ds_hydra.engine.fingerprint import describe_job

@@ -26,10 +26,10 @@ from ds_hydra.pipe.schedules.list_walk import (
 )
 from ds_hydra.pipe.schedules.registry import SCHEDULES, Schedule, orders, register
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
-from ds_hydra.plan.runnable import check_runnable
+from ds_hydra.plan.validate import check_runnable
 from ds_hydra.planner import Planner, PlannerOptions, StepPlan, validate_plan
 from ds_hydra.planner.kernels import load
-from ds_hydra.planner.proposal.spaces import wider_shapes
+from ds_hydra.planner.proposal.propose import wider_shapes
 from ds_hydra.planner.recipe import PlanRecipe
 from ds_hydra.zero_hetero.errors import PlanError
 from tests.support.case import Case

@@ -30,7 +30,7 @@ from ds_hydra.engine.models import model_source
 from ds_hydra.host.model_limits import arguments_of, limits_of
 from ds_hydra.pipe.contexts import Context, Contexts
 from ds_hydra.pipe.models.causal_lm import CausalLM
-from ds_hydra.pipe.models.unset import drawn_parameter, set_buffers, unset_buffers
+from ds_hydra.pipe.models.meta_copy import drawn_parameter, set_buffers, unset_buffers
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.pipe.stage_options import AS_WRITTEN, StageOptions

@@ -16,26 +16,25 @@ import torch
 from torch import Tensor, nn
 from transformers.models.bamba import modeling_bamba
 
-from ds_hydra.pipe.carried import Carried
-from ds_hydra.pipe.contexts import Contexts
+from ds_hydra.pipe.collectives import all_of_row
+from ds_hydra.pipe.contexts import Carried, Contexts
 from ds_hydra.pipe.model_plan import ParamSpec, ShardRule
-from ds_hydra.pipe.models import boxed_layers, find_boxes, find_heads, own_heads, recurrent_heads, three_ways
+from ds_hydra.pipe.models import boxed_layers, causal_lm, find_boxes, recurrent_heads
 from ds_hydra.pipe.models import boxed_layers as running
-from ds_hydra.pipe.models.boxed_stage import StageBoxes
+from ds_hydra.pipe.models.boxed_layers import StageBoxes
+from ds_hydra.pipe.models.boxes import State
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.models.draws import Draws
 from ds_hydra.pipe.models.facts import ModelFacts
-from ds_hydra.pipe.models.find_states import with_states
+from ds_hydra.pipe.models.find_boxes import with_states
 from ds_hydra.pipe.models.recurrent_heads import HeadCut, head_cut
-from ds_hydra.pipe.models.states import State
 from ds_hydra.pipe.placement import Strategy, place_pipeline
-from ds_hydra.pipe.row_collectives import all_of_row
 from ds_hydra.pipe.rows import Pack
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
 from ds_hydra.pipe.stage import StagePlace
 from ds_hydra.profiling import stage_memory
-from ds_hydra.profiling.hollow import hollow_source
 from ds_hydra.profiling.stage_memory import measure_activations
+from ds_hydra.profiling.stage_timer import hollow_source
 from ds_hydra.self_check.check import check_strategies
 from ds_hydra.self_check.compare import compare
 from ds_hydra.self_check.plain import Plain
@@ -343,7 +342,7 @@ def _with_rules(changed: Callable[[ShardRule], ShardRule]) -> Any:
 
 
 def test_a_cut_that_computes_something_else_is_left_out() -> None:
-    with channels_are_cut_as_one(), mock.patch.object(find_heads, "head_cut", lambda m: recurrent_heads.head_cut(m)):
+    with channels_are_cut_as_one(), mock.patch.object(find_boxes, "head_cut", lambda m: recurrent_heads.head_cut(m)):
         source = CausalLM(build_model("qwen3_5", torch.float32))
     assert not source.head_cuts
 
@@ -354,21 +353,23 @@ def norms_count_as_complete() -> Any:
 
 
 def norms_are_of_a_rank() -> Any:
-    right = own_heads.gated_norm
+    right = recurrent_heads.gated_norm
 
     def own(norm: Any, groups: int, rank: int, tp: int, group: Any, *given: Tensor) -> Tensor:
         return right(norm, groups, rank, tp, (), *given)
 
-    return mock.patch.object(own_heads, "gated_norm", own)
+    return mock.patch.object(recurrent_heads, "gated_norm", own)
 
 
 def squares_have_the_gradient_of_a_rank() -> Any:
-    right = own_heads.copy_to_ranks
-    return mock.patch.object(own_heads, "copy_to_ranks", lambda x, group: x if x.shape[-1] == 1 else right(x, group))
+    right = recurrent_heads.copy_to_ranks
+    return mock.patch.object(
+        recurrent_heads, "copy_to_ranks", lambda x, group: x if x.shape[-1] == 1 else right(x, group)
+    )
 
 
 def hidden_states_have_the_gradient_of_a_rank() -> Any:
-    return mock.patch.object(own_heads, "copy_to_ranks", lambda x, group: x)
+    return mock.patch.object(recurrent_heads, "copy_to_ranks", lambda x, group: x)
 
 
 MUTANTS = [
@@ -472,7 +473,7 @@ def first_heads_are_computed_by_all() -> Any:
     def first(held: Any, own: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         return [(0, stop - start) for start, stop in own]
 
-    return mock.patch.object(own_heads, "_within", first)
+    return mock.patch.object(recurrent_heads, "_within", first)
 
 
 def parts_are_not_added_up() -> Any:
@@ -513,12 +514,12 @@ def states_are_of_the_next_head() -> Any:
 @contextmanager
 def squares_are_of_a_rank() -> Iterator[None]:
     """A group of the norm lies on two ranks."""
-    right = own_heads.gated_norm
+    right = recurrent_heads.gated_norm
 
     def own(norm: Any, groups: int, part: int, parts: int, ranks: Any, *given: Tensor) -> Tensor:
         return right(norm, groups, part, parts, (), *given)
 
-    with mock.patch.object(own_heads, "gated_norm", own):
+    with mock.patch.object(recurrent_heads, "gated_norm", own):
         yield
 
 
@@ -644,7 +645,7 @@ def sequences_draw_as_the_row() -> Any:
 
 def no_layer_has_boxes() -> Any:
     """Nor does its class say that it needs some."""
-    return mock.patch.object(three_ways, "may_mix_otherwise", return_value=False)
+    return mock.patch.object(causal_lm, "may_mix_otherwise", return_value=False)
 
 
 WRONG_BOXES: list[tuple[str, str, Callable[[], Any]]] = [

@@ -21,16 +21,15 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 from ds_hydra.config.hydra_block import HydraConfig
 from ds_hydra.engine.checked import check_candidates
 from ds_hydra.pipe import dropout, token_sharding
+from ds_hydra.pipe.collectives import Pending
 from ds_hydra.pipe.models import draws, token_rules
 from ds_hydra.pipe.models.adapted import base_of
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.models.layer_list import LayerList
 from ds_hydra.pipe.placement import place_pipeline
-from ds_hydra.pipe.row_collectives import Pending
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
-from ds_hydra.pipe.stage import StagePlace
+from ds_hydra.pipe.stage import StagePlace, StandIn
 from ds_hydra.pipe.stage_options import StageOptions
-from ds_hydra.pipe.stand_in import StandIn
 from ds_hydra.profiling.stage_memory import kept_bytes
 from ds_hydra.profiling.stage_timer import StageTimer
 from ds_hydra.self_check.check import check_strategies

@@ -19,19 +19,18 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from ds_hydra.pipe import head_loss, weight_gradients
+import ds_hydra.pipe.loss as pipe_loss
+from ds_hydra.pipe import weight_gradients
 from ds_hydra.pipe.contexts import Contexts
-from ds_hydra.pipe.head_loss import HeadLoss
-from ds_hydra.pipe.loss import blockwise_loss, token_losses
+from ds_hydra.pipe.loss import HeadLoss, blockwise_loss, token_losses
 from ds_hydra.pipe.models.causal_lm import CausalLM
-from ds_hydra.pipe.models.plain_head import PlainHead
-from ds_hydra.pipe.models.recompute import Recomputing
+from ds_hydra.pipe.models.cut import PlainHead, Recomputing
 from ds_hydra.pipe.placement import whole_layers
 from ds_hydra.pipe.rows import Chunk, MicroBatch, Pack
 from ds_hydra.pipe.shape import PipelineShape
 from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.pipe.weight_gradients import WeightGradients, add_to_sum
-from ds_hydra.profiling.allocations import Allocations
+from ds_hydra.profiling.stage_memory import Allocations
 from ds_hydra.self_check.compare import compare
 from ds_hydra.self_check.runs import Data, Outcome, run_pipeline, uneven_data
 from ds_hydra.self_check.schemes import uneven_pipeline
@@ -471,8 +470,8 @@ def results(
 def test_gradients_are_those_of_autograd_in_any_blocks(
     monkeypatch: pytest.MonkeyPatch, rows: int, needed: tuple[bool, bool]
 ) -> None:
-    monkeypatch.setattr(head_loss, "HEAD_LOGITS_AT_ONCE", rows * VOCAB)
-    monkeypatch.setattr(head_loss, "LOGITS_AT_ONCE", 3 * VOCAB)
+    monkeypatch.setattr(pipe_loss, "HEAD_LOGITS_AT_ONCE", rows * VOCAB)
+    monkeypatch.setattr(pipe_loss, "LOGITS_AT_ONCE", 3 * VOCAB)
     hidden, weight = values(TOKENS, HEAD_WIDTH, VOCAB)
     found = results(as_one, hidden, weight, factor=0.37, needed=needed)
     torch.testing.assert_close(found, results(by_autograd, hidden, weight, factor=0.37, needed=needed))
@@ -485,7 +484,7 @@ def test_a_weights_gradient_is_as_good_in_many_blocks_as_in_one(monkeypatch: pyt
     assert true is not None
     errors: dict[int, float] = {}
     for blocks in (1, 16, 128):
-        monkeypatch.setattr(head_loss, "HEAD_LOGITS_AT_ONCE", tokens * vocab // blocks)
+        monkeypatch.setattr(pipe_loss, "HEAD_LOGITS_AT_ONCE", tokens * vocab // blocks)
         found = results(as_one, hidden, weight)[2]
         assert found is not None
         assert found.dtype == torch.bfloat16
@@ -498,7 +497,7 @@ def test_a_weights_gradient_is_as_good_in_many_blocks_as_in_one(monkeypatch: pyt
 def test_a_tensor_becomes_narrow_in_its_own_memory(numel: int) -> None:
     wide = torch.randn(numel, 1)
     expected = wide.bfloat16()
-    narrow = head_loss._narrow(wide, torch.bfloat16)
+    narrow = pipe_loss._narrow(wide, torch.bfloat16)
     assert torch.equal(narrow, expected)
     assert narrow.data_ptr() == wide.data_ptr()
 

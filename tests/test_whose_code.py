@@ -20,8 +20,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 from ds_hydra.pipe.models.causal_lm import CausalLM
-from ds_hydra.pipe.models.functions import _calling
 from ds_hydra.pipe.models.meta_copy import copy_to_meta
+from ds_hydra.pipe.models.recognise import _calling
 from ds_hydra.pipe.models.whose_code import is_installed, runs_installed_code
 from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.zero_hetero.errors import ConfigError

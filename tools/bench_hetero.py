@@ -32,11 +32,10 @@ import numpy as np
 
 from ds_hydra.commands.figures import guarded, run_parts
 from ds_hydra.commands.shipped import shipped
-from ds_hydra.costs.activations import Activations
 from ds_hydra.costs.analytic import analytic_cost_table
-from ds_hydra.costs.memory import JobMemory
-from ds_hydra.costs.table_file import TableFile
-from ds_hydra.data.length_sources import read_lengths, sample_batches
+from ds_hydra.costs.cost_table import TableFile
+from ds_hydra.costs.memory import Activations, JobMemory
+from ds_hydra.data.lengths import read_lengths, sample_batches
 from ds_hydra.data.sampler import TokenBudgetSampler
 from ds_hydra.emulate.cluster import emulate_plans
 from ds_hydra.engine.fits import within_memory
@@ -45,9 +44,8 @@ from ds_hydra.plan.rank_order import crossings
 from ds_hydra.plan.schemes import feasible_schemes
 from ds_hydra.planner import Planner, PlannerOptions
 from ds_hydra.planner.proposal.propose import propose_strategies
-from ds_hydra.simulate.job import SimulatedJob
+from ds_hydra.simulate.job import SHIPPED, SimulatedJob, llama_plan
 from ds_hydra.simulate.links import LinkModel
-from ds_hydra.simulate.llama import SHIPPED, llama_plan
 from ds_hydra.simulate.preview import Messages
 from ds_hydra.zero_hetero.nodes import NodeSize
 from tools import aims

@@ -32,12 +32,10 @@ from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.placement import Strategy, place_strategy
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.testing import run_ranks
-from ds_hydra.zero_hetero.bucket import BucketSpec
-from ds_hydra.zero_hetero.layout import Layout
+from ds_hydra.zero_hetero.layout import BucketSpec, Layout
 from ds_hydra.zero_hetero.link import Link
 from ds_hydra.zero_hetero.masters import MasterShards
-from ds_hydra.zero_hetero.pulls import Pulls
-from ds_hydra.zero_hetero.pushes import PushBucket, Pushes
+from ds_hydra.zero_hetero.pushes import Pulls, PushBucket, Pushes
 from ds_hydra.zero_hetero.transfer_plan import TransferPlan, plan_transfer
 from ds_hydra.zero_hetero.transport import TorchTransport
 from tests.support.fused_llama import llama_plan

@@ -27,17 +27,14 @@ from benchmarks.rivals.dispatch import ComparedDispatch
 from benchmarks.rivals.proposal import propose_by_program
 from ds_hydra.commands.figures import figures_parser, finish, print_table
 from ds_hydra.costs.cost_table import CostTable
-from ds_hydra.data.length_sources import sample_batches
-from ds_hydra.data.reorder import SortedPairs
-from ds_hydra.data.sampler import TokenBudgetSampler
+from ds_hydra.data.lengths import sample_batches
+from ds_hydra.data.sampler import SortedPairs, TokenBudgetSampler
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.simulate import simulate_plan
 from ds_hydra.planner import StepPlan
 from ds_hydra.planner.exact.counts import continuous_ms
 from ds_hydra.planner.kernels.problem import Batch, scheme_arrays, scheme_row
-from ds_hydra.planner.proposal.candidates import usable_schemes
-from ds_hydra.planner.proposal.propose import QUICK, Wider, propose_strategies
-from ds_hydra.planner.proposal.spaces import wider_shapes
+from ds_hydra.planner.proposal.propose import QUICK, Wider, propose_strategies, usable_schemes, wider_shapes
 from ds_hydra.planner.selection import warm_up
 from tools import aims
 from tools.planner_highs import bench_highs

@@ -22,14 +22,12 @@ from typing import Any
 import numpy as np
 
 from ds_hydra.commands.figures import figures_parser, finish, print_table
-from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.costs.table_file import read_table_file
+from ds_hydra.costs.cost_table import CostTable, SchemeCost, read_table_file
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.planner.selection import Planner
-from ds_hydra.profiling.entry import entry_from_record
-from ds_hydra.profiling.fit import NAMES, Point, fit_points
-from ds_hydra.rivals.setting import RivalModel
+from ds_hydra.profiling.fit import NAMES, Point, entry_from_record, fit_points
+from ds_hydra.rivals.costs import RivalModel
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tools import aims
 

@@ -133,7 +133,7 @@ def plan_digests(quick: bool) -> Iterator[tuple[str, str, float]]:
     Planner = _first("ds_hydra.planner:Planner")
     Options = _first("ds_hydra.planner:PlannerOptions")
     propose = _first("ds_hydra.planner.proposal.propose:propose_strategies", "ds_hydra.planner:propose_strategies")
-    read_lengths = _first("ds_hydra.data.length_sources:read_lengths", "ds_hydra.planner.lengths:read_lengths")
+    read_lengths = _first("ds_hydra.data.lengths:read_lengths", "ds_hydra.planner.lengths:read_lengths")
     count = (QUICK_PLANS if quick else NUM_PLANS) // 4
     wikipedia, histogram = str(TABLES / "wikipedia_lengths.txt"), str(TABLES / "pretraining_length_histogram.csv")
     for model, num_gpus, data, choose in (

@@ -25,17 +25,15 @@ import numpy as np
 from ds_hydra.commands.figures import figures_parser, finish, guarded, print_table
 from ds_hydra.commands.shipped import shipped
 from ds_hydra.costs.analytic import analytic_cost_table
-from ds_hydra.costs.table_file import TableFile
-from ds_hydra.data.length_sources import read_lengths, sample_batches
+from ds_hydra.costs.cost_table import TableFile
+from ds_hydra.data.lengths import read_lengths, sample_batches
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner import Planner, PlannerOptions
 from ds_hydra.report.trace import trace_faults, trace_record
+from ds_hydra.simulate.job import SHIPPED, shipped_job
 from ds_hydra.simulate.links import LinkModel
-from ds_hydra.simulate.llama import SHIPPED, shipped_job
-from ds_hydra.simulate.outcome import SimulatedStep
-from ds_hydra.simulate.spans import step_spans
-from ds_hydra.simulate.step import Simulator
+from ds_hydra.simulate.step import SimulatedStep, Simulator, step_spans
 from ds_hydra.zero_hetero.errors import PlanError
 from tests.support.random_plans import random_job, random_plan
 from tools import aims, machine

@@ -25,8 +25,7 @@ from threading import Thread
 from typing import Any
 
 from ds_hydra.commands.figures import figures_parser, finish, guarded, print_table
-from ds_hydra.report.curves import changes_of_ranks
-from ds_hydra.report.plots import draw_report, read_steps
+from ds_hydra.report.plots import changes_of_ranks, draw_report, read_steps
 from ds_hydra.testing import free_port
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -17,8 +17,8 @@ from unittest import mock
 import numpy as np
 
 from ds_hydra.planner import Planner
-from ds_hydra.planner.budget import budget_of
 from ds_hydra.planner.chunked import ChunkedSearch
+from ds_hydra.planner.composing import budget_of
 from ds_hydra.planner.kernels.problem import PipelineKinds
 from tools import aims
 from tools.planner_workloads import Figures, Workload

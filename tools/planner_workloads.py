@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 
 from ds_hydra.costs.cost_table import CostTable
-from ds_hydra.data.length_sources import WEB_PAGES, read_lengths, sample_batches
+from ds_hydra.data.lengths import WEB_PAGES, read_lengths, sample_batches
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.planner import Planner, PlannerOptions, StepPlan
-from ds_hydra.planner.proposal.propose import QUICK, THOROUGH, Wider, propose_strategies
-from ds_hydra.planner.proposal.spaces import wider_shapes
+from ds_hydra.planner.proposal.propose import QUICK, THOROUGH, Wider, propose_strategies, wider_shapes
 from tools import machine
 
 Strategies = tuple[StrategyShape, ...]

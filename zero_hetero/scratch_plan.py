@@ -43,8 +43,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ds_hydra.zero_hetero.intervals import Column, sorted_by, sum_by
-from ds_hydra.zero_hetero.layout import padded
+from ds_hydra.zero_hetero.layout import Column, padded, sorted_by, sum_by
 from ds_hydra.zero_hetero.transfer_plan import Slice, TransferPlan
 from ds_hydra.zero_hetero.twin_plan import TwinPush
 

@@ -16,16 +16,142 @@ started; and waiting for an exchange opens its receives, and those of all that s
 With a bound of 2 and exchanges 0 to 5 started, 0 and 1 are open. Waiting for 4 opens 2, 3 and 4. Exchanges open in the
 order of their start in any case, because messages of one pair and tag meet their receives in the order in which these
 were opened.
+
+A message whose elements lie side by side in the local buffer is sent from it, or received into it, as it is. Any
+other is copied through scratch memory: gathered before it is sent, scattered after it has arrived.
+
+[Note: lanes] The second step of a transfer can begin when the first has arrived. On a GPU that is a matter of queues: a
+stream of its own waits for the first step, does what has to be done between the two, and starts the second, while the
+host has long gone on and the kernels of the model run in their own stream. So all steps are issued at once, in one
+order on all ranks. Where a wait holds up the host (gloo), a later step is issued at a point of the program where every
+rank has started all first steps; there a rank that waits keeps nobody from what it waits for.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+
+
+class Part(NamedTuple):
+    """`length` elements at `offset` of a local buffer and at `position` of a message."""
+
+    offset: int
+    position: int
+    length: int
+
+
+class Envelope(NamedTuple):
+    """One rank's side of one message: its parts in message order; a single part needs no copy."""
+
+    peer: int
+    numel: int
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def of_intervals(cls, peer: int, intervals: Iterable[tuple[int, int]]) -> Envelope:
+        """From (offset, length) in message order; neighbours that touch become one part.
+
+        The intervals (4, 2), (6, 3), (20, 1) of a buffer are 6 elements in two parts: 5 from offset 4, 1 from 20.
+        """
+        parts: list[Part] = []
+        numel = 0
+        for offset, length in intervals:
+            if parts and parts[-1].offset + parts[-1].length == offset:
+                parts[-1] = parts[-1]._replace(length=parts[-1].length + length)
+            else:
+                parts.append(Part(offset, numel, length))
+            numel += length
+        return cls(peer, numel, tuple(parts))
+
+    @property
+    def end(self) -> int:
+        """The least length of a local buffer that holds every part."""
+        return max((part.offset + part.length for part in self.parts), default=0)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the message is one interval of the local buffer, and so needs no copy."""
+        return len(self.parts) == 1
+
+    def interval(self, buffer: Tensor) -> Tensor:
+        """The message where it lies in the local buffer, shape (numel,), if it is `in_place`."""
+        return buffer.narrow(0, self.parts[0].offset, self.numel)
+
+    def gather(self, src: Tensor, message: Tensor) -> Tensor:
+        """Copy the elements from their places in `src` into `message`, shape (numel,), and cast them to its dtype."""
+        for offset, position, length in self.parts:
+            message.narrow(0, position, length).copy_(src.narrow(0, offset, length))
+        return message
+
+    def scatter(self, message: Tensor, dst: Tensor) -> None:
+        """Copy the elements of `message`, shape (numel,), to their places in `dst`."""
+        for offset, position, length in self.parts:
+            dst.narrow(0, offset, length).copy_(message.narrow(0, position, length))
+
+
+class Lane(Protocol):
+    """Where later steps are begun, and how computing waits for what is done there."""
+
+    early: bool
+    """Whether they are issued at once [Note: lanes]."""
+
+    def aside(self) -> Any:
+        """A context: what is started in it waits for all that was started before, but nothing waits for it."""
+
+    def mark(self) -> Any:
+        """Within `aside`: the moment at which all that was started in it is done."""
+
+    def wait(self, mark: Any) -> None:
+        """What is started from now on waits for a mark."""
+
+
+class HostLane:
+    """For devices that are done when a call returns."""
+
+    def __init__(self, *, early: bool = False) -> None:
+        self.early = early
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        yield
+
+    def mark(self) -> None:
+        """All is done already."""
+
+    def wait(self, mark: None) -> None:
+        """All is done already."""
+
+
+class DeviceLane:
+    """A stream of its own on a CUDA device."""
+
+    early = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._device = device
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def wait(self, mark: torch.cuda.Event) -> None:
+        torch.cuda.current_stream(self._device).wait_event(mark)
+
 
 Parcel = tuple[int, Tensor]  # (peer, contiguous buffer of shape (numel,))
 

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from ds_hydra.planner.kernels.arrays import Floats, Ints
+from ds_hydra.planner.kernels.problem import Floats, Ints
 
 
 def greedy_trials(

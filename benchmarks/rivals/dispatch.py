@@ -11,11 +11,9 @@ import ds_hydra.planner.kernels as product
 from benchmarks.rivals import kernels
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.pipe.shape import StrategyShape
-from ds_hydra.planner.exact.dispatch_problem import DispatchProblem
-from ds_hydra.planner.exact.programs import dispatch_ms
-from ds_hydra.planner.kernels.arrays import Ints, Problem, Prospect, SearchEffort
-from ds_hydra.planner.kernels.placing import empty_placement
-from ds_hydra.planner.kernels.problem import Batch, PipelineKinds, scheme_arrays
+from ds_hydra.planner.exact.programs import DispatchProblem, dispatch_ms
+from ds_hydra.planner.kernels.dispatch import empty_placement
+from ds_hydra.planner.kernels.problem import Batch, Ints, PipelineKinds, Problem, Prospect, SearchEffort, scheme_arrays
 
 TRIALS = 100  # of Algorithm 1, as published
 

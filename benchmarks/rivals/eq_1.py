@@ -6,7 +6,7 @@ flow shop's time, so bounds hold for it too.
 
 from __future__ import annotations
 
-from ds_hydra.planner.kernels.arrays import Scheme
+from ds_hydra.planner.kernels.problem import Scheme
 
 
 def stage_ms(scheme: Scheme, total: float, widest: float, v: int) -> float:

@@ -10,9 +10,8 @@ from benchmarks.rivals.dispatch import ComparedDispatch
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.step_plan import StepPlan
-from ds_hydra.planner.kernels.arrays import Problem
-from ds_hydra.planner.kernels.placing import empty_placement
-from ds_hydra.planner.kernels.problem import Assignment, Batch, PipelineKinds, check_sequences, scheme_arrays
+from ds_hydra.planner.kernels.dispatch import empty_placement
+from ds_hydra.planner.kernels.problem import Assignment, Batch, PipelineKinds, Problem, check_sequences, scheme_arrays
 from ds_hydra.planner.pipelines import assigned_pipelines
 from ds_hydra.zero_hetero.errors import PlanError
 

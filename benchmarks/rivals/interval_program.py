@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from ds_hydra.planner.kernels.arrays import Floats, Ints
+from ds_hydra.planner.kernels.problem import Floats, Ints
 
 
 class Choices(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Protocol, cast
 from benchmarks.rivals import algorithm_1, eq_1, interval_program
 from benchmarks.rivals.interval_program import Choices
 from ds_hydra.planner.kernels import Kernels, load
-from ds_hydra.planner.kernels.arrays import Floats, Ints
+from ds_hydra.planner.kernels.problem import Floats, Ints
 
 MODULES = (algorithm_1, interval_program, eq_1)
 
@@ -28,4 +28,4 @@ class RivalKernels(Kernels, Protocol):
 
 def compiled() -> RivalKernels:
     """As numba dispatchers; the first call of each compiles it unless the cache on disk holds it."""
-    return cast(RivalKernels, load.compiled(*MODULES))
+    return cast("RivalKernels", load.compiled(*MODULES))

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from ds_hydra.zero_hetero import safe_json
+from ds_hydra.zero_hetero import files
 from ds_hydra.zero_hetero.errors import CheckpointError
-from ds_hydra.zero_hetero.intervals import overlaps
+from ds_hydra.zero_hetero.layout import overlaps
 
 FORMAT, VERSION = "ds_hydra checkpoint", 1
 MANIFEST = "manifest.json"
@@ -162,8 +162,8 @@ class Manifest:
 def parse_json(text: str | bytes | bytearray, place: str) -> Any:
     """JSON without duplicate keys, NaN or deep nesting; CheckpointError naming `place` for anything else."""
     try:
-        return safe_json.parse_json(text)
-    except safe_json.JsonError as error:
+        return files.parse_json(text)
+    except files.JsonError as error:
         raise CheckpointError(f"{place} is damaged, not the JSON that was written ({error}); use another tag") from None
 
 
@@ -175,7 +175,7 @@ def check_client_state(state: Mapping[str, Any] | None) -> dict[str, Any]:
     """
     try:
         plain: dict[str, Any] = _as_plain(dict(state or {}), "client_state")
-        if safe_json.too_deep(plain, safe_json.MAX_DEPTH - _OUTER_LEVELS):
+        if files.too_deep(plain, files.MAX_DEPTH - _OUTER_LEVELS):
             raise ValueError("nested too deeply")
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(
@@ -185,7 +185,7 @@ def check_client_state(state: Mapping[str, Any] | None) -> dict[str, Any]:
     text = json.dumps(plain)
     if len(text) > _MAX_CLIENT_BYTES:
         raise CheckpointError(f"client_state has {len(text)} bytes as JSON, more than {_MAX_CLIENT_BYTES}; save less")
-    found: dict[str, Any] = safe_json.parse_json(text)
+    found: dict[str, Any] = files.parse_json(text)
     return found
 
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from ds_hydra.checkpoint import optimizer_state, state
 from ds_hydra.checkpoint.format import Manifest, OtherJobError
-from ds_hydra.data.order import RESUME_WEIGHTS, Order
+from ds_hydra.data.sampler import RESUME_WEIGHTS, Order
 from ds_hydra.host.loss_scale import LossScale
 from ds_hydra.step.model_masters import ModelMasters
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError

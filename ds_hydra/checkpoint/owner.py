@@ -31,8 +31,7 @@ from pathlib import Path
 
 from ds_hydra.watchdog.host import Identity, gone
 from ds_hydra.zero_hetero.errors import CheckpointError
-from ds_hydra.zero_hetero.files import create_file, read_file
-from ds_hydra.zero_hetero.safe_json import parse_json
+from ds_hydra.zero_hetero.files import create_file, parse_json, read_file
 
 BEAT_S, STILL_S, POLL_S = 5.0, 30.0, 1.0
 _NAME = re.compile(r"\.owner-([0-9]{1,18})")

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ds_hydra.config.checks import AUTO
+from ds_hydra.config.checks import AUTO, read_config
 from ds_hydra.config.hosts import ACCELERATE
-from ds_hydra.config.read import read_config
 from ds_hydra.zero_hetero.errors import ConfigError
 
 YAML = (".yaml", ".yml")

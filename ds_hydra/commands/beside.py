@@ -6,12 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from ds_hydra.costs.cost_table import CostTable
-from ds_hydra.costs.table_file import TableFile
+from ds_hydra.costs.cost_table import CostTable, TableFile
 from ds_hydra.planner import PhasedPlanner, PlannerOptions
 from ds_hydra.planner.fixed_layout import layouts_by_length
+from ds_hydra.rivals.costs import NODE, JobSetting, OwnModel, Recomputed
 from ds_hydra.rivals.preview import Messages, other_systems
-from ds_hydra.rivals.setting import NODE, JobSetting, OwnModel, Recomputed
 from ds_hydra.simulate.links import LinkModel
 
 OURS = "ds-hydra"

@@ -25,7 +25,7 @@ from ds_hydra.pipe.models.experts import for_strategies
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.pipe.stage_options import FUNCTIONS, StageOptions
-from ds_hydra.profiling.hollow import hollow_model
+from ds_hydra.profiling.stage_timer import hollow_model
 from ds_hydra.self_check.check import check_strategies
 
 

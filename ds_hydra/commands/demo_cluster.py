@@ -8,22 +8,19 @@ from typing import Any
 
 from ds_hydra.commands.moving import moving
 from ds_hydra.commands.shipped import shipped
-from ds_hydra.costs.table_file import read_table_file
-from ds_hydra.data.length_sources import read_lengths
+from ds_hydra.costs.cost_table import read_table_file
+from ds_hydra.data.lengths import read_lengths
 from ds_hydra.data.sampler import TokenBudgetSampler
 from ds_hydra.emulate.cluster import emulate_plans
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner import Planner, PlannerOptions
-from ds_hydra.report.gantt import draw_gantt
+from ds_hydra.report.plots import draw_gantt
 from ds_hydra.report.record import is_heterogeneous
 from ds_hydra.report.trace import Span
-from ds_hydra.simulate.job import SimulatedJob
+from ds_hydra.simulate.job import SimulatedJob, shipped_job
 from ds_hydra.simulate.links import LinkModel
-from ds_hydra.simulate.llama import shipped_job
-from ds_hydra.simulate.outcome import SimulatedStep
-from ds_hydra.simulate.spans import step_spans
-from ds_hydra.simulate.step import Simulator
+from ds_hydra.simulate.step import SimulatedStep, Simulator, step_spans
 
 RANKS, TOKENS, CONTEXT, STEPS = 16, 100_000, 65536, 20
 FIXED = StrategyShape.parse("2*tp8")  # of measured shapes that hold the context the fastest, once balanced

@@ -21,12 +21,12 @@ from ds_hydra.commands.figures import figures_parser, finish, guarded, print_tab
 from ds_hydra.commands.links import add_link_options
 from ds_hydra.commands.shipped import shipped
 from ds_hydra.commands.simulate import simulated_job
-from ds_hydra.costs.table_file import read_table_file, told
-from ds_hydra.data.length_sources import read_lengths
+from ds_hydra.costs.cost_table import read_table_file, told
+from ds_hydra.data.lengths import read_lengths
+from ds_hydra.emulate.clock import check_ranks, machine_limits
 from ds_hydra.emulate.cluster import EmulatedJob, EmulatedStep, emulate
-from ds_hydra.emulate.limits import check_ranks, machine_limits
 from ds_hydra.pipe.shape import StrategyShape
-from ds_hydra.plan.plan_file import load_plans
+from ds_hydra.plan.step_plan import load_plans
 from ds_hydra.simulate.links import Speed
 from ds_hydra.simulate.step import Simulator
 from ds_hydra.zero_hetero.errors import ConfigError

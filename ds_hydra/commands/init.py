@@ -29,7 +29,7 @@ from ds_hydra.commands.swapped import Span, diff_of, renamed, swap_of
 from ds_hydra.commands.translated import translated
 from ds_hydra.config.hosts import HOSTS, TRAINER
 from ds_hydra.config.hydra_block import BLOCK
-from ds_hydra.data.length_sources import read_lengths
+from ds_hydra.data.lengths import read_lengths
 from ds_hydra.zero_hetero.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -20,18 +20,16 @@ from ds_hydra.commands.planned_block import Setting
 from ds_hydra.commands.translated import OwnLayout
 from ds_hydra.config.hydra_block import HydraConfig
 from ds_hydra.costs.analytic import ASSUMED, AssumedDevice, ModelShape, analytic_cost_table, assumed_device, model_shape
-from ds_hydra.costs.cost_table import MOST_TOKENS, CostTable
+from ds_hydra.costs.cost_table import MOST_TOKENS, CostTable, TableFile, peak_tflops, read_table_file, told
 from ds_hydra.costs.memory import JobMemory
-from ds_hydra.costs.peak import peak_tflops
-from ds_hydra.costs.table_file import TableFile, read_table_file, told
 from ds_hydra.engine.fits import job_memory, within_memory
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.plan.schemes import feasible_schemes
 from ds_hydra.planner import PlannerOptions
 from ds_hydra.planner.proposal.propose import QUICK, propose_strategies
-from ds_hydra.profiling.hollow import hollow_source
+from ds_hydra.profiling.stage_timer import hollow_source
+from ds_hydra.rivals.costs import JobSetting, OwnModel, Recomputed
 from ds_hydra.rivals.preview import preview_steps
-from ds_hydra.rivals.setting import JobSetting, OwnModel, Recomputed
 from ds_hydra.simulate.links import BETWEEN, INSIDE, LinkModel
 from ds_hydra.zero_hetero.errors import ConfigError
 

@@ -15,7 +15,7 @@ from ds_hydra.commands.planned_block import RECOMPUTED, Setting
 from ds_hydra.commands.script_args import TrainingArgs
 from ds_hydra.commands.swapped import Swap
 from ds_hydra.commands.translated import Translated
-from ds_hydra.data.length_sources import LengthSample
+from ds_hydra.data.lengths import LengthSample
 from ds_hydra.rivals.preview import BALANCED
 
 _LITTLE = 1.05  # times as fast

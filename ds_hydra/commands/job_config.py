@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ds_hydra.config.checks import read_config
 from ds_hydra.config.hosts import TRAINER, filled_in
 from ds_hydra.config.hydra_block import HydraConfig, parse_config
-from ds_hydra.config.read import read_config
 from ds_hydra.host.optimizers import optimizer_of_block
 from ds_hydra.pipe.stage_options import StageOptions
 

@@ -22,7 +22,7 @@ from ds_hydra.elastic.buddies import shift_of
 from ds_hydra.pipe.model_plan import Bucket, ModelPlan
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import StrategyShape
-from ds_hydra.profiling.hollow import hollow_source
+from ds_hydra.profiling.stage_timer import hollow_source
 from ds_hydra.zero_hetero.errors import ConfigError
 from ds_hydra.zero_hetero.layout import Layout, even_layout
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ds_hydra.costs.table_file import TableFile
+from ds_hydra.costs.cost_table import TableFile
 from ds_hydra.simulate.links import LinkModel, Speed
 
 

@@ -8,7 +8,7 @@ from statistics import fmean
 
 from ds_hydra.commands.translated import OwnLayout
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.data.length_sources import sample_batches
+from ds_hydra.data.lengths import sample_batches
 from ds_hydra.pipe.shape import ParallelScheme
 
 

@@ -15,7 +15,7 @@ from ds_hydra.commands.translated import Translated
 from ds_hydra.config.checks import AUTO
 from ds_hydra.config.hosts import CALLS
 from ds_hydra.config.hydra_block import HydraConfig
-from ds_hydra.data.length_sources import LengthSample, assumed_tokens
+from ds_hydra.data.lengths import LengthSample, assumed_tokens
 
 RECOMPUTED = "activation_checkpointing"
 _PLANS = "plans.jsonl"

@@ -24,26 +24,21 @@ from ds_hydra.commands.demo_preview import ours
 from ds_hydra.commands.figures import BAR, CommandParser, guarded, new_file, print_bars, print_table
 from ds_hydra.commands.links import add_link_options, links_of
 from ds_hydra.commands.shipped import FILES, shipped
-from ds_hydra.costs.cost_table import CostTable
-from ds_hydra.costs.table_file import TableFile, read_table_file, told
-from ds_hydra.data.length_sources import LengthSample, read_lengths
+from ds_hydra.costs.cost_table import CostTable, TableFile, read_table_file, told
+from ds_hydra.data.lengths import LengthSample, read_lengths
 from ds_hydra.pipe.schedules.registry import proposed_schedules, weighs
 from ds_hydra.pipe.shape import StrategyShape
-from ds_hydra.plan.phase import THEN
+from ds_hydra.plan.step_plan import THEN
 from ds_hydra.planner import PlannerOptions
 from ds_hydra.planner.fixed_layout import layouts_by_length
-from ds_hydra.planner.kernels.arrays import Floats
-from ds_hydra.planner.proposal.candidates import usable_schemes
-from ds_hydra.planner.proposal.propose import THOROUGH, Wider, propose_strategies
-from ds_hydra.planner.proposal.spaces import wider_shapes
+from ds_hydra.planner.kernels.problem import Floats
+from ds_hydra.planner.proposal.propose import THOROUGH, Wider, propose_strategies, usable_schemes, wider_shapes
 from ds_hydra.report.record import is_heterogeneous
-from ds_hydra.rivals.costs import with_ulysses
+from ds_hydra.rivals.costs import JobSetting, OwnModel, RivalModel, with_ulysses
 from ds_hydra.rivals.preview import BALANCED, FIXED, SCHEDULED, Messages, Preview, length_histogram, preview_steps
-from ds_hydra.rivals.setting import JobSetting, OwnModel, RivalModel
 from ds_hydra.simulate.hosts import DEALT
-from ds_hydra.simulate.job import SimulatedJob
+from ds_hydra.simulate.job import SHIPPED, SimulatedJob, shipped_cluster
 from ds_hydra.simulate.links import BETWEEN, Speed
-from ds_hydra.simulate.llama import SHIPPED, shipped_cluster
 from ds_hydra.zero_hetero.errors import ConfigError
 
 LINK_STEPS = 6

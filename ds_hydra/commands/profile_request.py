@@ -16,13 +16,12 @@ from ds_hydra.config.hydra_block import FLASH_3, HydraConfig
 from ds_hydra.costs.job_fingerprint import JobFingerprint
 from ds_hydra.costs.shape_costs import stage_schemes
 from ds_hydra.engine.fingerprint import describe_job
-from ds_hydra.pipe.attention.flash_3 import use_flash_3
+from ds_hydra.pipe.attention.backends import use_flash_3
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.plan.schemes import feasible_schemes
-from ds_hydra.profiling.hollow import hollow_source
-from ds_hydra.profiling.ladder import Rung, make_ladder
-from ds_hydra.profiling.step_timer import MakeOptimizer
+from ds_hydra.profiling.fit import Rung, make_ladder
+from ds_hydra.profiling.stage_timer import MakeOptimizer, hollow_source
 from ds_hydra.profiling.survey import RepeatBudget
 from ds_hydra.zero_hetero.errors import ConfigError
 

@@ -17,20 +17,23 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from ds_hydra.commands.profile_request import Request
-from ds_hydra.costs.activations import Activations
-from ds_hydra.costs.cost_table import CostTable
-from ds_hydra.costs.memory import JobMemory
-from ds_hydra.costs.peak import Peak
-from ds_hydra.costs.table_file import TableFile, activations_from_record, activations_record, write_atomically
+from ds_hydra.costs.cost_table import (
+    CostTable,
+    Peak,
+    TableFile,
+    activations_from_record,
+    activations_record,
+    write_atomically,
+)
+from ds_hydra.costs.memory import Activations, JobMemory
 from ds_hydra.pipe.shape import ParallelScheme
-from ds_hydra.profiling.entry import SchemeEntry, entry_from_record
+from ds_hydra.profiling.fit import SchemeEntry, entry_from_record, with_shared_squares
 from ds_hydra.profiling.link_timer import message_sizes, time_links
 from ds_hydra.profiling.links import Links, links_from_record, read_links
-from ds_hydra.profiling.squares import with_shared_squares
+from ds_hydra.profiling.local_group import within_memory
 from ds_hydra.profiling.stage_memory import measure_activations
-from ds_hydra.profiling.step_timer import step_costs
+from ds_hydra.profiling.stage_timer import step_costs
 from ds_hydra.profiling.survey import Survey
-from ds_hydra.profiling.within_memory import within_memory
 from ds_hydra.ranks.forked import run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
 

@@ -21,9 +21,9 @@ from typing import Any
 from ds_hydra.commands.figures import figures_parser, finish, guarded, new_file, print_table
 from ds_hydra.commands.report_page import write_report
 from ds_hydra.commands.shipped import shipped
-from ds_hydra.costs.table_file import read_table_file, told
-from ds_hydra.data.length_files import read_length_file
-from ds_hydra.plan.plan_file import load_plans
+from ds_hydra.costs.cost_table import read_table_file, told
+from ds_hydra.data.lengths import read_length_file
+from ds_hydra.plan.step_plan import load_plans
 from ds_hydra.report.plots import draw_report, foretold, pipeline_schemes, read_steps, relative_errors, summarise
 from ds_hydra.report.record import SETTLED
 

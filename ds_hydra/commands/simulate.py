@@ -21,21 +21,16 @@ import numpy as np
 from ds_hydra.commands.figures import figures_parser, finish, guarded, new_file, print_table
 from ds_hydra.commands.links import add_link_options, links_of
 from ds_hydra.commands.shipped import shipped
-from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.costs.cost_table import CostTable, TableFile, read_table_file, told
 from ds_hydra.costs.memory import gibibytes
-from ds_hydra.costs.table_file import TableFile, read_table_file, told
-from ds_hydra.data.length_sources import read_lengths, sample_batches
+from ds_hydra.data.lengths import read_lengths, sample_batches
 from ds_hydra.pipe.shape import StrategyShape
-from ds_hydra.plan.plan_file import load_plans
-from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.plan.step_plan import StepPlan, load_plans
 from ds_hydra.planner import PhasedPlanner, Planner, PlannerOptions, parse_phases
-from ds_hydra.report.gantt import MOST_ROWS, draw_gantt
+from ds_hydra.report.plots import MOST_ROWS, draw_gantt
 from ds_hydra.report.trace import write_trace
-from ds_hydra.simulate.job import SimulatedJob
-from ds_hydra.simulate.llama import SHIPPED, shipped_job
-from ds_hydra.simulate.outcome import SimulatedStep
-from ds_hydra.simulate.spans import step_spans
-from ds_hydra.simulate.step import Simulator
+from ds_hydra.simulate.job import SHIPPED, SimulatedJob, shipped_job
+from ds_hydra.simulate.step import SimulatedStep, Simulator, step_spans
 from ds_hydra.zero_hetero.errors import ConfigError
 
 _HEADERS = ("step", "strategy", "ms", "plan ms", "bubbles", "gap", "exposed ms", "peak")

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from ds_hydra.commands.job_config import read_job
-from ds_hydra.costs.table_file import TableFile
+from ds_hydra.costs.cost_table import TableFile
 from ds_hydra.engine.fits import job_memory
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.pipe.stage_options import AS_WRITTEN
-from ds_hydra.profiling.hollow import hollow_source
+from ds_hydra.profiling.stage_timer import hollow_source
 from ds_hydra.simulate.job import NO_LIMIT, SimulatedJob
 from ds_hydra.simulate.links import LinkModel
 from ds_hydra.zero_hetero.nodes import node_size_of

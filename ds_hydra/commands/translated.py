@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ds_hydra.config.checks import AUTO
-from ds_hydra.config.deepspeed_keys import REFUSED, TOLD, asks_for_something
+from ds_hydra.config.deepspeed_settings import CHANGES_RESULTS, KINDS, REFUSED, TOLD, ZERO_SETTINGS, asks_for_something
 from ds_hydra.config.hosts import ACCELERATE, CALLS, STEPS, autos, filled_in
-from ds_hydra.config.zero_block import CHANGES_RESULTS, KINDS, ZERO_SETTINGS
 
 KEPT, DROPPED = "kept", "dropped"
 ZERO, BLOCK, RECOMPUTED = "zero_optimization", "hydra", "activation_checkpointing"

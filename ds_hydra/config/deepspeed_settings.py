@@ -17,28 +17,262 @@ The bytes travel once a step, and both ends hold as many in scratch memory meanw
 owner's sum is in FP32 and is not sent on; what a rank adds to its own masters is not rounded at all. So a gradient made
 of many contributions is off by no larger share than one made of two: errors of either sign cancel. The BF16 gradient
 of a single micro-batch is not changed by "bf16" either; a sum of several is.
+
+A setting changes what is trained, and then it is honoured or refused; or it says how DeepSpeed goes about it, and then
+it is taken, and the log says what this engine does instead. What asks for nothing, in DeepSpeed's own words, is always
+fine: null, false, {}, {"enabled": false}, {"disable": true}, a degree of 1.
+
+ZeRO shards optimizer state (stage 1), gradients (2) and parameters (3) over ranks that all compute the same way. Here
+FP32 parameters, optimizer state and the sums of gradients are sharded over all ranks whatever the stage is, and each
+step's strategy says which rank holds which parameters while it computes. No result depends on any of it. So all stages
+are taken with all that tunes them, and what fits is checked by memory, as ever.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from ds_hydra.config.checks import AUTO, as_number, choice, close_to, flag, integer, nearest, number
-from ds_hydra.config.deepspeed_keys import (
-    BATCH_KEYS,
-    HONOURED,
-    KNOWN_SETTINGS,
-    REFUSED,
-    TOLD,
-    asks_for_something,
-    is_on,
-)
 from ds_hydra.config.hosts import refuse_auto
-from ds_hydra.config.zero_block import screen_zero
 from ds_hydra.zero_hetero.errors import ConfigError
+
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+HONOURED = frozenset(
+    (
+        *("optimizer", "scheduler", "bf16", "bfloat16", "fp16", "data_types", "zero_optimization"),
+        *("gradient_clipping", "communication_data_type", "gradient_allreduce_op", "zero_allow_untested_optimizer"),
+        *("steps_per_print", "dump_state", "log_level", "disable_python_gc", "managed_gradient_accumulation"),
+        *("tensorboard", "wandb", "comet", "csv_monitor"),
+        *BATCH_KEYS,
+    )
+)
+
+_BY_STRATEGIES = "degrees follow from hydra.strategies, and no result depends on them"
+_IN_RECORDS = "times, bytes and memory of each step stand in hydra.steps_file"
+_ALL_SUMS = "gradients are summed in FP32"
+_OWN_CHECKPOINTS = "checkpoints have one layout for any number of ranks; hydra.checkpoint says when they are written"
+
+TOLD = {
+    "activation_checkpointing": "use hydra.activation_checkpointing, or the model's gradient_checkpointing_enable()",
+    "aio": "nothing is read from or written to NVMe",
+    "allgather_size": "parameters move by pull and push",
+    "autotuning": "the planner searches the strategies",
+    "checkpoint": _OWN_CHECKPOINTS,
+    "comms_logger": _IN_RECORDS,
+    "data_parallel_size": _BY_STRATEGIES,
+    "dataloader_drop_last": "the order of sequences is one global one without batches to drop",
+    "datastates_ckpt": _OWN_CHECKPOINTS,
+    "disable_allgather": "parameters move by pull and push",
+    "expert_parallel": _BY_STRATEGIES,
+    "flops_profiler": _IN_RECORDS,
+    "fp32_allreduce": "communication_data_type is the type of gradients on the wire",
+    "gradient_predivide_factor": _ALL_SUMS,
+    "graph_harvesting": "the optimizer's kernels are fused, not captured in graphs",
+    "memory_breakdown": _IN_RECORDS,
+    "model_info": "the planner searches the strategies",
+    "nebula": _OWN_CHECKPOINTS,
+    "pipeline": _BY_STRATEGIES,
+    "prescale_gradients": _ALL_SUMS,
+    "seq_parallel_communication_data_type": "sequence parallel ranks exchange activations as they are",
+    "sequence_parallel": f"{_BY_STRATEGIES}; each rank hands in whole sequences",
+    "sequence_parallel_size": f"{_BY_STRATEGIES}; each rank hands in whole sequences",
+    "sparse_gradients": "gradients of embeddings are sent dense",
+    "tensor_parallel": _BY_STRATEGIES,
+    "timers": _IN_RECORDS,
+    "use_data_before_expert_parallelism": _BY_STRATEGIES,
+    "vocabulary_size": "it is the model's",
+    "wall_clock_breakdown": _IN_RECORDS,
+    "zero_force_ds_cpu_optimizer": "the optimizer runs where the masters are",
+}
+"""Settings that say how, and not what: taken, with what this engine does instead."""
+
+
+class Refused(NamedTuple):
+    """A setting that would train something else than this engine does."""
+
+    why: str  # and what to write instead
+    asks: Callable[[Mapping[str, Any]], bool] | None = None  # whether a block does; None: where it is enabled
+
+
+def _any_enabled(block: Mapping[str, Any]) -> bool:
+    """Whether a block, or one within it, is enabled."""
+    inner = [value for value in block.values() if isinstance(value, Mapping)]
+    return _enabled(block) or any(_any_enabled(value) for value in inner)
+
+
+def _enabled(block: Mapping[str, Any]) -> bool:
+    return is_on(block.get("enabled", False))
+
+
+def _compiles(block: Mapping[str, Any]) -> bool:
+    on = any(is_on(block.get(key, False)) for key in ("enabled", "deepcompile", "autoep_non_moe"))
+    return on or ("disable" in block and not is_on(block["disable"]))
+
+
+def _draws(block: Mapping[str, Any]) -> bool:
+    """Whether data are drawn by a curriculum, in batches of other sizes, or with tokens dropped."""
+    if not _enabled(block):
+        return False
+    sampling, routing = (block.get(key) or {} for key in ("data_sampling", "data_routing"))
+    samples = _enabled(sampling) and any(
+        _enabled(sampling.get(key) or {}) for key in ("curriculum_learning", "dynamic_batching")
+    )
+    return samples or (_enabled(routing) and _enabled(routing.get("random_ltd") or {}))
+
+
+_FP8 = 'parameters are computed in BF16, FP16 or FP32; use "bf16": {"enabled": true}'
+_IN_ORDER = "sequences are trained in the order of hydra.seed, or as the script hands them in: sort them there"
+_UNQUANTIZED = "parameters are trained unquantized"
+
+REFUSED = {
+    "amp": Refused('Apex scales and casts by its own rules; use "bf16": {"enabled": true} or "fp16"'),
+    "compile": Refused(
+        "stages are re-shaped from step to step, which a compiled graph cannot follow; hydra.fast_paths are what "
+        "computes faster",
+        _compiles,
+    ),
+    "compression_training": Refused(_UNQUANTIZED + " and unpruned", _any_enabled),
+    "curriculum_learning": Refused(_IN_ORDER),
+    "data_efficiency": Refused(_IN_ORDER, _draws),
+    "eigenvalue": Refused(_UNQUANTIZED),
+    "elasticity": Refused("it would choose the batch size; write that, and use hydra.elastic, which keeps it"),
+    "fp8": Refused(_FP8),
+    "hybrid_engine": Refused("it is an engine of its own; engine.generate() generates with the weights as they are"),
+    "msamp": Refused(_FP8),
+    "progressive_layer_drop": Refused("all layers are computed in each step"),
+    "quantize_training": Refused(_UNQUANTIZED),
+    "sparse_attention": Refused("attention is the model's own; use a model that has it", lambda block: True),
+    "torch_autocast": Refused('modules are computed in one type; use "bf16": {"enabled": true}'),
+    "weight_quantization": Refused(_UNQUANTIZED, lambda block: is_on(block.get("enabled", True))),
+}
+"""Settings that change what is trained, and that this engine does not have."""
+
+KNOWN_SETTINGS = HONOURED | REFUSED.keys() | TOLD.keys()
+
+
+def is_on(value: Any) -> bool:
+    """Whether a switch is on, as DeepSpeed's parser reads it: true, 1 or a word for it."""
+    return value.strip().lower() in ("true", "1", "on", "yes", "y", "t") if isinstance(value, str) else bool(value)
+
+
+def asks_for_something(key: str, value: Any) -> bool:
+    """Whether a setting of `REFUSED` or `TOLD` asks for anything."""
+    if key in REFUSED and isinstance(value, Mapping):
+        return bool(value) and (REFUSED[key].asks or _enabled)(value)
+    if isinstance(value, Mapping):
+        off = ("enabled" in value and not is_on(value["enabled"])) or is_on(value.get("disable", False))
+        return not off and any(asks_for_something(key, one) for one in value.values())
+    if isinstance(value, str):
+        return value.strip().lower() not in ("", "none", "false", "auto")
+    # A degree or a factor of 1 changes nothing, nor does a number that is 0.
+    return bool(value) and (value is True or value != 1)
+
+
+BLOCK = "zero_optimization"
+_LIKE_A_KEY_OF_ZERO = 0.85
+
+_TRANSFERS = frozenset(
+    (
+        *("contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "use_multi_rank_bucket_allreduce"),
+        *("allgather_partitions", "allgather_bucket_size", "overlap_comm", "sub_group_size", "round_robin_gradients"),
+        *("parameter_alignment", "legacy_stage1", "zero_hpz_partition_size", "mics_shard_size"),
+        *("mics_hierarchical_params_gather", "memory_efficient_linear", "override_module_apply", "leaf_module"),
+        *("log_trace_cache_warnings", "enable_sanity_checks", "ignore_unused_parameters", "compute_grad_norm"),
+        *("stage3_prefetch_bucket_size", "prefetch_bucket_size", "stage3_param_persistence_threshold"),
+        *("param_persistence_threshold", "stage3_model_persistence_threshold", "model_persistence_threshold"),
+        *("stage3_max_live_parameters", "max_live_parameters", "stage3_max_reuse_distance", "max_reuse_distance"),
+        *("stage3_module_granularity_threshold", "module_granularity_threshold", "stage3_allgather_sequential"),
+        *("allgather_sequential", "stage3_use_all_reduce_for_fetch_params", "use_all_reduce_for_fetch_params"),
+    )
+)
+_QUANTIZED = frozenset(
+    (
+        *("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights"),
+        "zeropp_loco_param",
+    )
+)
+_SAVING = frozenset(
+    (
+        *("stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save"),
+        *("stage3_gather_fp16_weights_on_model_save", "load_from_fp32_weights", "elastic_checkpoint"),
+        "pipeline_loading_checkpoint",
+    )
+)
+_OFFLOAD = frozenset(
+    (
+        *("offload_param", "offload_optimizer", "cpu_offload", "cpu_offload_param", "cpu_offload_params"),
+        *("cpu_offload_use_pin_memory", "save_muon_momentum_buffer_in_memory"),
+    )
+)
+KINDS = {
+    "parameters and gradients move by pull and push": _TRANSFERS,
+    "nothing is quantized, communication_data_type is the type of gradients on the wire": _QUANTIZED,
+    "saving writes whole weights, and checkpoints have one layout for any number of ranks": _SAVING,
+    "nothing is offloaded; masters and optimizer state are 1/N on each of N ranks, and whether the job fits is checked "
+    "before step 0": _OFFLOAD,
+}
+CHANGES_RESULTS = frozenset({"zenflow"})
+ZERO_SETTINGS = frozenset({"stage"}).union(CHANGES_RESULTS, *KINDS.values())
+
+
+def screen_zero(zero: Any) -> list[str]:
+    """Lines for the log on the block, one a kind. ConfigError for what is no such block, a name that is nearly a known
+    one, and ZenFlow, which updates parameters by gradients of earlier steps."""
+    if zero is None or isinstance(zero, bool):  # true is an old form of stage 1
+        return []
+    if not isinstance(zero, Mapping):
+        raise ConfigError(f'config: {BLOCK} must be a block such as {{"stage": 1}}, but is {zero!r}')
+    for key in zero.keys() - ZERO_SETTINGS:
+        if (near := close_to(key, ZERO_SETTINGS, _LIKE_A_KEY_OF_ZERO)) is not None:
+            raise ConfigError(
+                f"config: {BLOCK}.{key} is unknown and would have no effect; did you mean {near!r}? Rename it or "
+                "remove it"
+            )
+    for key in sorted(key for key in zero.keys() & CHANGES_RESULTS if asks_for_something(BLOCK, zero[key])):
+        raise ConfigError(
+            f'config: {BLOCK}.{key} cannot be used with a "hydra" block: each update is by the gradients of its own '
+            "step. Remove it"
+        )
+    lines = _of_stage(stage_of(zero.get("stage")))
+    for what, names in KINDS.items():
+        given = sorted(name for name in zero.keys() & names if _asks(zero[name]))
+        if given:
+            lines.append(f"{BLOCK}: {', '.join(given)} {'has' if len(given) == 1 else 'have'} no effect here: {what}")
+    lines += [f"{BLOCK}.{key} is unknown and has no effect; {nearest(key, ZERO_SETTINGS)}"
+              for key in sorted(zero.keys() - ZERO_SETTINGS, key=str)]  # fmt: skip
+    return lines
+
+
+def _asks(value: Any) -> bool:
+    """Whether a setting of the block asks for anything; one of offloading where it names a device."""
+    if isinstance(value, Mapping) and "device" in value:
+        return value["device"] not in (None, "none", AUTO)
+    return asks_for_something(BLOCK, value)
+
+
+def stage_of(value: Any) -> int:
+    """The stage that a setting means, 0 to 3; 0 where nobody has said one. ConfigError for anything else."""
+    if value in (None, AUTO):
+        return 0
+    if isinstance(value, str) and value.strip().isdecimal():
+        value = int(value)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return int(integer(0, 3)(value, f"{BLOCK}.stage"))
+
+
+def _of_stage(stage: int) -> list[str]:
+    if stage < 2:
+        return []
+    return [
+        f"{BLOCK}.stage {stage}: masters and optimizer state are sharded over all ranks as in stage 1, parameters are "
+        "laid out by each step's strategy, and whether the job fits is checked before step 0"
+    ]
+
 
 _NEVER = 2**48
 _DTYPES = {"float": "fp32", "float32": "fp32", "half": "fp16", "float16": "fp16", "bfloat16": "bf16"}

@@ -4,24 +4,157 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ds_hydra.config.checks import AUTO, choice, flag, integer, number, parse_block, setting, text, whole_numbers
-from ds_hydra.config.cluster_block import NodesConfig, read_cluster, read_tables
-from ds_hydra.config.deepspeed_keys import KNOWN_SETTINGS
-from ds_hydra.config.deepspeed_settings import screen_deepspeed_settings
+from ds_hydra.config.deepspeed_settings import KNOWN_SETTINGS, screen_deepspeed_settings
 from ds_hydra.config.hosts import filled_in
-from ds_hydra.config.planner_block import PLANNER_GONE, PlannerConfig
-from ds_hydra.config.strategies import strategies_by_ranks, strategies_of
-from ds_hydra.costs.activations import EXPERT_IMBALANCE
+from ds_hydra.costs.memory import EXPERT_IMBALANCE
+from ds_hydra.pipe.schedules.registry import NAME
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.pipe.stage_options import RECOMPUTE_MLP, StageOptions
-from ds_hydra.zero_hetero.errors import ConfigError
+from ds_hydra.plan.step_plan import THEN
+from ds_hydra.plan.validate import check_shape
+from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 
 if TYPE_CHECKING:
     from ds_hydra.planner.options import PlannerOptions
+
+
+_MAX_DEGREE_DIGITS = 6
+
+
+def strategies_of(value: Any, place: str) -> tuple[str, ...]:
+    """ "auto" as (); else each string in its canonical form. A string alone is a list of one. All must use the same
+    number of ranks."""
+    if value in ("auto", ["auto"], ("auto",)):
+        return ()
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, (list, tuple)) or not value:
+        raise ConfigError(
+            f'config: {place} must be "auto" or a non-empty list of strings such as "tp4 + 2*tp1pp2 + sp2", '
+            f"but is {value!r}"
+        )
+    shapes = [_shape(item, f"{place}[{index}]") for index, item in enumerate(value)]
+    ranks = [shape.num_ranks for shape in shapes]
+    for index, used in enumerate(ranks):
+        if used != ranks[0]:
+            raise ConfigError(
+                f"config: {place}[0] {value[0]!r} uses {ranks[0]} ranks but {place}[{index}] "
+                f"{value[index]!r} uses {used}: all strategies of a job share the same ranks"
+            )
+    return tuple(str(shape) for shape in shapes)
+
+
+def strategies_by_ranks(value: Any, place: str) -> tuple[tuple[int, tuple[str, ...]], ...]:
+    """Lists of strategies by the number of ranks that each of them uses."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(f'config: {place} must be a block such as {{"3": ["3*tp1"]}}, but is {value!r}')
+    found: dict[int, tuple[str, ...]] = {}
+    for key, listed in value.items():
+        if not (isinstance(key, str) and key.isdecimal() and int(key) > 0):
+            raise ConfigError(f"config: {place} has the key {key!r}, which is no number of ranks")
+        found[int(key)] = strategies = strategies_of(listed, f"{place}.{key}")
+        used = StrategyShape.parse(strategies[0]).num_ranks if strategies else int(key)
+        if used != int(key):
+            raise ConfigError(f"config: {place}.{key} lists {strategies[0]!r}, which uses {used} ranks and not {key}")
+    return tuple(sorted(found.items()))
+
+
+def _shape(value: Any, place: str) -> StrategyShape:
+    if not isinstance(value, str):
+        raise ConfigError(f'config: {place} must be a string such as "tp4 + 2*tp1pp2", but is {value!r}')
+    if any(len(digits) > _MAX_DEGREE_DIGITS for digits in re.findall(r"\d+", value)):
+        raise ConfigError(f"config: {place} {value[:80]!r} holds a number of more than {_MAX_DEGREE_DIGITS} digits")
+    if THEN in value:
+        raise ConfigError(
+            f"config: {place} {value!r} names several phases, which only a replayed plan can have: list each phase's "
+            "strategy on its own, and name the file of plans in hydra.replay"
+        )
+    try:
+        shape = StrategyShape.parse(value)
+        check_shape(shape)
+        return shape
+    except PlanError as error:
+        raise ConfigError(f"config: {place}: {error}") from None
+
+
+_EXAMPLE = '"cluster": [{"nodes": 2, "ranks": 8, "device": "h800"}, {"ranks": 7, "device": "h20"}]'
+
+
+def _device(value: Any, place: str) -> str | None:
+    name = text(optional=True)(value, place)
+    if name is not None and not re.fullmatch(NAME, name):
+        raise ConfigError(
+            f"config: {place} is {name!r}: use lower-case letters, digits, '_', '.' and '-', as strategies name it"
+        )
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class NodesConfig:
+    """A block of the list "hydra.cluster", which holds the nodes in the order of their ranks, those alike in one block.
+    null: what the launcher, the hosts and the drivers say."""
+
+    ranks: int = setting(integer(1))
+    """Ranks of each of these nodes."""
+    nodes: int = setting(integer(1), 1)
+    """How many such nodes follow each other."""
+    device: str | None = setting(_device, None)
+    """The class of their devices, words of the name by which the driver calls them, such as "h800". Devices of one
+    class count as equal. None: the driver's own name."""
+
+
+def read_cluster(value: Any, place: str) -> tuple[NodesConfig, ...]:
+    """The list, () for null; ConfigError for anything else."""
+    if value is None:
+        return ()
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        raise ConfigError(f"config: {place} must be a list of nodes, such as {_EXAMPLE}, but is {value!r}")
+    return tuple(parse_block(NodesConfig, block, f"{place}[{index}]") for index, block in enumerate(value))
+
+
+def read_tables(value: Any, place: str) -> str | Mapping[str, str] | None:
+    """A cost table's file; or one of each class of devices."""
+    if not isinstance(value, Mapping):
+        return text(optional=True)(value, place)  # type: ignore[no-any-return]
+    if not value:
+        raise ConfigError(f"config: {place} must be a file, or name one of each class of devices, but is {value!r}")
+    return {str(name): text()(path, f"{place}.{name}") for name, path in value.items()}
+
+
+_RENAMED = {
+    "fast": 'is called "search" now, the default',
+    "exact": 'is called "highs" now',
+    "paper": 'is a rival to compare with, which no job trains by any more: use "search", the default',
+}
+_SEARCHED = "is no setting any more: remove it. A search is limited by counts, so that equal inputs give equal plans"
+PLANNER_GONE = {
+    "seconds": _SEARCHED,
+    "node_limit": _SEARCHED,
+    "tolerance": _SEARCHED,
+    "seed": "is hydra.seed now, which the order of sequences and dropout follow too",
+    "replay_file": "is called hydra.replay now, and hydra.choose is left out",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerConfig:
+    """The block "hydra.planner": how, how far ahead and for how long steps are planned."""
+
+    method: str = setting(choice("search", "highs", renamed=_RENAMED), "search")
+    """"search": bounds, priced placement, local search; "highs": HiGHS then assigns sequences too, by Eq. 3."""
+    highs: bool = setting(flag, True)
+    """In each step HiGHS composes strategies of the candidates' pipelines that suit its lengths. One that is clearly
+    faster than all candidates is run where `strategies` is "auto", and else told in the step's record; false: none."""
+    ahead: int = setting(integer(0, 1024), 2)
+    """Steps planned ahead in a process of its own, the next one read and packed in a thread; 0 does all in the step."""
+    effort: int = setting(integer(0, 1000), 2)
+    """Restarts of the search for each strategy that is tried."""
+
 
 BLOCK = "hydra"
 WEIGHTS = "weights"

@@ -7,11 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ds_hydra.costs.activations import Activations
-from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.costs.peak import CAUSAL_FLOPS, known_devices, peak_tflops
-from ds_hydra.pipe.head_degrees import Boxes, state_bytes
-from ds_hydra.pipe.head_sharing import from_other_nodes, head_parts, near_ranks
+from ds_hydra.costs.cost_table import CAUSAL_FLOPS, CostTable, SchemeCost, known_devices, peak_tflops
+from ds_hydra.costs.memory import Activations
+from ds_hydra.pipe.head_sharing import Boxes, from_other_nodes, head_parts, near_ranks, state_bytes
 from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.zero_hetero.errors import ConfigError

@@ -1,4 +1,4 @@
-"""Coefficients of a parallel scheme in, milliseconds and MaxLen out. Pure: no torch.
+"""Cost tables: coefficients of each parallel scheme, their file, and checks of their rows. Pure: no torch.
 
 [Note: cost model]
 A micro-batch costs one pipeline stage, forward plus backward, `sum(a*l*l + b*l) + c` milliseconds over its
@@ -19,22 +19,59 @@ packing take what they return, and need no more of it than that it grows with th
 A slice of s tokens that follow p others adds `a*((p + s)^2 - p^2) + b*s = a*(2*p*s + s*s) + b*s`: its tokens attend to
 all before them. So the slices of a sequence add up to what it costs as a whole, and a cut costs no more than a further
 micro-batch, c. With a = 0.5 and b = 2, 4 tokens take 16 ms: the first 3 take 10.5, and the last one 5.5.
+
+[Note: costs that can be true]
+Attention to all tokens before takes a model some FLOPs for each token and each of these: 7 * width a layer, two
+products forward and five backward, half of each masked. A row that implies more of them in a second than its ranks'
+devices compute is wrong, however well it fits the lengths that it was measured at; three quarters of the peak, counted
+without the backward's own forward, are the most that kernels reach. So is, most likely, one whose a * ranks is 1.4
+times apart from that of schemes with as many heads on a rank: where the square is 1 % of the time, a fit does not see
+it. In short sequences that does no harm, but all that is derived from the row runs long ones.
+
+An example: 60 layers of width 6,656 take 2.8e6 FLOPs a token^2. At 0.94e-6 ms on each of 4 ranks that is 744 TFLOP/s a
+rank, of an A800's 312; `tp2pp2` next to it has 187.
+
+Such a row gets the a * ranks of the nearest scheme that can be true: as many heads on a rank, then as many ranks. Its b
+and c stay: b was fitted together with a, so it may be some percent too high.
+
+[Note: table file]
+JSON of one object. "schemes" is the cost table: for each scheme its text, a, b, c, max_length and util_length, with
+"format", "version", "unit" and "source". The text of a scheme may be that of any pipeline, so it can name stages by
+their layers and by a class of devices. Since version 2 a scheme may have its measured "shares", too: "forward" and
+"weight" with one number for each of a, b and c, "until_weight" and "context", and perhaps "recomputed"
+[Note: shares of a micro-batch]. A measured table adds its evidence: "job" says what it was measured for, "measured" how
+each entry was made, with every point, the fit, and each stage's own coefficients; "links", "step" and "activations" are
+figures that were measured beside it. Since version 3 all of a job's stage options [Note: stage options] are the
+"stages" of "job"; before, some of them stood in "job" itself, and what did not was off. Since version 4 "peak" has the
+FLOPs of the model's attention a token^2, "attention_flops", and of a "device" in a second, "device_flops"; and a scheme
+that was not measured as it stands says what it is "derived" from, and perhaps which share of its costs each of its
+"stages" takes. Since version 5 a scheme may have a "floor", in ms. A table without "job", such as a published
+one, fits any job. Rows that cannot be true are repaired as a file is read [Note: costs that can be true]. Keys that are
+not known are refused, so that a mistyped one is not silently without effect.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from statistics import median_high
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_hydra.costs.shares import Shares
-from ds_hydra.costs.slow_ranks import NONE, Paces, SlowRanks
+from ds_hydra.costs.job_fingerprint import JobFingerprint, read_job
+from ds_hydra.costs.memory import Activations
+from ds_hydra.costs.shares import NONE, Paces, Shares, SlowRanks, Terms
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
+from ds_hydra.zero_hetero.files import parse_json
 
 # Beyond any measurement (30 years, 10^14 tokens), and far from where their products leave the range of numbers.
 MOST_MS, MOST_TOKENS = 1e12, 2**48
@@ -233,6 +270,400 @@ class CostTable:
     @classmethod
     def load(cls, path: str | Path) -> CostTable:
         """The table of a file. ConfigError names file, key and remedy for what is missing, unknown or impossible."""
-        from ds_hydra.costs.table_file import load_table  # the format builds on this class, so it is imported late
 
         return load_table(path)
+
+
+MOST_APART, SIBLINGS_APART = 2.0, 1.4  # times the a * ranks of other schemes, and of those with as many heads on a rank
+ATTENTION_OF_PEAK = 0.75  # of causal attention by model FLOPs, six of the seven products: what no kernel has passed
+SEEN = 0.2  # of a micro-batch's time: less of a square is hardly seen by a fit
+CAUSAL_FLOPS = 7.0  # FLOPs of a layer for each token, token before and unit of width, the masked half left out
+
+# Dense BF16 with FP32 sums, in TFLOP/s as the makers' data sheets say, by part of the device's name; the first that
+# fits counts, so a longer name stands before a shorter one that it holds.
+_PEAK_TFLOPS = (
+    ("B200", 2250.0),
+    ("H200", 989.0),
+    ("H100 PCIe", 756.0),
+    ("H100", 989.0),
+    ("H800", 989.0),
+    ("A100", 312.0),
+    ("A800", 312.0),
+    ("L40S", 362.0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """What bounds a table's squares: FLOPs of the model's attention, a token^2, and of a device in a second."""
+
+    attention_flops: float
+    device_flops: float
+    device: str = ""  # its name, for a reader
+
+    @classmethod
+    def of(cls, width: int, layers: int, device: str) -> Peak | None:
+        """Of a model with full attention, `width` features of all its query heads, on a device of this name; None for a
+        device whose peak is not known."""
+        peak = peak_tflops(device)
+        return None if peak is None else cls(CAUSAL_FLOPS * width * layers, 1e12 * peak, device)
+
+    @property
+    def least(self) -> float:
+        """The least a * ranks, in ms a token^2."""
+        return 1e3 * self.attention_flops * 6 / 7 / (ATTENTION_OF_PEAK * self.device_flops)
+
+    def tflops(self, square: float) -> float:
+        """TFLOP/s of a rank in attention, for an a * ranks in ms a token^2."""
+        return self.attention_flops / square / 1e9 if square else math.inf
+
+
+def known_devices() -> tuple[str, ...]:
+    """Parts of the names of devices whose peak is known."""
+    return tuple(name for name, _ in _PEAK_TFLOPS)
+
+
+def peak_tflops(name: str) -> float | None:
+    """The data sheet's dense BF16 TFLOP/s of a device; None for one that is not listed."""
+    return next((peak for part, peak in _PEAK_TFLOPS if part in name), None)
+
+
+def square_of(cost: SchemeCost) -> float:
+    """a * ranks, in ms a token^2: what attention takes of all ranks together."""
+    return cost.a * cost.scheme.num_ranks
+
+
+def believed(
+    table: CostTable, peak: Peak | None = None, fixed: Collection[ParallelScheme] = ()
+) -> tuple[CostTable, tuple[str, ...]]:
+    """The table with rows that cannot be true repaired, and a line for each [Note: costs that can be true].
+
+    Rows of `fixed` schemes, whose squares were well seen, need only be possible at the `peak`. ConfigError where no row
+    is left to repair others by. Pipelines whose stages differ are left as they are.
+    """
+    rows = {cost.uniform: square_of(cost) for cost in table.costs if isinstance(cost.scheme, ParallelScheme)}
+    least = peak.least if peak else 0.0
+    doubts = {scheme: doubt for scheme in rows if (doubt := _doubt(scheme, rows, peak, scheme in fixed))}
+    if not doubts:
+        return table, ()
+    good = [scheme for scheme, square in rows.items() if scheme not in doubts and square > least]
+    if not good:
+        listed = "; ".join(f"{scheme}: {doubt}" for scheme, doubt in doubts.items())
+        raise ConfigError(f"no row of the cost table can be true: {listed}. Measure again, with longer sequences")
+    costs, lines = [], []
+    for cost in table.costs:
+        if cost.scheme not in doubts:
+            costs.append(cost)
+            continue
+        scheme = cost.uniform
+        by = min(good, key=lambda other: _distance(scheme, other))
+        costs.append(replace(cost, a=rows[by] / scheme.num_ranks, derived=f"a by that of {by}"))
+        lines.append(
+            f"a of {scheme} is {cost.a:.3g} ms a token^2, {doubts[scheme]}; {costs[-1].a:.3g} by the measured {by} is "
+            "taken instead"
+        )
+    return replace(table, costs=tuple(costs)), tuple(lines)
+
+
+def _doubt(scheme: ParallelScheme, rows: dict[ParallelScheme, float], peak: Peak | None, is_fixed: bool) -> str:
+    """Why a row cannot be true, in words; empty: it can."""
+    square = rows[scheme]
+    if peak is not None and square < peak.least:
+        rate = f"{peak.tflops(square):,.0f} TFLOP/s of attention on each device" if square else "no time for attention"
+        most = f"{peak.tflops(peak.least):,.0f} of its {peak.device_flops / 1e12:.0f}"
+        return f"{rate}, where {peak.device or 'one'} reaches {most}"
+    possible = [other for other, its in rows.items() if peak is None or its >= peak.least]
+    alike = [other for other in possible if _heads(other) == _heads(scheme)]
+    # Of two that differ the lower one is doubted: an attention that is too cheap is what plans run into.
+    middle = median_high(rows[other] for other in (alike if len(alike) > 2 else possible))
+    apart = SIBLINGS_APART if peak is not None and len(alike) > 2 else MOST_APART
+    if is_fixed or middle / apart <= square <= apart * middle or middle == 0.0:
+        return ""
+    whose = "schemes with as many heads on a rank have" if len(alike) > 2 else "the others have"
+    return f"{square / middle:.2g} times the a * ranks that {whose}"
+
+
+def _heads(scheme: ParallelScheme) -> int:
+    """Ranks that share the heads."""
+    return scheme.tp * scheme.sp
+
+
+def _distance(scheme: ParallelScheme, other: ParallelScheme) -> tuple[float, float, ParallelScheme]:
+    heads, ranks = _heads(other) / _heads(scheme), other.num_ranks / scheme.num_ranks
+    return abs(math.log(heads)), abs(math.log(ranks)), other
+
+
+logger = logging.getLogger(__name__)
+_FORMAT, _VERSION = "ds-hydra cost table", 5
+_READ_VERSIONS = (1, 2, 3, 4, 5)
+_TABLE_KEYS = ("format", "version", "source", "unit", "schemes", "slow")
+_EVIDENCE_KEYS = ("job", "measured", "links", "step", "activations", "peak")
+_COST_KEYS = ("scheme", "a", "b", "c", "max_length", "util_length")
+_MORE_KEYS = {"shares": 2, "derived": 4, "stages": 4, "floor": 5}  # each with the version that began it
+_SHARES_KEYS = ("forward", "weight", "until_weight", "context")
+_MORE_SHARES_KEYS = ("recomputed", "state")
+_MOST_FLOPS = 1e30
+_MOST = 1e15  # bytes of activations of a token: more is a mistake, and products of it would overflow
+
+
+@dataclass(frozen=True)
+class TableFile:
+    """A cost table with its evidence, see [Note: table file]; `measured` and `links` are plain JSON."""
+
+    table: CostTable
+    job: JobFingerprint | None = None
+    measured: Mapping[str, Mapping[str, Any]] | None = None  # by scheme
+    links: Mapping[str, Any] | None = None
+    step: Mapping[str, float] | None = None  # what a step costs besides its pipelines
+    activations: Mapping[tuple[int, int], Activations] | None = None  # by (TP, SP)
+    peak: Peak | None = None  # of the device, and what the model's attention needs of it
+    repairs: tuple[str, ...] = ()  # a line for each row that could not be true; not in the file
+
+    def to_record(self) -> dict[str, Any]:
+        """As the file holds it."""
+        record = table_record(self.table)
+        if self.job is not None:
+            record["job"] = asdict(self.job) | {"versions": dict(self.job.versions)}
+        for name in ("measured", "links", "step"):
+            if getattr(self, name):
+                record[name] = getattr(self, name)
+        if self.activations:
+            record["activations"] = activations_record(self.activations)
+        if self.peak is not None:
+            record["peak"] = asdict(self.peak)
+        return record
+
+    def save(self, path: str | Path) -> None:
+        """Write whole or not at all: the old file stays when the new one cannot be written."""
+        write_atomically(path, json.dumps(self.to_record(), indent=1, allow_nan=False) + "\n")
+
+    def merged(self, other: TableFile) -> TableFile:
+        """This table extended by another's schemes, whose entries win. ConfigError when they are for different jobs."""
+        if self.job is not None and other.job is not None:
+            differences = self.job.differences(other.job)
+            if self.job.num_ranks != other.job.num_ranks:
+                differences.append(f"num_ranks: {self.job.num_ranks} and {other.job.num_ranks} (MaxLen depends on it)")
+            if differences:
+                raise ConfigError(
+                    "the cost tables cannot be merged:\n  " + "\n  ".join(differences) + "\nWrite them to two files"
+                )
+        costs: dict[str, SchemeCost] = {str(cost.scheme): cost for cost in (*self.table.costs, *other.table.costs)}
+        return TableFile(
+            CostTable(tuple(costs.values()), other.table.source or self.table.source),
+            other.job or self.job,
+            {**(self.measured or {}), **(other.measured or {})},
+            other.links or self.links,
+            other.step or self.step,
+            {**(self.activations or {}), **(other.activations or {})},
+            other.peak or self.peak,
+        )
+
+
+def read_table_file(path: str | Path) -> TableFile:
+    """The table of a file with its evidence. ConfigError names file, key and remedy for whatever is wrong."""
+    return table_file_from_record(_read_json(path), str(path))
+
+
+def table_file_from_record(record: Any, place: str) -> TableFile:
+    """Inverse of `TableFile.to_record`; `place` is what errors call it. ConfigError as `read_table_file`."""
+    table = read_table(record, place)
+    if table.slow.paces:
+        raise ConfigError(f'{place}: which ranks are "slow" is what a job finds out while it trains; leave it out')
+    job = read_job(record["job"], place) if record.get("job") is not None else None
+    try:
+        activations = activations_from_record(record["activations"]) if "activations" in record else None
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f'{place}: "activations" cannot be read ({error}); profile again') from error
+    peak, measured = _read_peak(record.get("peak"), place), record.get("measured")
+    try:
+        table, repairs = believed(table, peak, _fixed(table, measured))
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from error
+    lines = tuple(f"{place}: {line}" for line in repairs)
+    return TableFile(table, job, measured, record.get("links"), record.get("step"), activations, peak, lines)
+
+
+def load_table(path: str | Path) -> CostTable:
+    """The table of a file alone; what was repaired is logged. ConfigError as `read_table_file`."""
+    return told(read_table_file(path)).table
+
+
+def told(found: TableFile) -> TableFile:
+    """The same, with what was repaired logged."""
+    for line in found.repairs:
+        logger.warning("%s", line)
+    return found
+
+
+def _read_peak(record: object, place: str) -> Peak | None:
+    if record is None:
+        return None
+    names = {field.name for field in fields(Peak)}
+    numbers = [record.get(name) for name in ("attention_flops", "device_flops")] if isinstance(record, dict) else []
+    if not numbers or set(record) - names or not all(_is_above_0(number) for number in numbers):  # type: ignore[call-overload]
+        raise ConfigError(
+            f'{place}: "peak" must hold "attention_flops" and "device_flops", numbers above 0, and perhaps "device", '
+            f"but is {str(record)[:80]}"
+        )
+    return Peak(**record)  # type: ignore[arg-type]
+
+
+def _is_above_0(number: object) -> bool:
+    return not isinstance(number, bool) and isinstance(number, int | float) and 0.0 < number < _MOST_FLOPS
+
+
+def _fixed(table: CostTable, measured: object) -> set[ParallelScheme]:
+    """Schemes whose measured points fix the very a that the table has, where the square was a good part of the time."""
+    found: set[ParallelScheme] = set()
+    for scheme in table.schemes:
+        cost, entry = table[scheme], measured.get(str(scheme)) if isinstance(measured, dict) else None
+        if not isinstance(entry, dict) or "a" in entry.get("unidentified", ("a",)):
+            continue
+        fits = [stage["fit"]["a"] for stage in entry["stages"] if stage["index"] == entry["slowest_stage"]]
+        if fits == [cost.a] and cost.square_share(cost.max_length) >= SEEN:
+            found.add(scheme)
+    return found
+
+
+def table_record(table: CostTable) -> dict[str, Any]:
+    """A cost table as JSON holds it; `read_table` is the inverse."""
+    rows = [
+        {"scheme": str(k.scheme), "a": k.a, "b": k.b, "c": k.c, "max_length": k.max_length,
+         "util_length": k.util_length, **({"shares": _shares_record(k.shares)} if k.shares else {}),
+         **({"derived": k.derived} if k.derived else {}), **({"stages": k.stages} if k.stages else {}),
+         **({"floor": k.floor} if k.floor else {})}
+        for k in table.costs
+    ]  # fmt: skip
+    slow = {"slow": table.slow.to_record()} if table.slow.paces else {}
+    return {"format": _FORMAT, "version": _VERSION, "source": table.source, "unit": "ms", "schemes": rows, **slow}
+
+
+def read_table(record: object, place: str) -> CostTable:
+    """The cost table in a file's JSON, read strictly; `place` is what errors call it."""
+    if not isinstance(record, dict) or record.get("format") != _FORMAT:
+        raise ConfigError(f"{place}: 'format' must be {_FORMAT!r}; give a table that `ds-hydra profile` wrote")
+    version = record.get("version")
+    if isinstance(version, bool) or version not in _READ_VERSIONS:
+        raise ConfigError(
+            f"{place}: 'version' is {version!r} but this release reads {_READ_VERSIONS[0]} to {_READ_VERSIONS[-1]}; "
+            "write the table again with `ds-hydra profile`"
+        )
+    unknown = sorted(set(record) - {*_TABLE_KEYS, *_EVIDENCE_KEYS})
+    if unknown or record.get("unit", "ms") != "ms":
+        raise ConfigError(f"{place}: " + (f"unknown keys {unknown}; remove them" if unknown else "'unit' must be 'ms'"))
+    rows = record.get("schemes")
+    if not isinstance(rows, list) or not rows:
+        raise ConfigError(f"{place}: 'schemes' must be a list with at least one scheme; profile again")
+    more = [key for key, since in _MORE_KEYS.items() if version >= since]
+    costs = tuple(_read_scheme(row, more, f"{place}: schemes[{index}]") for index, row in enumerate(rows))
+    try:
+        slow = SlowRanks.of_record(record["slow"]) if "slow" in record else NONE
+        return CostTable(costs, str(record.get("source", "")), slow)
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f'{place}: "slow" cannot be read ({error}); leave it out') from error
+    except ValueError as error:
+        raise ConfigError(f"{place}: {error}") from error
+
+
+def _read_scheme(row: object, more: Sequence[str], place: str) -> SchemeCost:
+    if not isinstance(row, dict):
+        raise ConfigError(f"{place} must be an object with {', '.join(_COST_KEYS)} but is {row!r}")
+    missing = [key for key in _COST_KEYS if key not in row]
+    known = (*_COST_KEYS, *more)
+    unknown = sorted(set(row) - set(known))
+    if missing or unknown:
+        wrong = f"missing {', '.join(missing)}" if missing else f"unknown keys {unknown}; known: {', '.join(known)}"
+        raise ConfigError(f"{place} ({row.get('scheme', 'unnamed')}): {wrong}")
+    try:
+        shares = _read_shares(row["shares"]) if "shares" in row else None
+        key, figures = PipelineShape.parse(str(row["scheme"])).cost_key, {key: row[key] for key in _COST_KEYS[1:]}
+        stages = tuple(map(_share_of_costs, row.get("stages", ())))
+        return SchemeCost(key, **figures, shares=shares, derived=str(row.get("derived", "")), stages=stages,
+                          floor=row.get("floor", 0.0))  # fmt: skip
+    except ValueError as error:  # ConfigError and PlanError are ValueErrors: each gets its place
+        raise ConfigError(f"{place}: {error}") from error
+
+
+def _share_of_costs(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f'"stages" must hold a number for each stage but holds {value!r}')
+    return float(value)
+
+
+def _shares_record(shares: Shares) -> dict[str, Any]:
+    return {"forward": shares.forward._asdict(), "weight": shares.weight._asdict(),
+            "until_weight": shares.until_weight, "context": shares.context,
+            "recomputed": shares.recomputed} | ({"state": shares.state} if shares.state else {})  # fmt: skip
+
+
+def _read_shares(record: object) -> Shares:
+    """ConfigError for what is no number, missing, unknown or out of range."""
+    if not isinstance(record, dict) or set(record) - set(_MORE_SHARES_KEYS) != set(_SHARES_KEYS):
+        raise ConfigError(f'"shares" must hold {", ".join(_SHARES_KEYS)}, each once; profile again')
+    terms = [record["forward"], record["weight"]]
+    if not all(isinstance(part, dict) and set(part) == set(Terms._fields) for part in terms):
+        raise ConfigError('"forward" and "weight" of "shares" must hold one number for each of a, b and c')
+    memory = {key: value for key, value in record.items() if key not in ("forward", "weight")}
+    numbers = [*terms[0].values(), *terms[1].values(), *memory.values()]
+    if any(isinstance(number, bool) or not isinstance(number, int | float) for number in numbers):
+        raise ConfigError(f'"shares" must be numbers but are {record}')
+    return Shares(Terms(**terms[0]), Terms(**terms[1]), **memory)
+
+
+def activations_record(figures: Mapping[tuple[int, int], Activations]) -> dict[str, dict[str, float]]:
+    """Activations by (TP, SP) as JSON holds them, by the text "TP,SP"."""
+    return {f"{tp},{sp}": asdict(figure) for (tp, sp), figure in figures.items()}
+
+
+def activations_from_record(record: Mapping[str, Mapping[str, float]]) -> dict[tuple[int, int], Activations]:
+    """Inverse of `activations_record`. Raises AttributeError, TypeError or ValueError for anything else."""
+    for key, figures in record.items():
+        for name, figure in figures.items():
+            if isinstance(figure, bool) or not isinstance(figure, int | float) or not 0 <= figure <= _MOST:
+                raise ValueError(f"{name} of {key!r} must be a number from 0 to {_MOST:g} but is {str(figure)[:40]}")
+    return {(int(tp), int(sp)): Activations(**v) for (tp, sp), v in ((k.split(","), v) for k, v in record.items())}
+
+
+def _read_json(path: str | Path) -> Any:
+    try:
+        return parse_json(Path(path).read_bytes())
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the cost table {path}: {error.strerror}; write one with `ds-hydra profile`"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(
+            f"the cost table {path} is not JSON: {error}; write it again with `ds-hydra profile`"
+        ) from error
+
+
+def check_job(found: TableFile, job: JobFingerprint, place: str) -> None:
+    """ConfigError listing every difference between what a table was measured for and a job."""
+    if found.job is None:
+        return
+    differences = found.job.differences(job)
+    if differences:
+        raise ConfigError(
+            f"the cost table {place} was not measured for this job:\n  " + "\n  ".join(differences) + "\n"
+            "Write one with `ds-hydra profile`, or leave out hydra.cost_table for an estimate"
+        )
+
+
+def write_atomically(path: str | Path, text: str) -> None:
+    """Replace a file's content; ConfigError, with the old content in place, when that fails (a full disk, say)."""
+    target = Path(path)
+    # Written beside the target and renamed over it, so that the target is at every moment the old file or the new one.
+    # The process id keeps two writers out of each other's draft.
+    draft = target.with_name(f".{target.name}.{os.getpid()}.new")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with draft.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # before the rename: else a crash could leave the new name on an empty file
+        draft.replace(target)
+    except OSError as error:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+        kept = "; the old file was left as it is" if target.exists() else ""
+        raise ConfigError(f"cannot write {target}: {error.strerror or error}{kept}") from error

@@ -1,4 +1,4 @@
-"""A model's plan, a scheme and a device in; bytes on each rank and MaxLen out. Pure: no torch.
+"""Bytes on each rank, and MaxLen, from a model's plan, a scheme and a device. Pure: no torch.
 
 [Note: memory]
 A rank holds its 1/N of the master shards (FP32 parameters and optimizer state) whatever the strategy, and memory for
@@ -17,23 +17,190 @@ logits and the sum of the head's gradient, or what a layer's backward needs, whi
 with the stages of the embeddings and of the head counted by themselves); and it holds what is still on its way to other
 stages. Activations and transient grow with the tokens of a micro-batch; MaxLen is where the sum meets the device's
 bytes less a margin.
+
+They are counted from the plans that the transfers follow, message by message, and not from a formula: contributors to a
+shard differ from rank to rank where pipelines do. Example, a model of 7B parameters on 64 ranks: under `4*tp16` each
+owner receives 4 contributions, under `tp16 + 48*tp1` 49 of them, with 12 times the memory.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import NamedTuple
 
-from ds_hydra.costs.activations import EXPERT_IMBALANCE, Activations
-from ds_hydra.costs.rank_bytes import ElementBytes, RankBytes, rank_bytes
-from ds_hydra.pipe.model_plan import HEAD_LOGITS_AT_ONCE, LOGITS_AT_ONCE, ModelPlan
+import numpy as np
+
+from ds_hydra.costs.shares import CONTEXT, RECOMPUTED, UNTIL_WEIGHT, Shares, Terms
+from ds_hydra.pipe.model_plan import HEAD_LOGITS_AT_ONCE, LOGITS_AT_ONCE, Bucket, ModelPlan
 from ds_hydra.pipe.placement import Strategy, place_pipeline, place_strategy
 from ds_hydra.pipe.schedules.registry import most_alive, most_sent, weighs
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
+from ds_hydra.pipe.transfers import (
+    BucketTransfers,
+    bucket_kinds,
+    bucket_sizes,
+    places_by_size,
+    plan_transfers,
+    push_order,
+    room_for_pushes,
+    twins_of,
+)
 from ds_hydra.zero_hetero.errors import ConfigError
+from ds_hydra.zero_hetero.layout import Column, even_layout, padded
 from ds_hydra.zero_hetero.nodes import Cluster, NodeSize
+from ds_hydra.zero_hetero.scratch_plan import Window, end_of, in_turn, pull_scratch, push_scratch, twin_push_bytes
+from ds_hydra.zero_hetero.transfer_plan import TransferPlan
+from ds_hydra.zero_hetero.twin_plan import TwinPull
+
+EXPERT_IMBALANCE = 1.5
+"""Rows of the busiest rank over even ones, where experts are spread and nothing is said. A guess: with a router's load
+balancing loss it is nearer to 1, and `expert_imbalance` of a step's record tells what it was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Bytes per token of a whole micro-batch on one rank, for one TP and SP degree.
+
+    `layer`, `first` and `last` are kept from forward to backward, by each layer, by the embeddings and by what
+    follows the layers (logits apart); `transient` is needed while a layer computes its backward. Of what is kept the
+    share `until_weight` stays from the input's gradient to the weights' where the backward is split, and a token of a
+    slice that others follow keeps the share `context` more [Note: shares of a micro-batch]. A token of a layer that is
+    computed again keeps the share `recomputed`. `state`: bytes of a layer, not per token, that a slice which others
+    follow keeps of states that are carried on, and of their gradients. `experts`: what whole experts keep of `layer`,
+    which counts as many tokens for each rank's; 0 where none are spread over ranks, or nothing is known of them.
+    """
+
+    layer: float
+    first: float
+    last: float
+    transient: float = 0.0
+    until_weight: float = UNTIL_WEIGHT
+    context: float = CONTEXT
+    recomputed: float = RECOMPUTED
+    state: float = 0.0
+    experts: float = 0.0
+
+    def shares(self, forward: Terms, weight: Terms) -> Shares:
+        """Of a cost table's row, with these shares of its time."""
+        state = self.state / self.layer if self.state else 0.0
+        return Shares(forward, weight, self.until_weight, self.context, self.recomputed, state)
+
+    def routed(self, imbalance: float) -> Activations:
+        """Those of a rank whose experts are chosen `imbalance` times as often as even routing has it."""
+        if not self.experts:
+            return self
+        # What a layer needs while it computes its backward is mostly gradients of what it keeps.
+        grown = 1.0 + (imbalance - 1.0) * self.experts / self.layer
+        return replace(self, layer=grown * self.layer, transient=grown * self.transient)
+
+
+class ElementBytes(NamedTuple):
+    """Bytes of one element of what a rank holds."""
+
+    param: int  # as it is computed with, and as it is pulled
+    grad: int  # where micro-batches add up
+    master: int = 4
+    wire: int | None = None  # of a gradient that is pushed; None: as `param`
+
+    def pulled(self, bucket: Bucket) -> int:
+        """Of what is pulled of a bucket."""
+        return max(self.param, self.master) if bucket.wide else self.param
+
+
+class RankBytes(NamedTuple):
+    """What one rank holds under one strategy, masters and activations apart."""
+
+    params: int
+    grads: int  # with the sums that the rank owns [Note: where sums lie]; at least what pulls take there
+    scratch: int  # of pushes
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+def rank_bytes(
+    plan: ModelPlan, strategy: Strategy, element: ElementBytes, *, node_size: NodeSize
+) -> tuple[RankBytes, ...]:
+    """Bytes of every rank under a strategy, of ranks on such nodes."""
+    found = _ranks(plan, strategy, element, node_size)
+    return tuple(RankBytes(one.params, one.grads, end_of(one.windows)) for one in found)
+
+
+def held_elements(
+    plan: ModelPlan, strategy: Strategy, element: ElementBytes, *, node_size: NodeSize
+) -> tuple[tuple[int, int], ...]:
+    """Elements of every rank's memory for parameters, with the gaps between them, and of that for gradients."""
+    found = _ranks(plan, strategy, element, node_size)
+    return tuple((one.params // element.param, -(-one.grads // element.grad)) for one in found)
+
+
+def push_turns(plan: ModelPlan, strategy: Strategy, element: ElementBytes, *, node_size: NodeSize) -> Column:
+    """How many pushes must be over on a rank before it has memory for one: shape (num_pushes, num_ranks), in the order
+    of starting [Note: scratch memory]."""
+    turns = [[window.after for window in one.windows] for one in _ranks(plan, strategy, element, node_size)]
+    return np.array(turns, dtype=np.int64).T
+
+
+class _Rank(NamedTuple):
+    """Bytes of one rank, and the windows of its pushes in the order of starting."""
+
+    params: int
+    grads: int
+    windows: Sequence[Window]
+
+
+@lru_cache(maxsize=64)  # a start asks for each strategy several times, for its needs, its buffers and its pushes
+def _ranks(plan: ModelPlan, strategy: Strategy, element: ElementBytes, node_size: NodeSize) -> tuple[_Rank, ...]:
+    transfers = plan_transfers(plan, strategy, node_size)
+    pulls, pushes = _scratch_of(plan, transfers, strategy, element)
+    found: dict[int, _Rank] = {}
+    kinds, order, num_ranks = bucket_kinds(plan), push_order(plan, strategy), strategy.num_ranks
+    most_stages = strategy.most_stages
+    for twins in twins_of(strategy, node_size):
+        sizes = bucket_sizes(plan, strategy, twins, kinds)
+        params = sum(size * element.pulled(bucket) for size, bucket in zip(sizes, plan.buckets, strict=True))
+        places = places_by_size(plan, sizes, order, num_ranks, grad_bytes=element.grad, master_bytes=element.master)
+        room, grads = room_for_pushes(params + places.pushed_bytes, most_stages), places.num_bytes
+        for rank in twins.ranks:
+            windows = in_turn(tuple(pushes[:, rank].tolist()), room)
+            found[rank] = _Rank(params, max(grads, int(pulls[rank])), windows)
+    return tuple(found[rank] for rank in range(strategy.num_ranks))
+
+
+def _scratch_of(
+    plan: ModelPlan, transfers: Sequence[BucketTransfers], strategy: Strategy, element: ElementBytes
+) -> tuple[Column, Column]:
+    """Bytes of all pulls, shape (num_ranks,), and of each push in the order of starting, (num_pushes, num_ranks)."""
+    num_ranks = strategy.num_ranks
+    pulls = np.zeros(num_ranks, dtype=np.int64)
+    pushes: dict[int, Column] = {}
+    kept = element.master if plan.frozen_wide else element.param
+    cast: dict[int, list[int]] = {}  # by elements of a bucket
+    # By the plan's identity: equal buckets share their plans, which `transfers` keeps.
+    known: dict[int, Column] = {}
+    for index, (bucket, (pull, push)) in enumerate(zip(plan.buckets, transfers, strict=True)):
+        param, wire = element.pulled(bucket), element.pulled(bucket) if bucket.wide else element.wire or element.param
+        if param != (element.master if bucket.trainable else kept):  # masters are cast, frozen ones are kept cast
+            if bucket.numel not in cast:
+                cast[bucket.numel] = [padded(size) for size in even_layout(bucket.numel, num_ranks).sizes]
+            pulls += param * np.array(cast[bucket.numel])
+        if id(pull) not in known:
+            known[id(pull)] = pull_scratch(pull.enter if isinstance(pull, TwinPull) else pull)
+        pulls += param * known[id(pull)]
+        if push is not None:
+            if id(push) not in known:
+                if isinstance(push, TransferPlan):
+                    known[id(push)] = push_scratch(push, cast=wire != element.grad) * wire
+                else:
+                    known[id(push)] = twin_push_bytes(push, (wire, element.master), element.grad)
+            pushes[index] = known[id(push)]
+    pushed = np.array([pushes[index] for index in push_order(plan, strategy)], dtype=np.int64)
+    return pulls, pushed.reshape(-1, num_ranks)
+
 
 Shape = ParallelScheme | PipelineShape
 _MOST_TOKENS = 1 << 40

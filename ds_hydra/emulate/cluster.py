@@ -13,19 +13,16 @@ import numpy as np
 import torch
 
 from ds_hydra.config.hydra_block import ParsedConfig, parse_config
-from ds_hydra.costs.cost_table import CostTable
-from ds_hydra.costs.rank_bytes import push_turns
+from ds_hydra.costs.cost_table import CostTable, TableFile
+from ds_hydra.costs.memory import push_turns
 from ds_hydra.costs.shape_costs import used_schemes
-from ds_hydra.costs.table_file import TableFile
-from ds_hydra.emulate.engine import EmulatedEngine, EmulatedModel
-from ds_hydra.emulate.limits import check_ranks, machine_limits
-from ds_hydra.emulate.stage import counted_norm
+from ds_hydra.emulate.clock import check_ranks, machine_limits
+from ds_hydra.emulate.engine import EmulatedEngine, EmulatedModel, counted_norm
 from ds_hydra.host.launch import init_distributed
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.pipe.transfers import plan_transfers
-from ds_hydra.plan.plan_file import save_plans
-from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.plan.step_plan import StepPlan, save_plans
 from ds_hydra.ranks.forked import rank_environment, run_ranks
 from ds_hydra.simulate.job import SimulatedJob
 from ds_hydra.zero_hetero.errors import ConfigError

@@ -7,12 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ds_hydra.config.hydra_block import HydraConfig
-from ds_hydra.costs.activations import Activations
-from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.costs.cost_table import CostTable, TableFile, check_job, read_table_file
 from ds_hydra.costs.job_fingerprint import JobFingerprint
-from ds_hydra.costs.memory import JobMemory
+from ds_hydra.costs.memory import Activations, JobMemory
 from ds_hydra.costs.shape_costs import class_rows, of_class
-from ds_hydra.costs.table_file import TableFile, check_job, read_table_file
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from ds_hydra.zero_hetero.nodes import Cluster, listed

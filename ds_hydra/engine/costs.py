@@ -10,11 +10,10 @@ import torch
 
 from ds_hydra.config.hydra_block import HydraConfig
 from ds_hydra.costs.analytic import ASSUMED, ModelShape, analytic_cost_table
-from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.costs.cost_table import CostTable, TableFile, check_job, read_table_file, told
 from ds_hydra.costs.job_fingerprint import JobFingerprint
 from ds_hydra.costs.memory import JobMemory, gibibytes
 from ds_hydra.costs.shape_costs import of_one_kind, spreading_rows, used_schemes, with_shapes
-from ds_hydra.costs.table_file import TableFile, check_job, read_table_file, told
 from ds_hydra.engine.fingerprint import describe_job
 from ds_hydra.engine.fits import job_memory, rank_memory, within_memory
 from ds_hydra.engine.job import Job

@@ -60,12 +60,12 @@ from ds_hydra.host.loss_scale import LossScale
 from ds_hydra.host.modes import out_of_modes
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.planner import PlanRecipe
-from ds_hydra.planner.budget import budget_of, typical_batch
+from ds_hydra.planner.composing import budget_of, typical_batch
 from ds_hydra.planner.producer_process import ProducerProcess
 from ds_hydra.ranks.together import together
 from ds_hydra.ranks.world import World
-from ds_hydra.report.prediction import StepWatch
-from ds_hydra.simulate.job_record import job_record
+from ds_hydra.report.record import StepWatch
+from ds_hydra.simulate.job import job_record
 from ds_hydra.step.model_masters import ModelMasters
 from ds_hydra.step.runtimes import build_stages
 from ds_hydra.step.stepper import Stepper

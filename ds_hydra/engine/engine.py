@@ -36,11 +36,10 @@ from ds_hydra.engine.steps import Handed, Steps
 from ds_hydra.host.cut_model import make_whole
 from ds_hydra.host.environment import launched_node_size, longest_wait_s
 from ds_hydra.host.model_limits import limits_of
-from ds_hydra.pipe.loss import TokenLoss
+from ds_hydra.pipe.loss import TokenFunction, TokenLoss
 from ds_hydra.pipe.models.adapted import base_of
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.models.facts import ModelFacts
-from ds_hydra.pipe.predictions import TokenFunction
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.ranks.groups import CONNECTING

@@ -10,9 +10,8 @@ from pathlib import Path
 import torch
 
 from ds_hydra.costs.job_fingerprint import JobFingerprint
-from ds_hydra.pipe.attention.backends import choose_backend, torch_varlen
-from ds_hydra.pipe.attention.flash_3 import NAME as FLASH_3
-from ds_hydra.pipe.attention.flash_3 import flash_3_runs
+from ds_hydra.pipe.attention.backends import NAME as FLASH_3
+from ds_hydra.pipe.attention.backends import choose_backend, flash_3_runs, torch_varlen
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.stage import ModelSource
 

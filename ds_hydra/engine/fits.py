@@ -9,10 +9,9 @@ from dataclasses import replace
 
 import torch
 
-from ds_hydra.costs.activations import EXPERT_IMBALANCE, Activations
 from ds_hydra.costs.analytic import estimate_activations, layer_sizes
 from ds_hydra.costs.cost_table import CostTable
-from ds_hydra.costs.memory import JobMemory, Shape, gibibytes
+from ds_hydra.costs.memory import EXPERT_IMBALANCE, Activations, JobMemory, Shape, gibibytes
 from ds_hydra.pipe.shape import ParallelScheme, StageShape, StrategyShape
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.planner.cutting import counts_more, longest_of

@@ -21,9 +21,9 @@ from ds_hydra.engine.copies import Copy, like, wait
 from ds_hydra.ranks.host_memory import available_bytes
 from ds_hydra.step.model_masters import ModelMasters
 from ds_hydra.zero_hetero.errors import ConfigError
-from ds_hydra.zero_hetero.lane import DeviceLane, HostLane, Lane
 from ds_hydra.zero_hetero.masters import MasterShards, OptimizerSpan
 from ds_hydra.zero_hetero.nodes import node_of
+from ds_hydra.zero_hetero.transport import DeviceLane, HostLane, Lane
 
 if TYPE_CHECKING:
     from ds_hydra.pipe.stage import ModelSource

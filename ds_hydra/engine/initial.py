@@ -8,7 +8,7 @@ from typing import Any
 from ds_hydra.checkpoint.pretrained import load_pretrained, stored_buffers
 from ds_hydra.engine.job import Job
 from ds_hydra.pipe.models.adapted import has_adapters
-from ds_hydra.pipe.models.unset import drawn_parameter, set_buffers, unset_buffers
+from ds_hydra.pipe.models.meta_copy import drawn_parameter, set_buffers, unset_buffers
 from ds_hydra.ranks.together import together
 from ds_hydra.ranks.world import World
 from ds_hydra.step.model_masters import ModelMasters

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_hydra.config.hydra_block import HydraConfig
-from ds_hydra.data.order import Order
+from ds_hydra.data.sampler import Order
 from ds_hydra.data.sequences import SequenceData
 from ds_hydra.engine.pre_step import Callback
 from ds_hydra.host.optimizers import OptimizerRecipe

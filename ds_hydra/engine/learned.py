@@ -16,16 +16,14 @@ import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ds_hydra.costs.cost_table import CostTable
-from ds_hydra.costs.table_file import read_table, table_record
+from ds_hydra.costs.cost_table import CostTable, read_table, table_record
 from ds_hydra.engine.joined import Joined
 from ds_hydra.engine.plan_source import PlanSource
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.step_plan import StepPlan
-from ds_hydra.planner.budget import PlanBudget
-from ds_hydra.report.calibration import Calibration
-from ds_hydra.report.prediction import StepWatch
-from ds_hydra.report.stragglers import Stragglers
+from ds_hydra.planner.composing import PlanBudget
+from ds_hydra.report.calibration import Calibration, Stragglers
+from ds_hydra.report.record import StepWatch
 from ds_hydra.zero_hetero.errors import CheckpointError
 
 logger = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from ds_hydra.data.columns import IGNORE_INDEX
 from ds_hydra.data.tokens import Float64Array, TokenSequence
 from ds_hydra.engine.loss_watch import Watch, names_of, refuse_leaves
 from ds_hydra.engine.objectives import Asked, check_returned, fields_of, released_on_meta
-from ds_hydra.pipe.fields import SEQUENCE, Field, FieldLayout
-from ds_hydra.pipe.scores import Objective
+from ds_hydra.pipe.loss import Objective
+from ds_hydra.pipe.rows import SEQUENCE, Field, FieldLayout
 
 MIXING_FORM = (
     "a loss that mixes tokens must be a function of the log_probs (T,) and entropy (T,), or the values (T,), and the "

@@ -12,17 +12,16 @@ import torch
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
+from ds_hydra.costs.cost_table import read_table_file
 from ds_hydra.costs.shape_costs import whole_are_cheaper
-from ds_hydra.costs.table_file import read_table_file
 from ds_hydra.engine.job import Job
 from ds_hydra.pipe.loss import TokenLoss
 from ds_hydra.pipe.models.adapted import base_of
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.models.experts import spreading_experts
 from ds_hydra.pipe.models.facts import ModelFacts
-from ds_hydra.pipe.models.failing import failing
 from ds_hydra.pipe.models.layer_list import LayerList
-from ds_hydra.pipe.models.shared_memory import refuse_shared_memory
+from ds_hydra.pipe.models.refusals import failing, refuse_shared_memory
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.pipe.stage_options import StageOptions

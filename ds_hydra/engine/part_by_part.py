@@ -15,7 +15,7 @@ from ds_hydra.engine.calls import Call, gathered, taken_once
 from ds_hydra.engine.scoring import RoutedScores, TokenScores
 from ds_hydra.engine.steps import Steps
 from ds_hydra.engine.weights import EngineWithWeights
-from ds_hydra.pipe.scores import ScoreLoss
+from ds_hydra.pipe.loss import ScoreLoss
 from ds_hydra.zero_hetero.errors import CheckpointError
 
 if TYPE_CHECKING:

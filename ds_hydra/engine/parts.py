@@ -14,15 +14,15 @@ import numpy as np
 import torch
 
 from ds_hydra.data.columns import IGNORE_INDEX
-from ds_hydra.data.fields import with_targets
+from ds_hydra.data.tokens import with_targets
 from ds_hydra.engine.mixing import Mixed, counted, mix, of_mixed
 from ds_hydra.engine.objectives import Asked, check_objective, checked_normaliser
 from ds_hydra.engine.out_of_memory import explained
 from ds_hydra.engine.scoring import Scoring, check_all, refuse_without_loss
 from ds_hydra.engine.shares import Gathered, Mine
-from ds_hydra.pipe.scores import Objective
+from ds_hydra.pipe.loss import Objective
 from ds_hydra.planner import PlannedStep
-from ds_hydra.planner.planned import joined_steps
+from ds_hydra.planner.recipe import joined_steps
 from ds_hydra.ranks.together import agree
 from ds_hydra.step.outcome import Outcome
 from ds_hydra.zero_hetero.errors import ConfigError

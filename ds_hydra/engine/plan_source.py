@@ -10,17 +10,16 @@ from typing import NamedTuple
 
 from ds_hydra.config.hydra_block import HydraConfig
 from ds_hydra.costs.cost_table import CostTable
-from ds_hydra.data.order import Order
+from ds_hydra.data.sampler import Order
 from ds_hydra.engine.joined import Joined, able_to_join, joins_by
 from ds_hydra.engine.plan_telling import tell_plan
 from ds_hydra.engine.pre_step import Callback, PreStepCallback, plan_of
 from ds_hydra.engine.short_data import ShortData
 from ds_hydra.pipe.shape import StrategyShape
-from ds_hydra.plan.runnable import check_runnable
-from ds_hydra.plan.validate import check_safe, validate_plan
+from ds_hydra.plan.validate import check_runnable, check_safe, validate_plan
 from ds_hydra.planner import PlannedStep, Planner, PlanRecipe, StepPlan
 from ds_hydra.planner.arena_room import ArenaRoom
-from ds_hydra.planner.budget import PlanBudget
+from ds_hydra.planner.composing import PlanBudget
 from ds_hydra.planner.producer_process import ProducerProcess
 from ds_hydra.planner.service import Waiting
 from ds_hydra.ranks.channel import Channel

@@ -16,10 +16,9 @@ from collections.abc import Callable
 
 from ds_hydra.config.hydra_block import HydraConfig
 from ds_hydra.costs.cost_table import CostTable
-from ds_hydra.data.order import Order
+from ds_hydra.data.sampler import Order
 from ds_hydra.pipe.shape import StrategyShape
-from ds_hydra.plan.runnable import check_runnable
-from ds_hydra.plan.validate import validate_plan
+from ds_hydra.plan.validate import check_runnable, validate_plan
 from ds_hydra.planner import PlannedStep, PlannerService, PlanRecipe, StepPlan
 from ds_hydra.planner.arena_room import ArenaRoom
 from ds_hydra.planner.producer_process import BEAT_S, ProducerProcess, producer_command

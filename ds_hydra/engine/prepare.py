@@ -11,11 +11,10 @@ import torch
 
 from ds_hydra.config.hydra_block import HydraConfig
 from ds_hydra.costs.analytic import model_shape
-from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.costs.cost_table import CostTable, TableFile
 from ds_hydra.costs.memory import JobMemory
 from ds_hydra.costs.shape_costs import with_shapes
-from ds_hydra.costs.table_file import TableFile
-from ds_hydra.data.length_sources import assumed_lengths, lengths_of_job
+from ds_hydra.data.lengths import assumed_lengths, lengths_of_job
 from ds_hydra.engine.checked import check_candidates, listed_for_others, taught
 from ds_hydra.engine.costs import costs_and_memory, least_memory, limited, planned_whole, without_the_largest
 from ds_hydra.engine.fits import check_memory
@@ -137,7 +136,7 @@ def hidden_size(source: ModelSource) -> int:
 def _tell_crossings(strategies: Mapping[StrategyShape, Strategy], world: World) -> None:
     """Which strategies lay tensor parallel groups across nodes, and an order of their pipelines that does not."""
     if world.cluster.mixed:
-        from ds_hydra.pipe.on_devices import crossing_groups
+        from ds_hydra.pipe.placement import crossing_groups
 
         for strategy, placed in strategies.items():
             if (group := next(crossing_groups(placed, world.node_size), None)) is not None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from ds_hydra.costs.cost_table import TableFile
 from ds_hydra.costs.memory import JobMemory
-from ds_hydra.costs.table_file import TableFile
 from ds_hydra.engine.job import Job
 from ds_hydra.engine.simulated import exposed_of
 from ds_hydra.pipe.schedules.registry import proposed_schedules, weighs
 from ds_hydra.pipe.shape import StrategyShape
-from ds_hydra.planner.proposal.propose import Wider, propose_strategies
-from ds_hydra.planner.proposal.spaces import wider_shapes
+from ds_hydra.planner.proposal.propose import Wider, propose_strategies, wider_shapes
 from ds_hydra.ranks.world import World
 
 logger = logging.getLogger(__name__)

@@ -19,10 +19,9 @@ import torch
 from ds_hydra.data.tokens import Sequences, TokenSequence
 from ds_hydra.engine.job import Job
 from ds_hydra.pipe.models.causal_lm import CausalLM
-from ds_hydra.pipe.models.failing import failing
+from ds_hydra.pipe.models.refusals import failing
 from ds_hydra.pipe.placement import Strategy
-from ds_hydra.plan.phase import Phase
-from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.plan.step_plan import Phase, StepPlan
 from ds_hydra.ranks.together import agree
 from ds_hydra.ranks.world import World
 from ds_hydra.self_check.few_layers import with_layers

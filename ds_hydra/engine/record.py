@@ -9,8 +9,8 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from ds_hydra.planner import PlannedStep
+from ds_hydra.report.calibration import StageTime
 from ds_hydra.report.record import HighsFigures, StepRecord
-from ds_hydra.report.stragglers import StageTime
 
 if TYPE_CHECKING:
     from ds_hydra.plan.step_plan import StepPlan

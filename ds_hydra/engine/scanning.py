@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ds_hydra.data.columns import is_packed, read_item
-from ds_hydra.data.item_lengths import ItemLengths, given_lengths, keep, kept, read_part
+from ds_hydra.data.lengths import ItemLengths, given_lengths, keep, kept, read_part
 from ds_hydra.data.sequences import SequenceData
 from ds_hydra.data.stream import is_stream
 from ds_hydra.data.tokens import Limits, TokenSequence

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_hydra.data.fields import Reads
-from ds_hydra.data.tokens import Float64Array, LeftOut
+from ds_hydra.data.tokens import Float64Array, LeftOut, Reads
 from ds_hydra.engine.crew import Crew
 from ds_hydra.engine.shares import Gathered, Mine, Shares
-from ds_hydra.pipe.fields import ROUTED_EXPERTS, TEMPERATURE, FieldLayout, Routing
+from ds_hydra.pipe.loss import ENTROPY, LOG_PROB, VALUE, Objective
 from ds_hydra.pipe.models.causal_lm import CausalLM
-from ds_hydra.pipe.models.replay import find_routing
-from ds_hydra.pipe.scores import ENTROPY, LOG_PROB, VALUE, Objective
+from ds_hydra.pipe.models.experts import find_routing
+from ds_hydra.pipe.rows import ROUTED_EXPERTS, TEMPERATURE, FieldLayout, Routing
 from ds_hydra.step.collecting import collect, pieces_of
 from ds_hydra.zero_hetero.errors import ConfigError
 

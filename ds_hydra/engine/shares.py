@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from ds_hydra.data.fields import Reads, merged, with_targets
-from ds_hydra.data.item_check import ItemCheck
-from ds_hydra.data.share import Share, Tally, read_share
+from ds_hydra.data.columns import ItemCheck
+from ds_hydra.data.sequences import Share, Tally, read_share
 from ds_hydra.data.stream import StreamSampler
-from ds_hydra.data.tokens import LeftOut, Limits, TokenSequence
+from ds_hydra.data.tokens import LeftOut, Limits, Reads, TokenSequence, merged, with_targets
 from ds_hydra.engine.crew import Crew
-from ds_hydra.pipe.fields import Field, FieldLayout
+from ds_hydra.pipe.rows import Field, FieldLayout
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.ranks.together import agree
 from ds_hydra.step.delivery import Delivered, deliver

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ds_hydra.costs.table_file import TableFile
+from ds_hydra.costs.cost_table import TableFile
 from ds_hydra.engine.job import Job
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.ranks.world import World
-from ds_hydra.simulate.exposed import exposed_ms
 from ds_hydra.simulate.job import SimulatedJob
 from ds_hydra.simulate.links import LinkModel
+from ds_hydra.simulate.step import exposed_ms
 
 
 def simulated_job(job: Job, world: World, found: TableFile) -> SimulatedJob:

@@ -26,15 +26,15 @@ from ds_hydra.engine.scoring import refuse_without_loss
 from ds_hydra.engine.shares import deliver_streamed
 from ds_hydra.host.host_engine import HostEngine
 from ds_hydra.host.modes import refuse_without_gradients
+from ds_hydra.pipe.loss import TokenFunction, width_of
 from ds_hydra.pipe.models.refusals import in_evaluation
 from ds_hydra.pipe.placement import Strategy
-from ds_hydra.pipe.predictions import TokenFunction, width_of
 from ds_hydra.planner import PlannedStep
 from ds_hydra.ranks.rank_stats import RankStats
 from ds_hydra.step.built import Built
 from ds_hydra.step.outcome import Floats, Outcome, PhaseOutcome, mean_of
 from ds_hydra.zero_hetero.errors import ConfigError
-from ds_hydra.zero_hetero.grad_norm import norm_of
+from ds_hydra.zero_hetero.masters import norm_of
 
 logger = logging.getLogger(__name__)
 Handed = Callable[[], ReadyStep]

@@ -26,8 +26,7 @@ from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.ranks.world import World
 from ds_hydra.report.trace import Kind, Span, write_trace
 from ds_hydra.simulate.job import SimulatedJob
-from ds_hydra.simulate.spans import step_spans
-from ds_hydra.simulate.step import Simulator
+from ds_hydra.simulate.step import Simulator, step_spans
 from ds_hydra.step.stepper import Stepper
 from ds_hydra.zero_hetero.clock import Lap, Laps
 from ds_hydra.zero_hetero.errors import ConfigError

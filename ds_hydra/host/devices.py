@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ds_hydra.config.hydra_block import FLASH_3, HydraConfig
-from ds_hydra.pipe.attention.flash_3 import give_flash_3_back, use_flash_3
+from ds_hydra.pipe.attention.backends import give_flash_3_back, use_flash_3
 from ds_hydra.watchdog.host import abort_later
 from ds_hydra.zero_hetero.errors import ConfigError
 

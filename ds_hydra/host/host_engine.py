@@ -26,10 +26,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ds_hydra.config.deepspeed_settings import BATCH_KEYS
 from ds_hydra.config.hydra_block import ParsedConfig
-from ds_hydra.data.item_check import ModelInput
-from ds_hydra.data.item_lengths import ItemLengths
-from ds_hydra.data.order import Order
-from ds_hydra.data.sampler import StepLoader
+from ds_hydra.data.columns import ModelInput
+from ds_hydra.data.lengths import ItemLengths
+from ds_hydra.data.sampler import Order, StepLoader
 from ds_hydra.data.sequences import SequenceData
 from ds_hydra.data.stream import StreamSampler, StreamSteps, is_stream
 from ds_hydra.data.tokens import Limits
@@ -43,8 +42,7 @@ from ds_hydra.host.optimizers import OptimizerRecipe, optimizer_recipe
 from ds_hydra.host.precision import DataTypes, choose_dtype
 from ds_hydra.host.settings import NO_MONITORS, deepspeed_config, quietly, with_model_settings
 from ds_hydra.host.training_data import drawn_from, refuse_reordering, sized, streamed
-from ds_hydra.report.log import StepLog
-from ds_hydra.report.record import StepRecord
+from ds_hydra.report.record import StepLog, StepRecord
 from ds_hydra.zero_hetero.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ds_hydra.config.hydra_block import HydraConfig
-from ds_hydra.data.item_check import ModelInput
+from ds_hydra.data.columns import ModelInput
 from ds_hydra.data.tokens import Limits
 
 

@@ -20,8 +20,8 @@ from deepspeed.utils import logger as deepspeed_logger
 from torch import nn
 
 from ds_hydra.config.checks import AUTO, nearest
+from ds_hydra.config.deepspeed_settings import stage_of
 from ds_hydra.config.hydra_block import HydraConfig, ParsedConfig
-from ds_hydra.config.zero_block import stage_of
 from ds_hydra.host import refusals
 from ds_hydra.host.optimizers import optimizer_of_block
 from ds_hydra.zero_hetero.errors import ConfigError

@@ -7,9 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from ds_hydra.config.hydra_block import HydraConfig
-from ds_hydra.data.length_sources import assumed_tokens
-from ds_hydra.data.reorder import SortedPairs
-from ds_hydra.data.sampler import StepLoader, TokenBudgetSampler
+from ds_hydra.data.lengths import assumed_tokens
+from ds_hydra.data.sampler import SortedPairs, StepLoader, TokenBudgetSampler
 from ds_hydra.data.sequences import SequenceData
 from ds_hydra.data.stream import StreamSampler, StreamSteps
 from ds_hydra.data.tokens import Limits

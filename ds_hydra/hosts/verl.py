@@ -36,7 +36,7 @@ from verl.utils.torch_functional import get_constant_schedule_with_warmup, get_c
 from verl.workers.config import EngineConfig
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 
-from ds_hydra.config.read import read_config
+from ds_hydra.config.checks import read_config
 from ds_hydra.zero_hetero.errors import ConfigError
 
 NAME = "hydra"

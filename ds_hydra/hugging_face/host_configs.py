@@ -27,7 +27,7 @@ from accelerate import DeepSpeedPlugin
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 
 from ds_hydra.config.checks import AUTO
-from ds_hydra.config.deepspeed_keys import TOLD
+from ds_hydra.config.deepspeed_settings import TOLD
 from ds_hydra.config.hydra_block import BLOCK
 
 _GIVEN = "hydra_given"  # key of a host's config: what stood there for the engine

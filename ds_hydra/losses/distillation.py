@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ds_hydra.pipe.fields import CANDIDATE_LOG_PROBS
+from ds_hydra.pipe.rows import CANDIDATE_LOG_PROBS
 
 
 @dataclass(frozen=True)

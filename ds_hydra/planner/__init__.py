@@ -3,14 +3,20 @@
 Pure: nothing here imports torch or DeepSpeed, or knows a process group. Start reading at `selection`.
 """
 
-from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan, Span, parse_phases
-from ds_hydra.plan.plan_file import load_plans, save_plans
-from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.plan.step_plan import (
+    MicroBatchPlan,
+    Phase,
+    PipelinePlan,
+    Span,
+    StepPlan,
+    load_plans,
+    parse_phases,
+    save_plans,
+)
 from ds_hydra.plan.validate import validate_plan
 from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.planner.phased import PhasedPlanner
-from ds_hydra.planner.planned import PlannedStep
-from ds_hydra.planner.recipe import PlanRecipe
+from ds_hydra.planner.recipe import PlannedStep, PlanRecipe
 from ds_hydra.planner.selection import Planner
 from ds_hydra.planner.service import PlannerService
 

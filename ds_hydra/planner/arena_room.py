@@ -17,8 +17,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from ds_hydra.costs.cost_table import CostTable
-from ds_hydra.costs.memory import JobMemory, Needs, gibibytes
-from ds_hydra.costs.rank_bytes import ElementBytes, held_elements, rank_bytes
+from ds_hydra.costs.memory import ElementBytes, JobMemory, Needs, gibibytes, held_elements, rank_bytes
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.placement import Strategy, place_strategy
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape

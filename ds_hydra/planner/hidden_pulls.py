@@ -21,10 +21,8 @@ from dataclasses import dataclass, replace
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.pipe.schedules.simulate import SHARES
-from ds_hydra.plan.phase import Phase, PipelinePlan
-from ds_hydra.plan.simulate import simulated_ms
-from ds_hydra.plan.step_plan import StepPlan
-from ds_hydra.plan.works import has_formula
+from ds_hydra.plan.simulate import has_formula, simulated_ms
+from ds_hydra.plan.step_plan import Phase, PipelinePlan, StepPlan
 from ds_hydra.planner.pipelines import longest_outside, whole_pipeline
 
 _FORWARD = SHARES["forward"]

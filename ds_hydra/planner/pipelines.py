@@ -9,9 +9,9 @@ import numpy as np
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
-from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
 from ds_hydra.plan.simulate import slowest_of_whole
-from ds_hydra.planner.chunked_refine import Chunked
+from ds_hydra.plan.step_plan import MicroBatchPlan, Phase, PipelinePlan
+from ds_hydra.planner.chunked import Chunked
 from ds_hydra.planner.chunked_space import ChunkedSpace
 from ds_hydra.planner.cutting import microbatches_of
 from ds_hydra.planner.kernels.problem import Assignment, Batch

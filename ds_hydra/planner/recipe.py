@@ -19,21 +19,22 @@ import inspect
 import json
 import logging
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-from ds_hydra.costs.cost_table import CostTable
-from ds_hydra.costs.table_file import read_table, table_record
+from ds_hydra.costs.cost_table import CostTable, read_table, table_record
 from ds_hydra.pipe.schedules.registry import Schedule, modules_of, register
 from ds_hydra.pipe.shape import StrategyShape
-from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.plan.step_plan import StepPlan, joined
+from ds_hydra.plan.validate import check_safe
 from ds_hydra.planner.arena_room import ArenaRoom
-from ds_hydra.planner.budget import PlanBudget
+from ds_hydra.planner.composing import MOST_JOINED, HighsShare, PlanBudget
 from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.planner.selection import Planner, warm_up
+from ds_hydra.zero_hetero.errors import PlanError
 
 logger = logging.getLogger(__name__)
 _CODE = ("planner", "plan", "costs", "simulate", "pipe/schedules")
@@ -173,3 +174,181 @@ def _versions() -> tuple[str, ...]:
         for file in sorted((Path(__file__).parents[1] / folder).rglob("*.py")):
             own.update(file.read_bytes())
     return own.hexdigest(), *(f"{name} {metadata.version(name)}" for name in ("numba", "numpy", "highspy"))
+
+
+MadeBy = Literal["producer", "restarted", "here", "callback"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """A plan, and how it came about, on which it does not depend.
+
+    `planning_ms` is the planner's wall time, `waited_ms` that of who asked for the plan. `hidden` says whether it was
+    ready then. `made_by`: "restarted" is a producer that took another's place meanwhile, "here" the training process,
+    "callback" one of the user's. `recipe` is the digest of what it follows from; `highs` says what HiGHS did for it.
+    """
+
+    plan: StepPlan
+    planning_ms: float
+    hidden: bool
+    waited_ms: float = 0.0
+    made_by: MadeBy = "here"
+    recipe: str = ""
+    highs: HighsShare | None = None
+
+    def to_text(self) -> str:
+        """For other ranks; `of_text` is the inverse."""
+        told = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "plan"}
+        return f"{json.dumps(told)}\n{self.plan.to_json()}"
+
+    @classmethod
+    def of_text(cls, text: str) -> PlannedStep:
+        told, plan = text.split("\n", 1)
+        fields_told = json.loads(told)
+        highs = fields_told.pop("highs")
+        return cls(
+            StepPlan.from_json(plan, "rank 0's plan"),
+            **fields_told,
+            highs=None if highs is None else HighsShare(*highs),
+        )
+
+
+def joined_steps(parts: Sequence[PlannedStep]) -> PlannedStep:
+    """The plan of a step in parts, and how it came about: its times are those of all, the rest is the last one's."""
+    return replace(
+        parts[-1],
+        plan=joined([part.plan for part in parts]),
+        planning_ms=sum(part.planning_ms for part in parts),
+        waited_ms=sum(part.waited_ms for part in parts),
+        hidden=all(part.hidden for part in parts),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A batch to plan, with lengths in tokens."""
+
+    step: int
+    ids: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+class InvalidAnswerError(ValueError):
+    """What a producer said cannot be used."""
+
+
+class Answer(NamedTuple):
+    """What a producer made of a request."""
+
+    plan: StepPlan
+    planning_ms: float
+    highs: HighsShare | None
+
+
+def read_answer(line: str, request: Request, recipe: PlanRecipe) -> Answer:
+    """The plan of an answer, its planning time, and what HiGHS did for it.
+
+    Raises InvalidAnswerError for one that is wrong, and PlanError where the producer could not plan these sequences.
+    """
+    answer = json.loads(line)
+    if "error" in answer:
+        raise PlanError(str(answer["error"]))
+    try:
+        if "invalid" in answer:
+            raise PlanError(answer["invalid"])
+        plan, planning_ms = StepPlan.from_json(answer["plan"], "the producer's answer"), float(answer["planning_ms"])
+        told = answer.get("highs")
+        highs = None if told is None else HighsShare(*told)
+        # The producer has run the plan's schedules to check its times and its memory. What costs little is checked
+        # again: a producer whose memory went bad may answer in valid JSON and still lose a sequence.
+        if (plan.step, plan.sequence_ids, plan.lengths) != (request.step, request.ids, request.lengths):
+            raise PlanError(f"the producer answered for other sequences than those of step {request.step}")
+        check_safe(plan, recipe.table, recipe.strategies[0].num_ranks)
+    except (ValueError, TypeError, KeyError) as error:
+        raise InvalidAnswerError(str(error)) from error
+    return Answer(plan, planning_ms, highs)
+
+
+class Generations:
+    """The recipes of a job. Other costs, and composed strategies that join the candidates, each hold from a step on.
+
+    A recipe gets a number when it is first asked for. Requests and answers carry it, so that an answer by an older
+    recipe is never mistaken for one by the recipe of its step: with a strategy that joins from step 74 on, and costs
+    that change at step 18, plans of step 80 that were on their way before either have another number than what is asked
+    for then.
+    """
+
+    def __init__(self, recipe: PlanRecipe) -> None:
+        self._base = recipe
+        self._tables: list[tuple[int, CostTable]] = [(0, recipe.table)]
+        self._joined: list[tuple[int, StrategyShape, float]] = []
+        self._numbers: dict[tuple[int, int], int] = {(1, 0): 0}  # by how many tables and strategies hold
+        self._recipes: dict[int, PlanRecipe] = {0: recipe}
+
+    def __getitem__(self, number: int) -> PlanRecipe:
+        return self._recipes[number]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._recipes)
+
+    @property
+    def kernels(self) -> str:
+        """Those of all recipes: "auto" until they are settled."""
+        return self._base.options.kernels
+
+    def use_table(self, table: CostTable, first: int) -> None:
+        """Plan by another table from step `first` on, which comes after all others."""
+        self._tables.append((first, table))
+
+    def join(self, strategy: StrategyShape, exposed_ms: float, first: int) -> None:
+        """One more candidate from step `first` on, which comes after those of all others; its messages add so much."""
+        self._joined.append((first, strategy, exposed_ms))
+
+    def of(self, step: int) -> int:
+        """The number of the recipe that a step is planned by."""
+        tables = max(1, sum(first <= step for first, _ in self._tables))
+        joined = sum(first <= step for first, _, _ in self._joined)
+        number = self._numbers.setdefault((tables, joined), len(self._numbers))
+        if number not in self._recipes:
+            recipe = replace(self._base, table=self._tables[tables - 1][1])
+            for _, strategy, exposed_ms in self._joined[:joined]:
+                recipe = recipe.joined_by(strategy, exposed_ms)
+            if joined >= MOST_JOINED and recipe.options.highs == "composes":
+                recipe = replace(recipe, options=replace(recipe.options, highs="advises"))
+            self._recipes[number] = recipe
+        return number
+
+    def forget(self, oldest: int) -> None:
+        """Recipes below this number are no longer asked for."""
+        for number in [number for number in self._recipes if number < oldest]:
+            del self._recipes[number]
+
+    def settle(self, number: int, kernels: str) -> PlanRecipe:
+        """Decide the kernels, for all recipes and whoever plans by them; the recipe of this number."""
+        self._base = _with(self._base, kernels)
+        self._recipes = {other: _with(recipe, kernels) for other, recipe in self._recipes.items()}
+        return self._recipes[number]
+
+    def agree(self, number: int, ready: Mapping[str, str] | None) -> PlanRecipe:
+        """The recipe as a producer has it that said {"ready": digest, "kernels": ...}.
+
+        Raises InvalidAnswerError where it said nothing, or plans by another recipe.
+        """
+        if ready is None:
+            raise InvalidAnswerError("it answered before it was ready")
+        if (
+            ready["kernels"] not in ("compiled", "pure")
+            or _with(self[number], ready["kernels"]).digest != ready["ready"]
+        ):
+            raise InvalidAnswerError(
+                f"it plans by the recipe {ready['ready']} with {ready['kernels']} kernels, which is not this job's: "
+                "installed packages have changed since the job began"
+            )
+        return self.settle(number, ready["kernels"])
+
+
+def _with(recipe: PlanRecipe, kernels: str) -> PlanRecipe:
+    """The recipe with these kernels, unless it has decided on some."""
+    if recipe.options.kernels != "auto":
+        return recipe
+    return replace(recipe, options=replace(recipe.options, kernels=kernels))

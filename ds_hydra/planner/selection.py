@@ -1,4 +1,4 @@
-"""A step's lengths in, the best plan over all candidate strategies out, with a certified bound. Pure: no torch.
+"""The search of one step: the best plan over all candidate strategies, with a certified bound. Pure: no torch.
 
 Every strategy gets a bound; strategies are tried best bound first, and left untried once their bound is no
 better than the best plan found. The least bound over all strategies certifies the chosen plan.
@@ -12,32 +12,434 @@ What messages add is known for each strategy before any of its plans is (`simula
 to plan: for V's of a 32B model on 32 GPUs between 102 and 196 ms of 3.7 s. So where a simulation of whole steps is at
 hand, the best plans of either kind are simulated with their messages, several of the best chunked strategy, and the
 soonest of these wins.
+
+[Note: search]
+Every strategy gets a cheap bound first, and strategies are tried in the order of their bounds. Three strategies with
+bounds of 90, 96 and 120 ms: the first is searched and gives a plan of 95 ms. The second is then left out, for no plan
+of it takes less than 96, and the third with it. Were the first plan 100 ms, the second would be searched too. The
+least bound over all strategies, searched or not, certifies the plan: 95 against 90 is within 5.6 % of the optimum.
+
+What "searched" means depends on the mode; each of them is one method of `Search`. Where others than the best plan are
+asked for too, strategies are searched until their bounds are clearly above it.
+
+`search` asks these questions about many strategies and keeps the best answer.
+
+`selection` says which strategies are asked for; here each kind of them has its search, and a search its plans.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import NamedTuple
+
+import numpy as np
 
 import ds_hydra.planner.kernels as kernels
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.shares import Shares
-from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
-from ds_hydra.plan.plan_file import load_plans
-from ds_hydra.plan.runnable import check_runnable
-from ds_hydra.plan.step_plan import StepPlan
-from ds_hydra.plan.validate import check_complete, validate_plan
-from ds_hydra.planner.budget import PlanBudget, budget_of
+from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
+from ds_hydra.plan.step_plan import Phase, StepPlan, load_plans
+from ds_hydra.plan.validate import check_complete, check_runnable, validate_plan
+from ds_hydra.planner.chunked import Chunked, ChunkedSearch
 from ds_hydra.planner.chunked_space import ChunkedSpace, is_chunked
-from ds_hydra.planner.composing import COMPOSED, WORTH, Composer, HighsShare
+from ds_hydra.planner.composing import COMPOSED, WORTH, Composed, Composer, HighsShare, PlanBudget, budget_of
+from ds_hydra.planner.exact.programs import DispatchProblem, repack_slowest
 from ds_hydra.planner.hidden_pulls import with_hidden_pulls
-from ds_hydra.planner.kernels.problem import PipelineKinds, check_sequences, scheme_arrays
+from ds_hydra.planner.kernels.dispatch import empty_placement
+from ds_hydra.planner.kernels.problem import (
+    LEAN,
+    Assignment,
+    Batch,
+    Floats,
+    Ints,
+    PipelineKinds,
+    Problem,
+    Prospect,
+    Schemes,
+    SearchEffort,
+    check_sequences,
+    scheme_arrays,
+    scheme_row,
+)
 from ds_hydra.planner.options import PlannerOptions
-from ds_hydra.planner.step_search import Pool, StepSearch
+from ds_hydra.planner.pipelines import assigned_pipelines, chunked_pipelines
 from ds_hydra.zero_hetero.errors import PlanError
+
+_LEVEL_ROUNDS = 40
+_MOVES = 200_000  # candidates that one local search looks at
+_REPACKINGS = 400
+_PROOF_DEPTH = 10  # longest sequences that a proof places whole
+_PROOF_ROUNDS = 6  # price updates at each partial placement
+_PROOF_NODES = 300
+
+
+class StrategySearch:
+    """What can be found out about single strategies for one batch."""
+
+    def __init__(self, schemes: Schemes, options: PlannerOptions, batch: Batch) -> None:
+        self._schemes = schemes
+        self._options = options
+        self._batch = batch
+        self._kernels = kernels.select(options.kernels)
+        full = SearchEffort(1 + options.effort, _MOVES, _LEVEL_ROUNDS, _REPACKINGS, packs=True)
+        self.effort = full if self.is_compiled else LEAN
+
+    @property
+    def is_compiled(self) -> bool:
+        return self._kernels.is_compiled
+
+    @property
+    def can_refute(self) -> bool:
+        """Whether the batch is small enough that its sequences stand one by one in bounds too."""
+        return self._batch.merged is self._batch.items
+
+    def bound(self, kinds: PipelineKinds, price: Floats, outer: int, inner: int) -> float:
+        """Certified lower bound in ms on any plan under a strategy; `price` is warm start and result."""
+        problem = Problem(self._schemes, self._batch.merged, kinds.shape)
+        return self._kernels.strategy_bound(problem, outer, inner, price)
+
+    def refute(self, kinds: PipelineKinds, target: float, price: Floats) -> bool:
+        """Whether branching on the longest sequences proves that no plan under a strategy meets `target` ms."""
+        problem = Problem(self._schemes, self._batch.items, kinds.shape)
+        depth = min(_PROOF_DEPTH, self._batch.size)
+        return self._kernels.refute(problem, target, price, depth, _PROOF_ROUNDS, _PROOF_NODES) > 0
+
+    def assign(self, kinds: PipelineKinds, prospect: Prospect, effort: SearchEffort | None = None) -> Assignment | None:
+        """Dispatch, pack and repair under one strategy; None when some sequence found no place.
+
+        Little is tried where the prospect's ceiling looks out of reach. With an effort of its own, a search draws
+        other random numbers than the usual one, so that it does not repeat what that has tried.
+        """
+        problem = Problem(self._schemes, self._batch.items, kinds.shape)
+        place = empty_placement(self._batch.size, len(kinds.rank_order))
+        seed = self._options.seed + (effort is not None)
+        ms = self._kernels.dispatch(problem, prospect, effort or self.effort, seed, place)
+        return None if math.isinf(ms) else Assignment(kinds, place.owner, place.bin_of, float(ms))
+
+    def pack(self, kinds: PipelineKinds, owner: Ints) -> Assignment:
+        """Pack a dispatch as it stands: owner[i] is the pipeline of sequence i."""
+        problem = Problem(self._schemes, self._batch.items, kinds.shape)
+        place = empty_placement(self._batch.size, len(kinds.rank_order))
+        place.owner[:] = owner
+        ms = self._kernels.pack_all(problem, self.effort.levels, place)
+        return Assignment(kinds, place.owner, place.bin_of, float(ms))
+
+    def improve_exactly(self, best: Assignment, bound: float) -> Assignment:
+        """What HiGHS makes of a plan's dispatch and then of its slowest pipeline, where that is better.
+
+        `bound` ms is a lower bound on plans. The dispatch that HiGHS solves is Eq. 3, with c in every sequence, so its
+        optimum may pack worse than what the search found; then the search's stays.
+        """
+        kinds, seconds = best.kinds, self._options.seconds
+        nodes = self._options.node_limit if seconds is None else None
+        problem = DispatchProblem.of_batch(self._batch, kinds, self._schemes)
+        # Eq. 3 is never below a bound that holds even where sequences share a c; the tenth is margin.
+        found = problem.by_highs(best.owner, 0.9 * bound, node_limit=nodes, seconds=seconds)
+        if found is not None:
+            best = min(best, self.pack(kinds, found.owner), key=lambda plan: plan.ms)
+        return repack_slowest(self._schemes, self._batch.items, best, node_limit=nodes, seconds=seconds)
+
+    def solve_tiny(self, kinds: PipelineKinds) -> Assignment | None:
+        """The optimum under one strategy by dynamic programming over subsets; None when nothing fits."""
+        items, schemes, kernel, n = self._batch.items, self._schemes, self._kernels, self._batch.size
+        cost = np.full((len(schemes.c), 1 << n), math.inf)
+        parts = np.zeros(1 << n, dtype=np.int64)
+        for k in kinds.shape.scheme.tolist():
+            kernel.subset_costs(scheme_row(schemes, k), items.work[k], items.tokens, cost[k], parts)
+        first = np.cumsum(kinds.shape.pipelines) - kinds.shape.pipelines
+        useful = np.minimum(kinds.shape.pipelines, n)  # of equal pipelines no more than there are sequences
+        chosen = np.concatenate([np.arange(at, at + some) for at, some in zip(first, useful, strict=True)])
+        local = np.zeros(n, dtype=np.int64)  # pipeline of each sequence, among the chosen ones
+        ms = kernel.best_split(cost, kinds.shape.pipeline_scheme[chosen], n, local)
+        if math.isinf(ms):
+            return None
+        owner, bin_of = chosen[local], np.zeros(n, dtype=np.int64)
+        # The program knows the optimal times only; the micro-batches that reach them are found for each pipeline.
+        for p in range(len(kinds.rank_order)):
+            own = np.flatnonzero(owner == p)
+            bins = np.zeros(len(own), dtype=np.int64)
+            k = int(kinds.shape.pipeline_scheme[p])
+            kernel.pack_tiny(scheme_row(schemes, k), items.work[k][own], items.tokens[own], bins)
+            bin_of[own] = bins
+        return Assignment(kinds, owner, bin_of, float(ms))
+
+
+_TINY_SEQUENCES = 8  # up to here 3^n subsets are cheaper than any search
+_LEAN_TRIES = 3  # strategies tried by plain Python kernels
+_MORE_RESTARTS = 12
+_CLOSE = 0.01  # of the best plan's time: what other plans that are asked for may take more
+_PROOF_TARGETS = (0.001, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08)  # gaps tried, best first
+
+
+@dataclass
+class _Candidates:
+    """The strategies of one search by their index: what is known of each, and the best plan of each so far."""
+
+    tolerance: float  # share of the best plan's time that is not worth another search; below 0: worse plans are too
+    prices: dict[int, Floats]
+    bounds: dict[int, float]  # of a step, with what each strategy's messages add
+    found: dict[int, Assignment] = field(default_factory=dict)
+
+    @property
+    def best_ms(self) -> float:
+        """Of a step by the best plan so far; infinite without one."""
+        return min((one.step_ms for one in self.found.values()), default=math.inf)
+
+    def winners(self, count: int) -> list[Assignment]:
+        """The best plan, and up to so many others of other strategies that are close to it, best first; none where no
+        strategy gave one."""
+        ranked = sorted(self.found.values(), key=lambda one: one.step_ms)
+        return [one for one in ranked[:count] if one.step_ms <= (1.0 + _CLOSE) * ranked[0].step_ms]
+
+    @property
+    def least_bound(self) -> float:
+        """No plan under any of the strategies is sooner done (ms)."""
+        return min(self.bounds.values())
+
+    def by_bound(self) -> list[int]:
+        return sorted(self.bounds, key=lambda index: (self.bounds[index], index))
+
+    def can_win(self, index: int) -> bool:
+        return self.bounds[index] * (1.0 + self.tolerance) < self.best_ms
+
+    def worth_trying(self) -> Iterator[int]:
+        """Strategies in the order of their bounds, until one cannot win; then none of those after it can."""
+        for index in self.by_bound():
+            if not self.can_win(index):
+                return
+            yield index
+
+    def offer(self, index: int, found: Assignment | None) -> None:
+        if found is not None and (index not in self.found or found.step_ms < self.found[index].step_ms):
+            self.found[index] = found
+
+
+class Search:
+    """One step's search over candidate strategies [Note: search]."""
+
+    def __init__(self, kinds: Sequence[PipelineKinds], schemes: Schemes, options: PlannerOptions, batch: Batch) -> None:
+        self._kinds = kinds
+        self._options = options
+        self._num_sequences = batch.size
+        self._one = StrategySearch(schemes, options, batch)
+
+    def best_of(self, candidates: Sequence[int], count: int = 1) -> tuple[list[Assignment], float]:
+        """The best assignment over these strategies, none where no strategy holds every sequence, and a lower bound on
+        the step of any (ms).
+
+        With a larger `count` up to so many, each of another strategy and little worse than the best, which is first.
+        """
+        prices = {index: self._kinds[index].num_ranks.copy() for index in candidates}
+        bounds = {index: self._bound(index, prices[index], 4, 8) for index in candidates}
+        known = _Candidates(self._options.tolerance if count == 1 else -_CLOSE, prices, bounds)
+        if self._num_sequences <= _TINY_SEQUENCES:
+            self._by_subsets(known)
+        elif self._one.is_compiled:
+            self._fully(known)
+        else:
+            self._leanly(known)
+        return known.winners(count), known.least_bound
+
+    def _bound(self, index: int, price: Floats, outer: int, inner: int) -> float:
+        kinds = self._kinds[index]
+        return self._one.bound(kinds, price, outer, inner) + kinds.exposed_ms
+
+    def _prospect(self, index: int, known: _Candidates) -> Prospect:
+        """Of the strategy's pipelines, whose times do not count what messages add."""
+        exposed_ms, ceiling = self._kinds[index].exposed_ms, known.best_ms * (1.0 - min(0.0, known.tolerance))
+        return Prospect(known.bounds[index] - exposed_ms, known.prices[index], ceiling - exposed_ms)
+
+    def _fully(self, known: _Candidates) -> None:
+        """The usual mode: compiled kernels search every strategy whose bound, made tighter first, can win."""
+        for index in known.worth_trying():
+            if len(known.bounds) > 1:
+                self._tighten(index, known)
+                if not known.can_win(index):
+                    continue
+            known.offer(index, self._one.assign(self._kinds[index], self._prospect(index, known)))
+        if self._options.method == "highs":
+            self._exactly(known)
+        else:
+            self._look_again(known)
+        self._raise_bounds(known)
+
+    def _exactly(self, known: _Candidates) -> None:
+        if not known.found:
+            return
+        index, best = min(known.found.items(), key=lambda item: item[1].step_ms)
+        known.offer(index, self._one.improve_exactly(best, known.least_bound - best.kinds.exposed_ms))
+
+    def _leanly(self, known: _Candidates) -> None:
+        """Without compiled kernels: few strategies are tried, and one placement of each."""
+        for index in islice(known.worth_trying(), _LEAN_TRIES):
+            known.offer(index, self._one.assign(self._kinds[index], self._prospect(index, known)))
+        if self._options.method == "highs":
+            self._exactly(known)
+
+    def _by_subsets(self, known: _Candidates) -> None:
+        """Few sequences: the optimum of every strategy that can win, which is its bound too."""
+        for index in known.worth_trying():
+            found = self._one.solve_tiny(self._kinds[index])
+            if found is not None:
+                known.bounds[index] = found.step_ms
+            known.offer(index, found)
+
+    def _tighten(self, index: int, known: _Candidates) -> None:
+        """Improve a strategy's bound from the prices of the first one, which may save the search, which costs more."""
+        again = self._bound(index, known.prices[index], 10, 12)
+        known.bounds[index] = max(known.bounds[index], again)
+
+    def _look_again(self, known: _Candidates) -> None:
+        """More restarts, with prices perturbed by another seed, for every strategy whose bound is below the plan."""
+        # Fewer for larger batches: each restart costs more there, and the many short sequences leave less to gain.
+        restarts = _MORE_RESTARTS * self._options.effort * 100 // max(200, self._num_sequences)
+        effort = self._one.effort._replace(restarts=restarts)
+        for index in known.by_bound() if restarts else ():
+            if known.can_win(index):
+                known.offer(index, self._one.assign(self._kinds[index], self._prospect(index, known), effort))
+
+    def _raise_bounds(self, known: _Candidates) -> None:
+        """Prove better bounds for the strategies that could still beat the plan [Note: branching on the longest].
+
+        A target within 0.1 % of the plan is tried first, then 0.5 %, ...: the first one that is refuted for all
+        strategies with a bound below it becomes their bound.
+        """
+        best_ms, proven = known.best_ms, known.least_bound
+        if not known.found or not self._one.can_refute:
+            return
+        for share in _PROOF_TARGETS:
+            target = best_ms / (1.0 + share)
+            if target <= proven:
+                return
+            open_ones = [index for index in known.bounds if known.bounds[index] < target]
+            if all(self._refuted(index, target, known) for index in open_ones):
+                for index in known.bounds:
+                    known.bounds[index] = max(known.bounds[index], target)
+                return
+
+    def _refuted(self, index: int, target: float, known: _Candidates) -> bool:
+        kinds = self._kinds[index]
+        return self._one.refute(kinds, target - kinds.exposed_ms, known.prices[index])
+
+
+_LEAN_CUTS = 1  # of plain Python and without effort: dispatches and cuts once
+_PROMISING = 0.99  # of what the best strategy takes as it is dispatched: a composed one must take less
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The candidates as searches see them, the same in every step."""
+
+    table: CostTable
+    options: PlannerOptions
+    schemes: Schemes  # of the table
+    num_ranks: int
+    budget: PlanBudget
+    finalists: int  # plans of either kind that are wanted
+    names: frozenset[str]  # of all candidates
+    whole: dict[int, PipelineShape]  # pipelines of the candidates of whole sequences, by their rows in the table
+
+
+class StepSearch:
+    """The searches of one step: for a batch, over candidates and then over what HiGHS composes for it."""
+
+    def __init__(
+        self, pool: Pool, space: ChunkedSpace, step: int, sequence_ids: tuple[int, ...], lengths: tuple[int, ...]
+    ) -> None:
+        self._pool, self._space = pool, space
+        self._step, self._ids, self._tokens = step, sequence_ids, lengths
+        self._kernel = kernels.select(pool.options.kernels)
+        self._chunked: ChunkedSearch | None = None
+        self._best_chunked: PipelineKinds | None = None
+
+    def whole(self, kinds: Sequence[PipelineKinds]) -> tuple[list[StepPlan], float]:
+        """The best plans of whole sequences, none without a strategy for it, and a bound on steps."""
+        if not kinds:
+            return [], math.inf
+        batch = self._whole_batch
+        found, bound = Search(kinds, self._pool.schemes, self._pool.options, batch).best_of(
+            range(len(kinds)), self._pool.finalists
+        )
+        table = self._pool.table
+        return [self._plan(*assigned_pipelines(batch, one, table, self._tokens)) for one in found], bound
+
+    def chunked(self, kinds: Sequence[PipelineKinds], below_ms: float) -> tuple[list[StepPlan], float]:
+        """The best plans over strategies with chunked pipelines, none without any or where nothing must be gained, and
+        a bound on steps. `below_ms` is the step of the best plan so far; infinite where there is none."""
+        # Plain Python is too slow to search in: then it only helps out.
+        if not kinds or (below_ms < math.inf and not self._searches):
+            return [], math.inf
+        self._chunked = self._chunked_search()
+        bound = self._chunked.bound(kinds)
+        if bound >= below_ms:
+            return [], bound
+        found = self._chunked.best_of(kinds, self._pool.finalists)
+        self._best_chunked = found[0].kinds if found else None
+        return self._as_plans(found), bound
+
+    def composed(self, composer: Composer, pipelines_ms: float) -> Composed:
+        """What HiGHS composes where the slowest pipeline of the best plan takes so long: of chunked pipelines where
+        their search has seen what they take."""
+        if self._chunked is not None and self._chunked.known is not None:
+            return self._chunked.composed(composer, pipelines_ms, self._pool.names)
+        pool = self._pool
+        return composer.compose(self._whole_batch, pool.schemes, pool.whole, pipelines_ms, pool.names)
+
+    def of_composed(
+        self, strategies: Collection[StrategyShape], exposed_ms: float, below_ms: float
+    ) -> tuple[list[StepPlan], float]:
+        """The best plans under composed strategies, whose messages add about so much, and a bound on steps.
+
+        Where they are searched, so are the best candidates, whose plans may be among them: tries of either are worth as
+        much.
+        """
+        table, space = self._pool.table, self._space
+        whole = [PipelineKinds.of(one, table, exposed_ms) for one in strategies if not is_chunked(one)]
+        chunked = [space.kinds_of(one, exposed_ms) for one in strategies if is_chunked(one)]
+        plans, bound = self.whole(whole)
+        if not chunked or not self._searches or self._chunked is None or self._best_chunked is None:
+            return plans, bound
+        chunked = self._chunked.promising(chunked, self._best_chunked, _PROMISING)
+        bound_of_chunked = self._chunked.bound(chunked)
+        if chunked and bound_of_chunked < below_ms:
+            found = self._chunked.beside(chunked, self._pool.budget.tries // 2)
+            plans += self._as_plans(found[: self._pool.finalists + 1])
+        return plans, min(bound, bound_of_chunked)
+
+    @property
+    def _searches(self) -> bool:
+        """Whether chunked strategies are searched for all they are worth."""
+        return self._kernel.is_compiled and self._pool.options.effort > 0
+
+    @functools.cached_property
+    def _whole_batch(self) -> Batch:
+        return Batch.of(self._tokens, self._pool.table)
+
+    @functools.cached_property
+    def _chunked_batch(self) -> Batch:
+        return self._space.batch(self._tokens)
+
+    def _chunked_search(self) -> ChunkedSearch:
+        pool = self._pool
+        return ChunkedSearch(
+            self._space, self._kernel, self._chunked_batch,
+            num_ranks=pool.num_ranks, tries=(pool.budget.tries if self._kernel.is_compiled else 0) or _LEAN_CUTS,
+            seed=pool.options.seed,
+        )  # fmt: skip
+
+    def _as_plans(self, found: Sequence[Chunked]) -> list[StepPlan]:
+        batch = self._chunked_batch
+        return [self._plan(*chunked_pipelines(self._space, batch, one, self._tokens)) for one in found]
+
+    def _plan(self, phase: Phase, ms: float) -> StepPlan:
+        source = "search" if self._kernel.is_compiled else "fast"
+        return StepPlan(self._step, self._ids, self._tokens, (phase,), ms, source=source)
+
 
 logger = logging.getLogger(__name__)
 _FINALISTS = 4  # plans of whole sequences, and as many chunked ones, that are simulated with messages on

@@ -26,10 +26,17 @@ from dataclasses import replace
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.validate import validate_plan
-from ds_hydra.planner.generations import Generations
-from ds_hydra.planner.planned import InvalidAnswerError, MadeBy, PlannedStep, Request, read_answer
 from ds_hydra.planner.producer_process import BEAT_S, ProducerProcess, producer_command
-from ds_hydra.planner.recipe import PlanRecipe, Simulation
+from ds_hydra.planner.recipe import (
+    Generations,
+    InvalidAnswerError,
+    MadeBy,
+    PlannedStep,
+    PlanRecipe,
+    Request,
+    Simulation,
+    read_answer,
+)
 from ds_hydra.planner.selection import Planner
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 

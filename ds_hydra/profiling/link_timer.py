@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ds_hydra.profiling.links import LinkFigure
-from ds_hydra.profiling.within_memory import free_unused
+from ds_hydra.profiling.local_group import free_unused
 from ds_hydra.zero_hetero.clock import Clock, clock_of
 from ds_hydra.zero_hetero.transport import TorchTransport
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ds_hydra.config.checks import nearest
 from ds_hydra.zero_hetero.errors import ConfigError
-from ds_hydra.zero_hetero.safe_json import parse_json
+from ds_hydra.zero_hetero.files import parse_json
 
 OPERATIONS = ("all_reduce", "all_gather", "all_to_all", "p2p")
 _KEYS = ("operation", "group_size", "inter_node", "latency_us", "bytes_per_second", "largest_bytes")

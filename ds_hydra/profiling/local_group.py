@@ -1,4 +1,5 @@
-"""A process group of any size in one process: collectives move nothing, but are counted with their bytes, and with what
+"""One process that stands for many ranks: groups whose collectives move nothing, and work that may not fit.
+
 is computed before each is waited for.
 
 It lets one rank compute its true share of a stage [Note: how an entry is made].
@@ -6,15 +7,43 @@ It lets one rank compute its true share of a stage [Note: how an entry is made].
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.profiling.links import Collective, Counted
 from ds_hydra.zero_hetero.clock import Clock, Moment
+
+T = TypeVar("T")
+
+
+def within_memory(work: Callable[[], T], control: dist.ProcessGroup | None = None) -> T | None:
+    """The result of `work`, or None on all ranks where one of them has run out of device memory.
+
+    `control` takes tensors on the CPU; None is the default group, or a rank alone. `work` must not communicate: a rank
+    that fails in it would leave the others waiting.
+    """
+    try:
+        result = work()
+    except torch.OutOfMemoryError:
+        result = None
+    missing = torch.tensor([result is None], dtype=torch.int32)
+    if dist.is_initialized():
+        dist.all_reduce(missing, op=dist.ReduceOp.MAX, group=control)
+    if missing.item():
+        free_unused()
+        return None
+    return result
+
+
+def free_unused() -> None:
+    """Give back to the device what the allocator keeps for later, in pieces that may fit nothing else."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 class _Done(dist.Work):

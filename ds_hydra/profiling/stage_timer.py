@@ -1,26 +1,152 @@
-"""A model and a scheme in, milliseconds of its stages out: each stage built and run as training would run it."""
+"""Milliseconds of a scheme's stages and steps, each built and run as training would run it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ds_hydra.pipe.contexts import Contexts
 from ds_hydra.pipe.model_plan import LOGITS_AT_ONCE, end_of_slots
 from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.models.experts import for_strategies
+from ds_hydra.pipe.models.meta_copy import stand_in_values
 from ds_hydra.pipe.placement import Stage, place_pipeline
 from ds_hydra.pipe.rows import Chunk, MicroBatch, Pack, position_ids
-from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
+from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.pipe.stage import ModelSource, StageModule, StagePlace, dtype_of, install_bucket
+from ds_hydra.pipe.stage_options import AS_WRITTEN, StageOptions
 from ds_hydra.pipe.weight_gradients import SplitBackward, add_to_sum
 from ds_hydra.profiling.links import Collective, Counted, Links
-from ds_hydra.profiling.local_group import LocalGroup
+from ds_hydra.profiling.local_group import LocalGroup, free_unused
 from ds_hydra.zero_hetero.clock import Clock, clock_of
+from ds_hydra.zero_hetero.errors import ConfigError
+from ds_hydra.zero_hetero.masters import clip_, global_grad_norm
+
+
+def hollow_source(
+    path: str | Path, options: StageOptions = AS_WRITTEN, strategies: Iterable[StrategyShape] = ()
+) -> CausalLM:
+    """Stages of the Hugging Face causal language model of a config file or checkpoint folder, for these strategies.
+
+    Fit for timing and counting, not for training. ConfigError for what is no such model or cannot be cut into stages.
+    """
+    return for_strategies(CausalLM(hollow_model(path), options), strategies)
+
+
+def hollow_model(path: str | Path) -> Any:
+    """The Hugging Face causal language model of a config file or checkpoint folder, without its values.
+
+    Parameters have shapes but next to no memory of their own, buffers are zeros. ConfigError for what is no such model.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if not Path(path).exists():
+        raise ConfigError(f"the model {str(path)!r} does not exist: give a config JSON or a checkpoint folder")
+    try:
+        config = AutoConfig.from_pretrained(str(path))
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"{path} is not the config of a causal language model ({error}): give its config.json"
+        ) from error
+    _fill(model)
+    return model
+
+
+def _fill(model: Any) -> None:
+    """Replace what is on the meta device: parameters by few numbers, of which no two rows are alike, since what mixes
+    tokens is found by trying; buffers by zeros."""
+    values = stand_in_values(model)
+    # Tied weights are one parameter in two modules and stay that.
+    replaced = {
+        id(parameter): nn.Parameter(values[name], requires_grad=parameter.requires_grad)
+        for name, parameter in model.named_parameters()
+    }
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = replaced[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)
+        for name, value in list(vars(module).items()):
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                setattr(module, name, torch.zeros(value.shape, dtype=value.dtype))
+
+
+MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
+"""Parameter groups in, the job's optimizer over them out."""
+
+# Of a larger shard so much is timed. With gradient and two moments that is 2 GiB, far beyond any cache and far above
+# what a launch costs, so more elements take as long each.
+MOST_ELEMENTS = 1 << 27
+_REPEATS, _WARM_UP = 5, 2  # the first ones make the optimizer's state
+
+
+def step_costs(
+    device: torch.device,
+    links: Links,
+    *,
+    elements: int,
+    make_optimizer: MakeOptimizer,
+    clock: Clock | None = None,
+) -> dict[str, float]:
+    """Milliseconds per master element of a rank, per byte moved in pull and push, and for a step's small messages.
+
+    `elements` are those of a rank's shard: what training does to it after its pushes is run on so many, or on as many
+    as there is memory for. "update_elements" tells how many that were.
+    """
+    timed = max(1, min(elements, MOST_ELEMENTS))
+    milliseconds = _update_ms(device, timed, make_optimizer, clock or clock_of(device))
+    while milliseconds is None:
+        timed //= 2
+        milliseconds = _update_ms(device, timed, make_optimizer, clock or clock_of(device))
+    message = [f for f in links.figures if f.operation == "p2p" and not f.inter_node]
+    small = [f for f in links.figures if f.operation == "all_gather"]
+    return {
+        "update_ms_per_element": milliseconds / timed,
+        "update_elements": timed,
+        "move_ms_per_byte": 1e3 / message[0].bytes_per_second if message else 0.0,
+        "fixed_ms": 4 * small[0].latency_us / 1e3 if small else 0.0,
+    }
+
+
+def _update_ms(device: torch.device, elements: int, make_optimizer: MakeOptimizer, clock: Clock) -> float | None:
+    """Median milliseconds of norm, clipping and update; None if the device has no memory for so many elements."""
+    try:
+        parameter = torch.nn.Parameter(torch.zeros(elements, device=device))
+        parameter.grad = torch.full_like(parameter, 1e-3)
+        optimizer = make_optimizer([{"params": [parameter]}])
+        samples = [_once(parameter.grad, optimizer, clock) for _ in range(_WARM_UP + _REPEATS)]
+        return statistics.median(samples[_WARM_UP:])
+    except torch.OutOfMemoryError:
+        if elements == 1:
+            raise
+    free_unused()
+    return None
+
+
+def _once(grad: torch.Tensor, optimizer: Optimizer, clock: Clock) -> float:
+    """Milliseconds of what `step.update` does, the wait of the host in its middle included."""
+    began = clock.now()
+    norm = global_grad_norm([grad], None)
+    float(norm)
+    clip_([grad], norm, 1.0)
+    optimizer.step()
+    ended = clock.now()
+    clock.wait()
+    return 1e3 * clock.seconds(began, ended)
+
 
 _SPLITS = "list"  # a schedule whose stages can put their weights' gradients off
 

@@ -21,13 +21,22 @@ from ds_hydra.pipe.head_sharing import near_ranks
 from ds_hydra.pipe.placement import place_strategy, split_layers
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.pipe.stage import ModelSource
-from ds_hydra.profiling.entry import How, SchemeEntry, StageEntry
-from ds_hydra.profiling.fit import Point, fit_points
-from ds_hydra.profiling.ladder import Rung, beyond_block, beyond_floor, split_rungs
+from ds_hydra.profiling.fit import (
+    How,
+    Point,
+    Rung,
+    SchemeEntry,
+    SplitPoint,
+    StageEntry,
+    beyond_block,
+    beyond_floor,
+    fit_points,
+    fit_split,
+    split_rungs,
+)
 from ds_hydra.profiling.links import Counted, Links, exposed_ms
-from ds_hydra.profiling.split_fit import SplitPoint, fit_split
+from ds_hydra.profiling.local_group import free_unused, within_memory
 from ds_hydra.profiling.stage_timer import StageTimer, Timing
-from ds_hydra.profiling.within_memory import free_unused, within_memory
 from ds_hydra.ranks.groups import GroupCache, Ranks, make_groups, needed_groups
 from ds_hydra.zero_hetero.clock import Clock, HostClock, clock_of
 

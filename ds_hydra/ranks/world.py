@@ -36,9 +36,8 @@ from ds_hydra.ranks.nccl import nccl_options
 from ds_hydra.ranks.telling import Telling
 from ds_hydra.zero_hetero.clock import Clock, clock_of
 from ds_hydra.zero_hetero.collectives import Collectives, GroupCollectives, MessageCollectives
-from ds_hydra.zero_hetero.lane import DeviceLane, HostLane, Lane
 from ds_hydra.zero_hetero.nodes import Cluster, NodeSize
-from ds_hydra.zero_hetero.transport import TorchTransport, Transport
+from ds_hydra.zero_hetero.transport import DeviceLane, HostLane, Lane, TorchTransport, Transport
 
 _OPEN_RECEIVES = 2  # buckets whose receives are open at once on gloo, where all ranks share a machine
 _CONNECT_TAG = 1 << 23

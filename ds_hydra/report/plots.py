@@ -1,8 +1,10 @@
-"""Step records in, figures and one HTML page out: predicted against measured, balance, strategies, lengths, planning.
+"""Figures of a run: predicted against measured, balance, lengths, what ranks do. Needs matplotlib; no torch.
 
 Works after the run, from `steps.jsonl` alone: no torch, matplotlib only when a figure is drawn. A strategy keeps its
 colour in every figure; colours are Okabe and Ito's, which colour-blind readers can tell apart, and strategies differ
 in their markers too.
+
+Each function draws on matplotlib axes and returns the drawing in words; `plots.draw_report` calls them.
 """
 
 from __future__ import annotations
@@ -10,21 +12,131 @@ from __future__ import annotations
 import html
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ds_hydra.plan.phase import parse_phases
-from ds_hydra.report.curves import draw_learning, draw_pipelines, draw_speed
+from ds_hydra.plan.step_plan import parse_phases
 from ds_hydra.report.record import is_heterogeneous
+from ds_hydra.report.trace import Kind, Span, Stream
 from ds_hydra.zero_hetero.errors import ConfigError
+
+Record = Mapping[str, Any]
+_LOSS, _RATE, _WAIT, _COMPUTE, _IDLE = "#0072B2", "#E69F00", "#D55E00", "#009E73", "0.85"
+_SMOOTHED = 9  # steps of a running median
+
+
+def running_median(values: Sequence[float], width: int = _SMOOTHED) -> list[float]:
+    """For each value the median of it and those before it, `width` in all where there are so many."""
+    return [median(values[max(0, end - width) : end]) for end in range(1, len(values) + 1)]
+
+
+def ranks_of(record: Record) -> int:
+    """How many ranks trained a step: all are in its strategy."""
+    return parse_phases(record["strategy"])[0].num_ranks
+
+
+def changes_of_ranks(records: Sequence[Record]) -> list[tuple[int, int]]:
+    """(step, ranks) of the first step, and of each that other ranks trained than the one before."""
+    counts = [ranks_of(record) for record in records]
+    pairs = zip(records, counts, [0, *counts], strict=False)
+    return [(record["step"], now) for record, now, before in pairs if now != before]
+
+
+def mark_ranks(axes: Any, records: Sequence[Record]) -> str:
+    """A line at each step from which on other ranks trained; the changes in words, empty for none."""
+    first, *changes = changes_of_ranks(records) or [(0, 0)]
+    for step, ranks in changes:
+        axes.axvline(step, color="0.4", linewidth=0.8, linestyle=":")
+        axes.annotate(f"{ranks} ranks", (step, 0.99), xycoords=("data", "axes fraction"), rotation=90, fontsize=7,
+                      ha="right", va="top", color="0.3")  # fmt: skip
+    told = ", ".join(f"{ranks} from step {step}" for step, ranks in changes)
+    return f" {first[1]} ranks trained at first, {told}." if changes else ""
+
+
+def draw_learning(axes: Any, records: Sequence[Record], look: Any) -> str:
+    """Loss by step with its running median, and the learning rate."""
+    known = [r for r in records if r.get("loss") is not None]
+    if not known:
+        axes.text(0.5, 0.5, "the records hold no losses", ha="center", va="center", transform=axes.transAxes)
+        axes.set_axis_off()
+        return "Nothing to draw: the records hold no losses."
+    steps, losses = [r["step"] for r in known], [float(r["loss"]) for r in known]
+    axes.plot(steps, losses, color=_LOSS, linewidth=0.8, alpha=0.5, label="loss")
+    axes.plot(steps, running_median(losses), color=_LOSS, linewidth=1.8, label=f"its median over {_SMOOTHED} steps")
+    axes.set(xlabel="step", ylabel="loss")
+    rates = axes.twinx()
+    rates.plot([r["step"] for r in records], [r.get("learning_rate") or 0.0 for r in records], color=_RATE,
+               linewidth=1.2, linestyle="--", label="learning rate")  # fmt: skip
+    rates.set(ylabel="learning rate (dashed)", ylim=(0, None))
+    skipped = sum(bool(r.get("skipped")) for r in records)
+    axes.legend(fontsize=8)
+    went = f"The loss went from {losses[0]:.3f} to {losses[-1]:.3f} in {len(known)} steps; {skipped} were skipped."
+    return went + mark_ranks(axes, records)
+
+
+def draw_speed(axes: Any, records: Sequence[Record], look: Any) -> str:
+    """Tokens a second by step, and the share of each step that ranks waited for the slowest pipeline."""
+    timed = [r for r in records if r["step_ms"] > 0]
+    rate = [1e3 * r["num_tokens"] / r["step_ms"] for r in timed]
+    for name in look.strategies:
+        own = [(r["step"], value) for r, value in zip(timed, rate, strict=True) if r["strategy"] == name]
+        axes.scatter([step for step, _ in own], [value for _, value in own], s=16, color=look.colour(name),
+                     marker=look.marker(name), label=name)  # fmt: skip
+    axes.plot([r["step"] for r in timed], running_median(rate), color="0.3", linewidth=1)
+    axes.set(xlabel="step", ylabel="tokens a second", ylim=(0, 1.15 * max(rate, default=1.0)))
+    axes.legend(fontsize=8, loc="lower right")
+    waits = [100.0 * (r.get("slowest_wait_ms") or 0.0) / r["step_ms"] for r in timed]
+    shares = axes.twinx()
+    shares.plot([r["step"] for r in timed], waits, color=_WAIT, linewidth=1, linestyle=":")
+    shares.set(ylabel="% waited for the slowest pipeline (dotted)", ylim=(0, 100))
+    return (
+        f"{median(rate):,.0f} tokens a second in the median; ranks waited for the slowest pipeline for "
+        f"{median(waits):.0f} % of a step.{mark_ranks(axes, records)}"
+    )
+
+
+def draw_pipelines(axes: Any, records: Sequence[Record], look: Any, shown: Record) -> str:
+    """One step: for every pipeline, phase after phase, how long it ran, and how long its stages computed."""
+    names = [str(pipeline) for shape in parse_phases(shown["strategy"]) for pipeline in shape.pipelines]
+    ran = [float(ms) for ms in shown.get("pipeline_ms") or ()]
+    if len(ran) != len(names):
+        axes.text(0.5, 0.5, "the record has no times of pipelines", ha="center", va="center", transform=axes.transAxes)
+        axes.set_axis_off()
+        return "Nothing to draw: the record has no times of pipelines."
+    begins = _begins(ran, shown.get("num_pipelines") or (len(ran),))
+    stages: Sequence[Sequence[float]] = shown.get("stage_ms") or [()] * len(ran)
+    end = max(begin + ms for begin, ms in zip(begins, ran, strict=True))
+    for row, (begin, ms, computing) in enumerate(zip(begins, ran, stages, strict=True)):
+        axes.broken_barh([(begin, ms)], (row + 0.1, 0.8), facecolors=_IDLE)
+        # Stages work side by side; each has a line of the row, as long as it computed.
+        each = 0.8 / max(1, len(computing))
+        for index, busy in enumerate(computing):
+            axes.broken_barh([(begin, float(busy))], (row + 0.1 + index * each, 0.9 * each), facecolors=_COMPUTE)
+    axes.set_yticks([row + 0.5 for row in range(len(names))], names, fontsize=8)
+    axes.set(xlabel="ms (green: a stage computes; grey: its pipeline runs)", xlim=(0, 1.02 * end), ylim=(len(names), 0))
+    slowest = max(range(len(ran)), key=ran.__getitem__)
+    longest = f"the slowest, {names[slowest]}, ran for {ran[slowest]:.0f} ms"
+    return f"{len(ran)} pipelines; {longest}, the fastest for {min(ran):.0f}."
+
+
+def _begins(ran: Sequence[float], counts: Sequence[int]) -> list[float]:
+    """When each pipeline begins, if phases follow each other without a pause."""
+    begins: list[float] = []
+    times, begin = iter(ran), 0.0
+    for count in counts:
+        of_phase = list(islice(times, count))
+        begins += [begin] * len(of_phase)
+        begin += max(of_phase, default=0.0)
+    return begins
+
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-Record = Mapping[str, Any]
 Drawing = Callable[[Any], str]  # matplotlib's axes in; what was drawn on them, in words, out
 
 
@@ -316,3 +428,90 @@ def pyplot() -> Any:
     from matplotlib import pyplot
 
     return pyplot
+
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
+_COLOUR_OF: dict[Kind, str] = {
+    "forward": "#56B4E9", "backward": "#0072B2", "pull": "#E69F00", "wait": "#DDDDDD", "push": "#CC79A7",
+    "norm": "#F0E442", "optimizer": "#009E73", "control": "#999999", "receive": "#D55E00", "send": "#999999",
+}  # fmt: skip
+_LABELS: dict[Kind, str] = {"wait": "waits for the slowest pipeline"}
+_DRAWN: tuple[Stream, ...] = ("compute", "links out", "links in", "twins out", "twins in")
+_HEIGHT = {"compute": 0.62} | dict.fromkeys(_DRAWN[1:], 0.07)  # of a rank's row
+_BASE = {"compute": 0.33, "links out": 0.25, "links in": 0.17, "twins out": 0.1, "twins in": 0.02}
+MOST_ROWS = 96
+_NAMED, _MOST_NAMES = ("forward", "backward"), 3000
+
+
+def draw_gantt(path: str | Path, sources: Mapping[str, Iterable[Span]], title: str, *, together: bool = False) -> str:
+    """Draw one row for each rank and source, in ms, and return the picture in words.
+
+    Under each rank stand its sources; with `together` all ranks of a source, and then those of the next.
+
+    Computing and waits stand in the wide bar, with micro-batches named where there is room; below it, what leaves and
+    what comes over the links. ConfigError when matplotlib is missing or the file cannot be written.
+    """
+    plt = pyplot()
+    rows = _rows(sources, together)
+    if len(rows) > MOST_ROWS:
+        raise ConfigError(f"a picture of {len(rows)} rows cannot be read; draw {MOST_ROWS} ranks at most")
+    everything = [span for spans in rows.values() for span in spans]
+    last = max((span.stop_s for span in everything), default=0.0)
+    used = {span.kind for span in everything}
+    figure, axes = plt.subplots(figsize=(14, 1.2 + max(2.0, 0.34 * len(rows))), layout="constrained")
+    named = sum(span.kind in _NAMED and span.stream == "compute" for span in everything) <= _MOST_NAMES
+    for row, spans in enumerate(rows.values()):
+        _draw_row(axes, row, spans, 1e3 * last, named=named)
+    axes.set(xlim=(0, 1e3 * last * 1.001 or 1), ylim=(len(rows), 0), xlabel="ms", ylabel="rank", title=title)
+    axes.set_yticks([row + 0.5 for row in range(len(rows))], list(rows))
+    axes.tick_params(axis="y", labelsize=8, length=0)
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for kind, colour in _COLOUR_OF.items() if kind in used]
+    labels = [_LABELS.get(kind, kind) for kind in _COLOUR_OF if kind in used]
+    figure.legend(handles, labels, loc="outside upper right", ncols=len(labels), fontsize=8, frameon=False)
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot write the picture {path}: {error}") from error
+    finally:
+        plt.close(figure)
+    return f"{len(rows)} rows over {1e3 * last:.1f} ms"
+
+
+def _rows(sources: Mapping[str, Iterable[Span]], together: bool) -> dict[str, list[Span]]:
+    """Drawn spans by the row's label: ranks in order, and under each rank its sources, or the other way round."""
+    found: dict[tuple[int, int], list[Span]] = {}
+    for index, spans in enumerate(sources.values()):
+        for span in spans:
+            if span.stream in _DRAWN and span.stop_s > span.start_s:
+                found.setdefault((span.rank, index), []).append(span)
+    names = list(sources)
+    order = sorted(found, key=lambda at: at[::-1] if together else at)
+    return {f"{rank} {names[index]}" if len(names) > 1 else str(rank): found[rank, index] for rank, index in order}
+
+
+def _draw_row(axes: Any, row: int, spans: Sequence[Span], last_ms: float, *, named: bool) -> None:
+    """Bars of one row."""
+    for stream in _DRAWN:
+        bottom = row + 1 - _BASE[stream] - _HEIGHT[stream]
+        for kind, colour in _COLOUR_OF.items():
+            drawn = [span for span in spans if span.stream == stream and span.kind == kind]
+            bars = [(1e3 * span.start_s, 1e3 * (span.stop_s - span.start_s)) for span in drawn]
+            # A wait for a pull may lie within a forward: it is drawn above it.
+            over = 3 if kind == "pull" else 2
+            line = 0.3 if stream == "compute" else 0.0
+            axes.broken_barh(
+                bars, (bottom, _HEIGHT[stream]), facecolors=colour, edgecolors="white", linewidth=line, zorder=over
+            )
+            if named and stream == "compute" and kind in _NAMED:
+                _write_names(axes, drawn, bars, bottom + _HEIGHT[stream] / 2, last_ms)
+
+
+def _write_names(
+    axes: Any, drawn: Sequence[Span], bars: Sequence[tuple[float, float]], middle: float, last_ms: float
+) -> None:
+    """Micro-batches on the bars that are wide enough for their names."""
+    for span, (start, width) in zip(drawn, bars, strict=True):
+        text = span.name.split(" ")[0]
+        if width > 0.009 * len(text) * last_ms:
+            colour = "white" if span.kind == "backward" else "black"
+            axes.text(start + width / 2, middle, text, ha="center", va="center", fontsize=6.5, color=colour, zorder=4)

@@ -22,23 +22,20 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_hydra.costs.cost_table import CostTable
-from ds_hydra.data.length_sources import sample_batches
+from ds_hydra.data.lengths import sample_batches
 from ds_hydra.pipe.shape import StrategyShape
-from ds_hydra.plan.phase import parse_phases
-from ds_hydra.plan.step_plan import StepPlan
-from ds_hydra.planner.kernels.arrays import Floats, Ints
+from ds_hydra.plan.step_plan import StepPlan, parse_phases
+from ds_hydra.planner.kernels.problem import Floats, Ints
 from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.planner.phased import PhasedPlanner
 from ds_hydra.planner.selection import Planner
-from ds_hydra.rivals.as_made import as_made
-from ds_hydra.rivals.hindsight import Configuration, hindsight, planned_by
+from ds_hydra.rivals.costs import Setting
+from ds_hydra.rivals.dynamic_cp import as_made
 from ds_hydra.rivals.infinipipe import infinipipe
-from ds_hydra.rivals.rows import RowSimulator
-from ds_hydra.rivals.setting import Setting
-from ds_hydra.rivals.static import balanced, deepspeed, megatron
-from ds_hydra.simulate.exposed import exposed_ms
+from ds_hydra.rivals.static import Configuration, RowSimulator, balanced, deepspeed, hindsight, megatron, planned_by
 from ds_hydra.simulate.hosts import HostWay, hosts_ways
 from ds_hydra.simulate.job import SimulatedJob
+from ds_hydra.simulate.step import exposed_ms
 from ds_hydra.zero_hetero.errors import PlanError
 
 FIXED = "best fixed layout, packed in turn"

@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 from ds_hydra.costs.cost_table import SchemeCost
 from ds_hydra.costs.shares import Shares
 from ds_hydra.pipe.head_sharing import most_of_room, row_parts
-from ds_hydra.pipe.reach import Reach
-from ds_hydra.pipe.rows import Overlap, cut_heads
+from ds_hydra.pipe.rows import Overlap, Reach, cut_heads
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
 
 _ALONE, _STEP = 16_384, 1024  # tokens of a row with one sequence, at least, and between those that are computed

@@ -28,8 +28,7 @@ from ds_hydra.pipe.models.whose_code import (
 from ds_hydra.pipe.shape import PipelineShape
 from ds_hydra.self_check.contents import Contents, UnreadableError
 from ds_hydra.self_check.verdicts import Verdict
-from ds_hydra.zero_hetero.files import read_file
-from ds_hydra.zero_hetero.kept_files import keep_file, kept_folder
+from ds_hydra.zero_hetero.files import keep_file, kept_folder, read_file
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,8 @@ from torch.overrides import TorchFunctionMode
 
 from ds_hydra.pipe.dropout import AttentionDropout, sequence_key
 from ds_hydra.pipe.loss import IGNORED, TokenLoss
-from ds_hydra.pipe.models.balancing import Balancing
-from ds_hydra.pipe.models.draws import Draws, Keys, Place, of_attention
-from ds_hydra.pipe.models.random_calls import DROPOUTS, FROM_UNIFORM, dropout_of
+from ds_hydra.pipe.models.draws import DROPOUTS, FROM_UNIFORM, Draws, Keys, Place, dropout_of, of_attention
+from ds_hydra.pipe.models.experts import Balancing
 from ds_hydra.pipe.rows import Pack
 from ds_hydra.self_check.precision import doubled
 from ds_hydra.self_check.runs import Data, Outcome

@@ -36,8 +36,8 @@ from ds_hydra.pipe.stage import (
     to_flat,
     widths,
 )
-from ds_hydra.plan.phase import MicroBatchPlan, PipelinePlan, Span
-from ds_hydra.plan.works import batches_of
+from ds_hydra.plan.simulate import batches_of
+from ds_hydra.plan.step_plan import MicroBatchPlan, PipelinePlan, Span
 from ds_hydra.self_check.precision import doubled
 from ds_hydra.self_check.schemes import BASE, uneven_pipeline
 from ds_hydra.step.batching import RankBatches, build_batches

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.models.experts import spreading_experts
-from ds_hydra.pipe.models.failing import module_of
 from ds_hydra.pipe.models.positions import special_tokens
-from ds_hydra.pipe.models.refusals import known_tokens
+from ds_hydra.pipe.models.refusals import known_tokens, module_of
 from ds_hydra.pipe.shape import PipelineShape
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.pipe.stage_options import StageOptions

@@ -27,7 +27,7 @@ from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner.fixed_layout import layouts_that_hold, packed, step_plan
-from ds_hydra.planner.kernels.arrays import Floats
+from ds_hydra.planner.kernels.problem import Floats
 from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.planner.selection import Planner
 

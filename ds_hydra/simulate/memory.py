@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ds_hydra.costs.memory import JobMemory, Needs
 from ds_hydra.pipe.placement import whole_layers
-from ds_hydra.plan.phase import PipelinePlan
+from ds_hydra.plan.step_plan import PipelinePlan
 from ds_hydra.simulate.pipeline import StageTimes
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import ds_hydra.planner.producer as producer
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.planner.recipe import StepMs
-from ds_hydra.simulate.job_record import read_job
+from ds_hydra.simulate.job import read_job
 from ds_hydra.simulate.step import Simulator
 
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds_hydra.costs.rank_bytes import ElementBytes, held_elements
+from ds_hydra.costs.memory import ElementBytes, held_elements
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.placement import Strategy
+from ds_hydra.zero_hetero.contributions import Place
+from ds_hydra.zero_hetero.link import Scratch
 from ds_hydra.zero_hetero.nodes import NodeSize
-from ds_hydra.zero_hetero.scratch import Scratch
-from ds_hydra.zero_hetero.sum_places import Place
 
 
 @dataclass

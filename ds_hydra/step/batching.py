@@ -16,13 +16,11 @@ from torch import Tensor
 from ds_hydra.data.tokens import Float64Array, TokenSequence
 from ds_hydra.pipe.contexts import Contexts
 from ds_hydra.pipe.dropout import sequence_key
-from ds_hydra.pipe.fields import ROUTED_EXPERTS
-from ds_hydra.pipe.loss import IGNORED
+from ds_hydra.pipe.loss import IGNORED, Objective, Scored
 from ds_hydra.pipe.pinned import readable
-from ds_hydra.pipe.rows import Balance, Chunk, MicroBatch, Pack, Routes, position_ids
-from ds_hydra.pipe.scores import Objective, Scored
+from ds_hydra.pipe.rows import ROUTED_EXPERTS, Balance, Chunk, MicroBatch, Pack, Routes, position_ids
 from ds_hydra.pipe.stage import StagePlace
-from ds_hydra.plan.phase import MicroBatchPlan, Span
+from ds_hydra.plan.step_plan import MicroBatchPlan, Span
 
 Tokens = npt.NDArray[np.int64]
 Load = Callable[[int], TokenSequence]  # of a sequence id

@@ -18,8 +18,7 @@ from ds_hydra.data.tokens import Float64Array
 from ds_hydra.pipe.placement import Strategy
 from ds_hydra.pipe.rows import split_tokens
 from ds_hydra.pipe.stage import StagePlace
-from ds_hydra.plan.phase import PipelinePlan
-from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.plan.step_plan import PipelinePlan, StepPlan
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.step.batching import rows_of
 

@@ -16,8 +16,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ds_hydra.pipe.model_plan import ModelPlan
-from ds_hydra.pipe.p2p import edge
 from ds_hydra.pipe.placement import Stage, Strategy
+from ds_hydra.pipe.rows import edge
 from ds_hydra.pipe.transfers import plan_transfers, twins_of
 from ds_hydra.zero_hetero.nodes import NodeSize
 from ds_hydra.zero_hetero.twin_plan import TwinPull, TwinPush

@@ -11,15 +11,15 @@ import numpy as np
 import torch
 
 from ds_hydra.data.tokens import Float64Array
-from ds_hydra.pipe.predictions import Predictions, TokenFunction
+from ds_hydra.pipe.loss import Predictions, TokenFunction
 from ds_hydra.step.batching import RankBatches
 from ds_hydra.step.strategy_runtime import StrategyRuntime
 
 if TYPE_CHECKING:
     from ds_hydra.costs.cost_table import CostTable
     from ds_hydra.data.tokens import Sequences
+    from ds_hydra.pipe.loss import Objective
     from ds_hydra.pipe.schedules.batches import Batches
-    from ds_hydra.pipe.scores import Objective
     from ds_hydra.plan.step_plan import StepPlan
     from ds_hydra.ranks.world import World
     from ds_hydra.step.stepper import Stepper

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ds_hydra.pipe.model_plan import Bucket
 from ds_hydra.pipe.stage import ModelSource, dtype_of, from_flat, to_flat
-from ds_hydra.zero_hetero.bucket import BucketSpec
 from ds_hydra.zero_hetero.errors import ConfigError
+from ds_hydra.zero_hetero.layout import BucketSpec
 from ds_hydra.zero_hetero.masters import MasterShards
 from ds_hydra.zero_hetero.transport import Transport
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ds_hydra.pipe.models.failing import failing
-from ds_hydra.pipe.models.refusals import refuse_misaligned_experts
+from ds_hydra.pipe.models.refusals import failing, refuse_misaligned_experts
 from ds_hydra.pipe.placement import Strategy, place_strategy
 from ds_hydra.pipe.stage import ModelSource, StagePlace
 from ds_hydra.step.connections import connections_of
@@ -17,8 +16,7 @@ from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 
 if TYPE_CHECKING:
     from ds_hydra.pipe.runtime import Doing
-    from ds_hydra.plan.phase import Phase
-    from ds_hydra.plan.step_plan import StepPlan
+    from ds_hydra.plan.step_plan import Phase, StepPlan
     from ds_hydra.ranks.world import World
     from ds_hydra.step.arena import Arena
     from ds_hydra.step.model_masters import ModelMasters

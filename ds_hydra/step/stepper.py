@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_hydra.costs.rank_bytes import ElementBytes
+from ds_hydra.costs.memory import ElementBytes
 from ds_hydra.pipe.dropout import step_key
 from ds_hydra.pipe.loss import IGNORED
+from ds_hydra.plan.simulate import schedule_batches
 from ds_hydra.plan.step_plan import joined
-from ds_hydra.plan.works import schedule_batches
 from ds_hydra.ranks.rank_stats import RankStats, gather_stats
 from ds_hydra.step.arena import Arena, PeakMemory
 from ds_hydra.step.batching import RankBatches, build_batches
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from ds_hydra.costs.cost_table import CostTable
     from ds_hydra.data.tokens import Sequences
     from ds_hydra.host.loss_scale import LossScale
+    from ds_hydra.pipe.loss import Objective
     from ds_hydra.pipe.placement import Strategy
     from ds_hydra.pipe.rows import MicroBatch
     from ds_hydra.pipe.runtime import Doing
     from ds_hydra.pipe.schedules.actions import Action
     from ds_hydra.pipe.schedules.batches import Batches
-    from ds_hydra.pipe.scores import Objective
     from ds_hydra.pipe.stage import ModelSource
     from ds_hydra.plan.step_plan import StepPlan
     from ds_hydra.ranks.world import World

@@ -42,12 +42,8 @@ from ds_hydra.pipe.transfers import (
 from ds_hydra.pipe.weight_gradients import add_to_sum
 from ds_hydra.step.arena import Arena
 from ds_hydra.zero_hetero.clock import Laps, Stopwatch
-from ds_hydra.zero_hetero.link import Link
-from ds_hydra.zero_hetero.mover import PullMover, PushMover
-from ds_hydra.zero_hetero.pulls import Pulls
-from ds_hydra.zero_hetero.pushes import PushBucket, Pushes
-from ds_hydra.zero_hetero.scratch import Scratch
-from ds_hydra.zero_hetero.twin_link import TwinPullLink, TwinPushLink
+from ds_hydra.zero_hetero.link import Link, PullMover, PushMover, Scratch, TwinPullLink, TwinPushLink
+from ds_hydra.zero_hetero.pushes import Pulls, PushBucket, Pushes
 from ds_hydra.zero_hetero.twin_plan import TwinPull, TwinPush
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from ds_hydra.elastic.view import NormTable
 from ds_hydra.ranks.rank_stats import unequal_pairs
 from ds_hydra.zero_hetero.clock import Laps, Stopwatch
 from ds_hydra.zero_hetero.errors import ConfigError, NumericsError
-from ds_hydra.zero_hetero.grad_norm import clip_, norm_of, norm_table
+from ds_hydra.zero_hetero.masters import clip_, norm_of, norm_table
 
 if TYPE_CHECKING:
     from ds_hydra.config.hydra_block import FaultsConfig

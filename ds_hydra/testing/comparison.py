@@ -19,8 +19,7 @@ from ds_hydra.pipe.dropout import sequence_key, step_key, token_keys
 from ds_hydra.pipe.loss import TokenLoss
 from ds_hydra.pipe.models.adapted import NAMES_OF_PEFT, base_of
 from ds_hydra.pipe.stage import from_flat
-from ds_hydra.plan.phase import Span
-from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.plan.step_plan import Span, StepPlan
 from ds_hydra.ranks.forked import rank_environment, run_ranks
 from ds_hydra.testing.exactly import float64_throughout
 from ds_hydra.testing.one_process import OneProcess, Sample, Step, token_weights

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ds_hydra.pipe.loss import IGNORED, TokenLoss
-from ds_hydra.plan.phase import Span
+from ds_hydra.plan.step_plan import Span
 from ds_hydra.testing.drawing import drawing
 
 Sample = Mapping[str, Tensor]  # input_ids and labels, both (length,), labels not shifted; perhaps sequence_weight

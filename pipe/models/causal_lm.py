@@ -4,13 +4,22 @@ What a stage computes is the user's: class, attributes, hooks, replaced submodul
 the model's own forward, see [Note: cutting by the forward]. Which parameters a stage needs is found by a trace, as
 said in [Note: the trace]. How tensor parallel ranks share them is told by the model's published plan, and where that
 is silent by what their use asks for.
+
+Three ways, in this order:
+
+- by Hugging Face's attention interface, which is packed attention in stages: in one call for all sequences of a pack;
+- by boxes, each called as it is once for each sequence [Note: boxes];
+- in no way that can be run: ConfigError.
+
+A model whose class and config promise the interface, and whose layers all attend by it where a few tokens are packed,
+is not looked at further: the self-check would find a layer that does something else besides.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -18,22 +27,18 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ds_hydra.pipe.adapters import adapter_rule, ends_of, plain_name, stack_path
+from ds_hydra.pipe.adapters import adapter_rule, ends_of, linear_of, plain_name, stack_path
 from ds_hydra.pipe.attention import interface as attention
 from ds_hydra.pipe.loss import TokenLoss, loss_of_values
 from ds_hydra.pipe.model_plan import BY_WIDTH, WIDE, ModelPlan, ParamSpec, ShardRule, make_buckets
 from ds_hydra.pipe.models.adapted import with_stack_rules
-from ds_hydra.pipe.models.balancing import Balancing, asks_for_balance, find_balancing
+from ds_hydra.pipe.models.boxes import Boxes
 from ds_hydra.pipe.models.causal_stage import CausalStage
 from ds_hydra.pipe.models.cut import hand_on
-from ds_hydra.pipe.models.experts import STYLE, Experts
+from ds_hydra.pipe.models.experts import STYLE, Balancing, Experts, asks_for_balance, find_balancing
 from ds_hydra.pipe.models.facts import ModelFacts
-from ds_hydra.pipe.models.failing import failing
-from ds_hydra.pipe.models.flow import Flow, trace
-from ds_hydra.pipe.models.functions import Functions
-from ds_hydra.pipe.models.heads import Heads
-from ds_hydra.pipe.models.kinds import find_kinds
-from ds_hydra.pipe.models.lone_rank import cannot_run, look
+from ds_hydra.pipe.models.find_boxes import Mixers, find_boxes
+from ds_hydra.pipe.models.flow import Flow, find_kinds, trace
 from ds_hydra.pipe.models.meta_copy import (
     copy_to_meta,
     devices_to_run_on,
@@ -43,29 +48,139 @@ from ds_hydra.pipe.models.meta_copy import (
     place_on,
     ready_to_run,
     run_experts_one_by_one,
+    stand_in_values,
 )
 from ds_hydra.pipe.models.positions import counts_padding, first_position, refuse_dynamic_rotary, uncounted_tokens
-from ds_hydra.pipe.models.recognise import find_functions
+from ds_hydra.pipe.models.recognise import Functions, find_functions
 from ds_hydra.pipe.models.recurrent_heads import box_sizes, shared_heads
-from ds_hydra.pipe.models.refusals import find_layers, known_tokens, refuse_parts_in_evaluation, refuse_unsupported
+from ds_hydra.pipe.models.refusals import (
+    failing,
+    find_layers,
+    known_tokens,
+    may_mix_otherwise,
+    refuse_parts_in_evaluation,
+    refuse_unsupported,
+)
 from ds_hydra.pipe.models.state import held_beside, refuse_reading, refuse_state
-from ds_hydra.pipe.models.three_ways import find_ways
-from ds_hydra.pipe.models.token_rules import TokenRules, share_tokens
-from ds_hydra.pipe.models.unnamed_rules import UnnamedRules, derive, latent_styles, without
-from ds_hydra.pipe.models.unset import stand_in_values
+from ds_hydra.pipe.models.token_rules import (
+    TokenRules,
+    UnnamedRules,
+    cannot_run,
+    derive,
+    latent_styles,
+    look,
+    share_tokens,
+    without,
+)
 from ds_hydra.pipe.rows import AT_ONCE, Overlap
 from ds_hydra.pipe.stage import StageModule, StagePlace
 from ds_hydra.pipe.stage_options import AS_WRITTEN, StageOptions
 from ds_hydra.pipe.tensor_parallel import (
     gate_beside_up,
     shard_rule,
+    style_of,
     tensor_parallel_obstacle,
     unread_plan,
     with_sums,
 )
 from ds_hydra.zero_hetero.errors import ConfigError
 
+_QUERY_MODULES = ("q_proj", "q_b_proj", "kv_b_proj", "o_proj", "out_proj", "dense", "query_key_value")
+_KEY_VALUE_MODULES = ("k_proj", "v_proj")
+
+
+class Heads:
+    """Heads of queries, and of keys and values; 0 where no module `attends` by the interface."""
+
+    def __init__(self, config: Any, model: Any, seen: Collection[tuple[int, int]], *, attends: bool):
+        """As the config says, if layers were `seen` to attend with so many."""
+        heads = int(getattr(config, "num_attention_heads", 0) or 0) if attends else 0
+        said = heads, int(getattr(config, "num_key_value_heads", None) or heads) if attends else 0
+        self.heads, self.kv_heads = said if said in seen or not seen or not heads else min(seen)
+        self._model = model
+        self._units = dict.fromkeys(_QUERY_MODULES, self.heads) | dict.fromkeys(_KEY_VALUE_MODULES, self.kv_heads)
+
+    def units(self, name: str) -> Mapping[str, int]:
+        """Heads by the last part of a module's name, for the parameter of this plain name."""
+        return self._units | self._kv_heads_of(name)
+
+    def _kv_heads_of(self, name: str) -> dict[str, int]:
+        """Key/value heads of the attention that a parameter is part of, where layers differ in them."""
+        attention_path, _, module = name.rpartition(".")[0].rpartition(".")
+        if module not in _KEY_VALUE_MODULES:
+            return {}
+        owner: Any = self._model.get_submodule(attention_path)
+        size, keys = getattr(owner, "head_dim", None), linear_of(getattr(owner, "k_proj", owner))
+        rows = keys.weight.shape[0] if isinstance(keys, torch.nn.Linear) else 0
+        if not isinstance(size, int) or not rows or rows % size:
+            return {}
+        return dict.fromkeys(_KEY_VALUE_MODULES, rows // size)
+
+    @staticmethod
+    def cut(plan: Mapping[str, str], names: Iterable[str], layers: str) -> bool:
+        """Whether the plan cuts a layer by heads; `layers` is what the names of their parameters begin with."""
+        modules = {plain_name(name).rpartition(".")[0] for name in names if name.startswith(layers)}
+        return any(
+            style_of(plan, module) == "colwise" and module.rpartition(".")[2] in (*_QUERY_MODULES, *_KEY_VALUE_MODULES)
+            for module in modules
+        )
+
+
 logger = logging.getLogger(__name__)
+
+
+def find_ways(source: CausalLM, model: Any, values: Mapping[str, Tensor]) -> tuple[Boxes, Flow]:
+    """The boxes of a model's layers, and its flow. `source` is not yet traced; `values` are for all parameters."""
+    device = next(iter(values.values())).device
+    source.first_position = 0
+    refusal: ConfigError | None = None
+    packed: Flow | None = None
+    try:
+        source.number(source.copy_to_run(device, values))
+        if not may_mix_otherwise(model):
+            packed = source.trace(model)
+            if not packed.unattended:
+                return Boxes(), packed
+    except attention.NotPackedError as error:
+        refusal = error
+    except ConfigError:  # of what no way of running it would cure
+        raise
+    except Exception as error:  # of a forward that takes no positions, say
+        refusal = ConfigError(f"{source.name} cannot run one packed sequence: {failing(error)}")
+    try:
+        boxes, flow = _boxed(source, model, values, packs=refusal is None)
+    except Exception as error:
+        if packed is not None:  # the self-check has the last word on layers that do not attend
+            return Boxes(), packed
+        if refusal is None or str(error) == str(refusal):
+            raise
+        raise ConfigError(f"{refusal}. Nor can it run once for each sequence of a pack: {error}") from error
+    if boxes:
+        logger.info("%s", boxes.told(source.layers_path))
+        return boxes, flow
+    if refusal is not None:
+        raise refusal
+    return Boxes(), packed or source.trace(model)
+
+
+def _boxed(source: CausalLM, model: Any, values: Mapping[str, Tensor], *, packs: bool) -> tuple[Boxes, Flow]:
+    """The boxes of a model that may need some, and its flow where sequences run alone."""
+    try:
+        flow = source.trace(model, alone=True)
+    except ConfigError:
+        if source.own_attention == "eager":
+            raise
+        source.own_attention = "eager"  # the kernels of others draw random numbers where nobody sees it
+        flow = source.trace(model, alone=True)
+    kinds = find_kinds(model, source.template, source.layers_path, () if flow.obstacle else flow.ran)
+    device = next(iter(values.values())).device
+    alone, packed = (
+        Mixers(source.copy_to_run(device, values), source.layers_path, flow.doors, kinds.firsts) for _ in range(2)
+    )
+    attention.use_in(alone.model, source.own_attention)
+    boxes = find_boxes(alone, packed if packs else None, source.first_position)
+    return replace(boxes, attention=source.own_attention), replace(flow, heads=boxes.heads, no_slices=boxes.whole)
+
 
 # What a model that is given no positions makes of them: it begins at 0, or does as it likes with each sequence.
 _NOT_NUMBERED: tuple[int, bool, tuple[int, ...]] = (0, True, ())

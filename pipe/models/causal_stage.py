@@ -12,26 +12,29 @@ from torch import Tensor
 
 from ds_hydra.pipe.adapters import ends_of
 from ds_hydra.pipe.attention.interface import tell_pack
-from ds_hydra.pipe.collectives import gather_last_dim
-from ds_hydra.pipe.expert_parallel import Routed, spread_experts
-from ds_hydra.pipe.head_loss import HeadLoss
-from ds_hydra.pipe.loss import blockwise_loss, own_token_losses, token_losses
-from ds_hydra.pipe.models.balancing import Routers
-from ds_hydra.pipe.models.boxed_stage import StageBoxes
-from ds_hydra.pipe.models.cut import CutForward, Given, from_wire, hidden_in, to_wire, with_hidden
+from ds_hydra.pipe.collectives import all_rows, gather_last_dim
+from ds_hydra.pipe.expert_parallel import RowsComputed, spread_experts
+from ds_hydra.pipe.loss import HeadLoss, blockwise_loss, own_token_losses, scored_loss, token_losses, token_scores
+from ds_hydra.pipe.models.boxed_layers import StageBoxes
+from ds_hydra.pipe.models.cut import (
+    CutForward,
+    Given,
+    PlainHead,
+    Recomputing,
+    from_wire,
+    hidden_in,
+    to_wire,
+    with_hidden,
+)
 from ds_hydra.pipe.models.draws import Draws, Keys
-from ds_hydra.pipe.models.own_heads import own_heads, share_heads
-from ds_hydra.pipe.models.plain_head import PlainHead
+from ds_hydra.pipe.models.experts import Replay, Routers
 from ds_hydra.pipe.models.positions import count_by_sequence, split_rotary_by_length
-from ds_hydra.pipe.models.recompute import Recomputing
-from ds_hydra.pipe.models.replay import Replay
-from ds_hydra.pipe.packed_weights import PackedLinears
-from ds_hydra.pipe.row_collectives import all_rows
+from ds_hydra.pipe.models.recurrent_heads import own_heads, share_heads
 from ds_hydra.pipe.rows import MicroBatch, Pack
-from ds_hydra.pipe.scores import scored_loss, token_scores
 from ds_hydra.pipe.stage import StageModule, StagePlace
 from ds_hydra.pipe.tensor_parallel import TensorParallel
 from ds_hydra.pipe.token_sharding import TokenSharding, enter_with_own_rows, with_blocks
+from ds_hydra.pipe.weight_gradients import PackedLinears
 
 if TYPE_CHECKING:
     from ds_hydra.pipe.model_plan import ParamSpec
@@ -79,7 +82,7 @@ class CausalStage(StageModule):
         self._pack_weights(source.functions.packed, names)
         specs = {path: source.specs[name] for path, name in source.aliases.items()}
         rank = (source.style_plan, specs, place.tp_rank, place.stage.tp, place.tp_group)
-        self._routed: dict[int, list[Routed]] = defaultdict(list)  # by layer
+        self._routed: dict[int, list[RowsComputed]] = defaultdict(list)  # by layer
         if source.experts is not None and place.stage.ep > 1:
             spread = spread_experts(model, source.experts.modules, place, lambda: self._pack)
             for path, routed in spread.items():

@@ -10,12 +10,29 @@ After the stage's last layer an exception leaves the forward. For layers 2 and 3
     placeholders  ->  hand on   returns the received  computes  computes, then `_Reached` ends the forward
 
 No layer, norm or embedding needs a name for this, and nothing that follows the layers exists in an earlier stage.
+
+[Note: recomputed layers]
+A layer that the backward computes again keeps its input from forward to backward, and no more. How many do so is up to
+each micro-batch: a plan gives it a share, which every stage rounds up to whole layers of its own. Of 7 layers a share
+of 0.5 takes the first 4:
+
+  forward    0 1 2 3 keep their input    4 5 6 keep all
+  backward   6 5 4                       3 2 1 0, each computed again just before
+
+The first ones and not the last: when their backward comes, what the layers above them kept is free already, and gives
+the room for what one layer keeps while it is computed again.
+
+Models do other things behind their layers: they scale logits, cap them, add a bias, drop parts of what enters the head.
+No attribute tells of all that. So the model's own forward runs with one token in front of a head that computes nothing
+and hands out a stand-in for logits. If the head was called once, with the very values that entered the forward, and the
+stand-in has come out without any operation on it, then nothing else is there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,10 +40,119 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from ds_hydra.pipe.contexts import computed_again
 from ds_hydra.pipe.models.flow import Door, Flow
-from ds_hydra.pipe.placement import Stage
+from ds_hydra.pipe.models.whose_code import HOOKS
+from ds_hydra.pipe.placement import Stage, whole_layers
+from ds_hydra.pipe.tensor_parallel import is_linear
 from ds_hydra.pipe.wrappers import wrap
+
+Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+"""What a forward, and the same forward once more, run in: `context_fn` of torch's `checkpoint`."""
+
+
+class Recomputing:
+    """Of the layers of a stage, the first few are computed again in the backward [Note: recomputed layers]."""
+
+    def __init__(self, layers: int, contexts: Contexts = noop_context_fn):
+        self._layers, self._first, self._contexts = layers, 0, contexts
+
+    def take(self, share: float) -> None:
+        """From now on, this share of the layers is computed again; none to begin with."""
+        self._first = whole_layers(share, self._layers)
+
+    def run(self, place: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What the forward of the layer at a place returns."""
+        if place >= self._first or not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=self._passes, **kwargs)
+
+    def _passes(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        first, again = self._contexts()
+        return _within(first), _within(again)
+
+    def install(self, layers: Iterable[nn.Module]) -> None:
+        """Let all layers of the stage, in order, run so."""
+        for place, layer in enumerate(layers):
+            # The forward, and not the call: hooks of the layer itself run once, as whoever set them expects, and one
+            # of them ends the whole forward [Note: cutting by the forward].
+            wrap(layer, partial(self.run, place, layer.forward), "recomputed")
+
+
+@contextmanager
+def _within(given: AbstractContextManager[Any]) -> Iterator[None]:
+    with computed_again(), given:
+        yield
+
+
+class PlainHead:
+    """A linear layer without a bias, whose calls nobody watches."""
+
+    def __init__(self, head: nn.Linear):
+        self._head = head
+
+    @classmethod
+    def of(cls, model: nn.Module, head: nn.Module) -> PlainHead | None:
+        """Of a head as the user has written it, before anything is installed in the model; None if it is another."""
+        watched = any(getattr(module, key) for module in (model, head) for key in HOOKS)
+        if watched or not isinstance(head, nn.Linear) or not is_linear(head) or head.bias is not None:
+            return None
+        return cls(head)
+
+    @property
+    def weight(self) -> Tensor:
+        """(V_local, H)"""
+        return self._head.weight
+
+    def is_all(self, hidden: Tensor, run: Callable[[], Tensor]) -> bool:
+        """Whether `run`, the model's forward behind its layers with hidden states (1, 1, H), is the head alone."""
+        entered: list[Tensor] = []
+        made = _StandIn.of(hidden, len(self.weight))
+
+        def head(x: Tensor) -> Tensor:
+            entered.append(x)
+            return made
+
+        before = self._head.__dict__.get("forward")
+        self._head.forward = head  # type: ignore[method-assign,assignment]
+        version = hidden._version
+        try:
+            out = run()
+        finally:
+            del self._head.forward
+            if before is not None:
+                self._head.forward = before  # type: ignore[method-assign]
+        same = len(entered) == 1 and _place(entered[0]) == _place(hidden) and hidden._version == version
+        return same and out is made and not made.touched
+
+
+class _StandIn(Tensor):
+    """Logits (1, 1, V_local) of any values, which note that something was computed with them."""
+
+    touched: bool
+
+    @staticmethod
+    def of(hidden: Tensor, vocabulary: int) -> _StandIn:
+        made = hidden.new_empty((1, 1, vocabulary)).as_subclass(_StandIn)
+        made.touched = False
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") != "__get__":  # attributes such as shape, dtype and device
+            for one in args:
+                if isinstance(one, _StandIn):
+                    one.touched = True
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    """Which bytes a tensor is made of, and how."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
 
 _NUMBERS = frozenset({"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__contains__"})
 _COLLECTIVES = dist.all_reduce.__module__

@@ -14,9 +14,8 @@ from ds_hydra.pipe.model_plan import ShardRule
 from ds_hydra.pipe.models.boxes import Box, Boxes
 from ds_hydra.pipe.models.draws import Place
 from ds_hydra.pipe.models.flow import Door, Flow
-from ds_hydra.pipe.models.functions import Functions, Gate, Norm
-from ds_hydra.pipe.models.token_rules import TokenRules
-from ds_hydra.pipe.models.unnamed_rules import UnnamedRules
+from ds_hydra.pipe.models.recognise import Functions, Gate, Norm
+from ds_hydra.pipe.models.token_rules import TokenRules, UnnamedRules
 
 
 @dataclass(frozen=True)

@@ -1,31 +1,457 @@
-"""A model's mixers in; its boxes, each tried on a pack and on the sequences alone, out [Note: boxes].
+"""Boxes of a model, found by trying: modules in which tokens meet, their states, and heads that ranks can share.
 
 A layer whose tokens meet by the attention interface alone keeps the tokens of a pack of sequences of one token each
 apart, and needs no box. The boxes of any other layer are its children that mix, if the layer does not mix where these
 are replaced by stand-ins that keep tokens apart; else the layer as a whole. What is not seen here for want of tokens is
 the self-check's to find.
+
+A module mixes if another token of what it returns changes with one token of what is computed for it. Where it raises
+then, or returns no row of tokens, it is taken to mix. Nothing goes by names.
+
+A box that is handed a cache is tried on a sequence in two slices, and in three of which one has a single token, against
+the whole sequence: what it returns, and the gradients of its input and of its parameters [Note: carried states]. Code
+that takes a state for single tokens only, as the scans of Mamba-1 do, computes something else in slices without a word.
+Such a box runs whole sequences only, and so does one that is handed more of each token than hidden states.
+
+A recurrent module that is made as `recurrent_heads.py` knows it is tried: ranks' parts of it run one after the other on
+a sequence, by a degree that leaves each of them key heads or groups of its own and by one that does not, and the sum of
+what they return is compared with what the whole module does. Where it differs every rank computes the whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ds_hydra.pipe.attention.interface import tell_pack
-from ds_hydra.pipe.models.attended import Attended, Where
-from ds_hydra.pipe.models.boxed_layers import BoxedLayers
-from ds_hydra.pipe.models.boxes import Box, Boxes, Capture, Leaves, Run, is_plain
+from ds_hydra.pipe.contexts import Contexts
+from ds_hydra.pipe.model_plan import ParamSpec
+from ds_hydra.pipe.models.boxed_layers import BoxedLayers, call_on_slice
+from ds_hydra.pipe.models.boxes import Box, Boxes, Capture, Leaves, Run, State, is_plain
 from ds_hydra.pipe.models.cut import hand_on
-from ds_hydra.pipe.models.find_heads import with_heads
-from ds_hydra.pipe.models.find_states import with_states
-from ds_hydra.pipe.models.flow import Door
-from ds_hydra.pipe.models.mixers import FIRST, Call, Calls, Mixers, called, put_back
+from ds_hydra.pipe.models.flow import Attended, Door, Where, tensors_in
+from ds_hydra.pipe.models.recurrent_heads import HeadCut, gated_norm, head_cut, localized
 from ds_hydra.pipe.rows import Chunk, Pack
 from ds_hydra.zero_hetero.errors import ConfigError
+
+_COUNTS = (13, 11, 17, 19, 23)  # of tokens: one that is no size of a parameter
+_NEAR = 1e-5  # other tokens that change by less, of the largest number, do not change
+FIRST = 5  # token ids begin here
+
+
+@dataclass
+class Call:
+    """The first call of a module in a run, and how many there were."""
+
+    flat: Leaves
+    spec: Any
+    sources: tuple[int | None, ...]
+    returned: Leaves = field(default_factory=list)
+    returned_spec: Any = None
+    times: int = 1
+
+
+Calls = dict[tuple[int, str], Call]
+
+
+class Mixers:
+    """Tries the modules of a model's layers."""
+
+    def __init__(self, model: Any, layers_path: str, doors: Sequence[Door], firsts: Sequence[int]):
+        """`model` is a copy with values, in evaluation from here on; `firsts` tells of each layer which one is like
+        it, and that one is tried for all [Note: kinds of layers]."""
+        self.model, self.doors, self.firsts = model.eval(), doors, firsts
+        self.path = layers_path
+        self.layers: Sequence[nn.Module] = model.get_submodule(layers_path)
+        self.kinds = sorted(set(firsts))
+        for index in set(range(len(self.layers))) - set(self.kinds):
+            self.layers[index].forward = hand_on(doors[index])  # type: ignore[method-assign]
+        sizes = {size for parameter in model.parameters() for size in parameter.shape}
+        self.tokens = next(count for count in _COUNTS if count not in sizes)
+        self.device = next(model.parameters()).device
+        self._noise = torch.Generator().manual_seed(3)
+
+    def ids(self, length: int, first: int = FIRST) -> Tensor:
+        """Token ids (1, length)."""
+        return torch.arange(first, first + length, device=self.device)[None]
+
+    def run(self, *, among: bool, **inputs: Any) -> Calls:
+        """The calls of the layers, and `among` them of their children, in a run of all tokens."""
+        calls: Calls = {}
+        own: dict[int, tuple[int, ...]] = {}  # by layer: what it is handed, by identity
+        handed_on: dict[int, Tensor] = {}  # what layers return beside the hidden states
+        kept: list[Any] = []
+
+        def before(index: int, path: str, args: Any, kwargs: Any) -> None:
+            flat, spec = tree_flatten((args, kwargs))
+            kept.append(flat)
+            if not path:
+                door = self.doors[index]
+                hidden = args[door.key] if isinstance(door.key, int) else kwargs[door.key]
+                foreign = [is_plain(value) or value is hidden or id(value) in handed_on for value in flat]
+                own[index] = tuple(0 if out else id(value) for value, out in zip(flat, foreign, strict=True))
+            if (index, path) in calls:
+                calls[index, path].times += 1
+                return
+            places = own.get(index, ())
+            sources = tuple(places.index(id(value)) if id(value) in places else None for value in flat)
+            calls[index, path] = Call([_copied(value) for value in flat], spec, sources)
+
+        def after(index: int, path: str, out: Any) -> None:
+            if not path and not isinstance(out, Tensor):
+                kept.append(out)
+                handed_on.update((id(tensor), tensor) for tensor in tensors_in(list(out[1:])))
+            call = calls[index, path]
+            if call.times == 1:
+                flat, call.returned_spec = tree_flatten(out)
+                call.returned = [_copied(value) for value in flat]
+
+        handles = []
+        for index in self.kinds:
+            children = self.layers[index].named_children() if among else ()
+            for path, module in (("", self.layers[index]), *children):
+                handles += [
+                    module.register_forward_pre_hook(
+                        lambda _, args, kwargs, index=index, path=path: before(index, path, args, kwargs),
+                        with_kwargs=True,
+                    ),
+                    module.register_forward_hook(lambda _, __, out, index=index, path=path: after(index, path, out)),
+                ]
+        try:
+            with torch.no_grad():
+                self.model(input_ids=self.ids(self.tokens), use_cache=False, **inputs)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return calls
+
+    def module(self, index: int, path: str) -> nn.Module:
+        """A module of a layer, or the layer."""
+        return self.layers[index].get_submodule(path)
+
+    def mixes(self, index: int, path: str, call: Call) -> bool:
+        """Whether tokens meet in a module."""
+        module, at = self.module(index, path), self.tokens // 2
+        changed = []
+        for value, source in zip(call.flat, call.sources, strict=True):
+            dims = _dims(value, self.tokens)
+            if source is None and len(dims) == 1 and value.is_floating_point():
+                value = value.clone()
+                row = value.select(dims[0], at)
+                row += torch.randn(row.shape, generator=self._noise, dtype=torch.float64).to(row)
+            changed.append(value)
+        try:
+            one, other = (called(module, call, flat) for flat in (call.flat, changed))
+        except Exception:  # whatever a module makes of noise
+            return True
+        return _others_change(one, other, at, self.tokens)
+
+    def mixes_without(self, index: int, paths: Sequence[str], calls: Calls) -> bool:
+        """Whether tokens meet in a layer in which these children keep them apart."""
+        saved = {}
+        try:
+            for path in paths:
+                if (stub := self._stub(calls[index, path])) is None:
+                    return True
+                module = self.module(index, path)
+                saved[path] = vars(module).get("forward")
+                module.forward = stub  # type: ignore[method-assign]
+            return self.mixes(index, "", calls[index, ""])
+        finally:
+            for path, forward in saved.items():
+                put_back(self.module(index, path), forward)
+
+    def _stub(self, call: Call) -> Callable[..., Any] | None:
+        """What returns what a module returned, and lets each token's own change through; None where that cannot be."""
+        tokens, out = self.tokens, call.returned[0] if call.returned else None
+        mains = (
+            place for place, (value, source) in enumerate(zip(call.flat, call.sources, strict=True))
+            if source is None and len(_dims(value, tokens)) == 1 and value.is_floating_point()
+        )  # fmt: skip
+        main = next(mains, None)
+        if main is None or not isinstance(out, Tensor) or len(_dims(out, tokens)) != 1:
+            return None
+        entering, leaving = _dims(call.flat[main], tokens)[0], _dims(out, tokens)[0]
+        shape = [1] * out.dim()
+        shape[leaving] = tokens
+
+        def stub(*args: Any, **kwargs: Any) -> Any:
+            now = tree_flatten((args, kwargs))[0][main]
+            change = (now - call.flat[main]).movedim(entering, 0).flatten(1).mean(1)
+            return tree_unflatten([out + change.view(shape), *call.returned[1:]], call.returned_spec)
+
+        return stub
+
+    def boxes(self, index: int, calls: Calls) -> tuple[Box, ...]:
+        """The children of a layer that mix, if it mixes by them alone; else the layer."""
+        paths = [path for path, _ in self.layers[index].named_children()]
+        found = [path for path in paths if (index, path) in calls and self.mixes(index, path, calls[index, path])]
+        whole = not found or any(calls[index, path].times > 1 for path in found)
+        if whole or self.mixes_without(index, found, calls):
+            return (self.box("", calls[index, ""]),)
+        return tuple(self.box(path, calls[index, path]) for path in found)
+
+    def box(self, path: str, call: Call) -> Box:
+        """A module as a box."""
+        handed, returned = ([_dims(value, self.tokens) for value in leaves] for leaves in (call.flat, call.returned))
+        return Box(path, tuple(handed), call.sources, tuple(returned))
+
+
+def put_back(module: nn.Module, forward: Any) -> None:
+    vars(module).pop("forward", None)
+    if forward is not None:
+        module.forward = forward
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def called(module: nn.Module, call: Call, flat: Leaves) -> Leaves:
+    """What a module returns of these values, called as it was."""
+    args, kwargs = tree_unflatten([_copied(value) for value in flat], call.spec)
+    with torch.no_grad():
+        return tree_flatten(module(*args, **kwargs))[0]
+
+
+def _dims(value: Any, tokens: int) -> tuple[int, ...]:
+    """The dimensions of a tensor that count tokens."""
+    return tuple(dim for dim, size in enumerate(value.shape) if size == tokens) if isinstance(value, Tensor) else ()
+
+
+def _others_change(before: Leaves, after: Leaves, at: int, tokens: int) -> bool:
+    """Whether another token than that `at` this place differs, or no tokens can be told apart."""
+    seen = False
+    rest = [token for token in range(tokens) if token != at]
+    for one, other in zip(before, after, strict=True):
+        dims = _dims(one, tokens)
+        if len(dims) != 1 or not one.is_floating_point() or one.shape != other.shape:
+            continue
+        seen = True
+        a, b = (value.index_select(dims[0], torch.tensor(rest, device=value.device)) for value in (one, other))
+        if float((a - b).abs().max()) > _NEAR * max(1e-9, float(a.abs().max())):
+            return True
+    return not seen
+
+
+_LEAST = 1e-6  # of the largest gradient: what is less may be rounding
+
+
+def with_states(alone: Mixers, boxes: Boxes, calls: Calls) -> Boxes:
+    """The boxes with what they carry, and why sequences must stay whole if one carries nothing.
+
+    `calls` are those of a run of a sequence alone.
+    """
+    found: dict[int, tuple[Box, ...]] = {}
+    whole = ""
+    for index in alone.kinds:
+        tried = [_tried_state(alone, index, box, calls[index, box.path]) for box in boxes.of[index]]
+        found[index] = tuple(box for box, _ in tried)
+        for box, reason in tried:
+            named = f"{box.path} of layer {index}" if box.path else f"layer {index}"
+            whole = whole or (reason and f"{named} takes whole sequences only: {reason}")
+    return replace(boxes, of=tuple(found[first] for first in alone.firsts), whole=whole)
+
+
+def _tried_state(alone: Mixers, index: int, box: Box, call: Call) -> tuple[Box, str]:
+    """A box as it is used in slices, or as it was and why it is not."""
+    if box.rows is None or any(dims for place, dims in enumerate(box.handed) if place != box.rows):
+        return box, "it is handed more of each token than hidden states"
+    trial = _StateTrial(alone.module(index, box.path), box, call, alone.tokens)
+    if (place := trial.place()) is None:
+        return box, "it asks for no state that is known here"
+    middle = alone.tokens // 2
+    right, carries = trial.whole(), 0
+    for ends in ((0, middle, alone.tokens), (0, middle - 1, middle, alone.tokens)):
+        try:
+            other, kept = trial.in_slices(replace(box, state=place), ends)
+        except Exception as error:  # of the module's own forward
+            return box, f"in {len(ends) - 1} slices it ends with {type(error).__name__}: {error}"
+        if reason := _difference(right, other):
+            return box, f"in {len(ends) - 1} slices {reason}"
+        carries = carries or kept  # of the second of three, its token too
+    return replace(box, state=place, carries=carries), ""
+
+
+class _StateTrial:
+    """A box that computes of a sequence, whole or in slices, its result and gradients, all by name."""
+
+    def __init__(self, module: nn.Module, box: Box, call: Call, tokens: int):
+        assert box.rows is not None, "asked before"
+        self._module, self._box, self._call, self._tokens, self._rows = module, box, call, tokens, box.rows
+        self._dim = box.handed[box.rows][0]
+        draw = torch.Generator().manual_seed(5)
+        self._hidden, self._weights = (
+            torch.randn(like.shape, generator=draw, dtype=torch.float64).to(like)
+            for like in (call.flat[box.rows], call.returned[0])
+        )
+
+    def place(self) -> int | None:
+        """Where among its arguments it takes a cache: what is none, and is asked for states when it is there."""
+        for place in (place for place, value in enumerate(self._call.flat) if value is None):
+            state = State({})
+            try:
+                with torch.no_grad():
+                    self._run(_with(_with(self._call.flat, self._rows, self._hidden), place, state))
+            except Exception:  # of a module that takes something else there
+                continue
+            if state.after:
+                return place
+        return None
+
+    def whole(self) -> Mapping[str, Tensor]:
+        hidden = self._hidden.clone().requires_grad_()
+        with torch.enable_grad():
+            out = self._run(_with(self._call.flat, self._rows, hidden))[0]
+            (out * self._weights).sum().backward()
+        return self._found(out, [hidden])
+
+    def in_slices(self, box: Box, ends: Sequence[int]) -> tuple[Mapping[str, Tensor], int]:
+        """With the bytes that a slice carries to the next."""
+        contexts, out_dim = Contexts(self._tokens), box.returned[0][0]
+        parts = [(start, stop - start) for start, stop in pairwise(ends)]
+        hidden = [self._hidden.narrow(self._dim, *part).clone().requires_grad_() for part in parts]
+
+        def call(arguments: Leaves, _: Tensor | None) -> list[tuple[Any, tuple[int, ...]]]:
+            return [*zip(self._run(arguments), box.returned, strict=True)]
+
+        with torch.enable_grad():
+            outs = []
+            for own, (start, length) in zip(hidden, parts, strict=True):
+                chunk = Chunk(start, start + length, contexts)
+                outs.append(call_on_slice(call, box, _with(self._call.flat, self._rows, own), None, chunk, box.path)[0])
+            carries = contexts.carried(box.path).bytes_at(ends[-2])
+            for out, part in zip(reversed(outs), reversed(parts), strict=True):
+                (out * self._weights.narrow(out_dim, *part)).sum().backward()
+        return self._found(torch.cat(outs, out_dim), hidden), carries
+
+    def _run(self, flat: Leaves) -> Leaves:
+        args, kwargs = tree_unflatten(flat, self._call.spec)
+        return tree_flatten(self._module(*args, **kwargs))[0]
+
+    def _found(self, out: Tensor, hidden: Sequence[Tensor]) -> Mapping[str, Tensor]:
+        found = {name: p.grad for name, p in self._module.named_parameters() if p.grad is not None}
+        for parameter in self._module.parameters():
+            parameter.grad = None
+        gradients = [torch.zeros_like(part) if part.grad is None else part.grad for part in hidden]
+        return {"its result": out.detach(), "the gradient of its input": torch.cat(gradients, self._dim)} | {
+            f"the gradient of {name}": gradient for name, gradient in found.items()
+        }
+
+
+def _with(flat: Leaves, place: int, value: Any) -> Leaves:
+    return [*flat[:place], value, *flat[place + 1 :]]
+
+
+def _difference(right: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> str:
+    """What slices compute otherwise; empty if nothing."""
+    peaks = {name: float(value.abs().max()) for name, value in right.items()}
+    for name, value in right.items():
+        near = torch.finfo(value.dtype).eps ** 0.5 * max(peaks[name], _LEAST * max(peaks.values()))
+        apart = float((value - other[name]).abs().max()) if name in other else float("inf")
+        if not apart <= near:
+            return f"{name} is off by {apart:.2g} of {peaks[name]:.2g}"
+    return ""
+
+
+def with_heads(alone: Mixers, boxes: Boxes, calls: Calls) -> Boxes:
+    """The boxes, each told whether ranks may share its heads; `calls` are those of a run of a sequence alone."""
+    found = {
+        index: tuple(replace(box, by_heads=_shares(alone, index, box, calls)) for box in boxes.of[index])
+        for index in alone.kinds
+    }
+    return replace(boxes, of=tuple(found[first] for first in alone.firsts))
+
+
+def _shares(alone: Mixers, index: int, box: Box, calls: Calls) -> bool:
+    module = alone.module(index, box.path)
+    if not box.path or box.rows is None or box.state is None or (cut := head_cut(module)) is None:
+        return False
+    call = calls[index, box.path]
+    draw = torch.Generator().manual_seed(6)
+    like = call.flat[box.rows]
+    hidden = torch.randn(like.shape, generator=draw, dtype=torch.float64).to(like)
+    trial = _HeadTrial(module, cut, replace_in(call, box.rows, hidden))
+    try:
+        with torch.no_grad():
+            return all(trial.equal(tp) for tp in set(cut.tried))
+    except Exception:  # of the module's own forward, or of a norm that is another
+        return False
+
+
+def replace_in(call: Call, place: int, value: Any) -> Call:
+    """The call with another argument."""
+    return replace(call, flat=[*call.flat[:place], value, *call.flat[place + 1 :]])
+
+
+class _HeadTrial:
+    """A module that runs as a whole, or in the parts that ranks have of it."""
+
+    def __init__(self, module: nn.Module, cut: HeadCut, call: Call):
+        self._module, self._cut, self._call = module, cut, call
+
+    def equal(self, tp: int) -> bool:
+        """Whether what `tp` ranks return adds up to what the whole module does."""
+        with self._without_norm(tp):
+            whole, parts = self._run({}), [self._part(rank, tp) for rank in range(tp)]
+        return _near(torch.stack(parts).sum(0), whole)
+
+    def _part(self, rank: int, tp: int) -> Tensor:
+        own = {}
+        for name, parameter in self._module.named_parameters():
+            spec = ParamSpec(name, tuple(parameter.shape), self._cut.rules[name])
+            ranges = spec.shard_ranges(rank, tp)
+            parts = [parameter.narrow(spec.rule.dim or 0, start, stop - start) for start, stop in ranges]
+            own[name] = torch.cat(parts, spec.rule.dim or 0) if parts else parameter
+        before = localized(self._module, self._cut, tp)
+        try:
+            return self._run(own)
+        finally:
+            for (owner, name), number in before.items():
+                setattr(owner, name, number)
+
+    def _run(self, parameters: dict[str, Tensor]) -> Tensor:
+        args, kwargs = tree_unflatten(self._call.flat, self._call.spec)
+        (out,) = tree_flatten(functional_call(self._module, parameters, args, kwargs))[0]
+        return out  # type: ignore[no-any-return]
+
+    @contextmanager
+    def _without_norm(self, tp: int) -> Iterator[None]:
+        """Within it, a norm whose groups ranks share is none: it is tried by itself."""
+        if not self._cut.shares_norm(tp):
+            yield
+            return
+        norm: Any = self._module.get_submodule(self._cut.norm)
+        draw = torch.Generator().manual_seed(7)
+        hidden, gate = (torch.randn(3, len(norm.weight), generator=draw).to(norm.weight) for _ in range(2))
+        first = slice(norm.group_size)
+        of_group = SimpleNamespace(
+            weight=norm.weight[first], group_size=norm.group_size, variance_epsilon=norm.variance_epsilon
+        )
+        own = gated_norm(of_group, 1, 0, 1, (), hidden[:, first], gate[:, first])
+        if not _near(own, norm(hidden, gate)[:, first]):
+            raise ValueError("the norm is another than that of transformers")
+        norm.forward = lambda hidden, gate: hidden * torch.sigmoid(gate)
+        try:
+            yield
+        finally:
+            del norm.forward
+
+
+def _near(found: Tensor, right: Tensor) -> bool:
+    """Whether two results differ by rounding, in 32 bit at least: models compute parts of it so."""
+    eps = max(torch.finfo(right.dtype).eps, torch.finfo(torch.float32).eps)
+    return float((found - right).abs().max()) <= eps**0.5 * float(right.abs().max())
+
 
 _PART = 5  # tokens of the first and the last of three sequences
 
@@ -197,10 +623,6 @@ class _Trial:
         for module, forward in self._saved.items():
             put_back(module, forward)
             vars(module).pop("_hydra_chain", None)
-
-
-def _with(flat: Leaves, place: int, value: Any) -> Leaves:
-    return [*flat[:place], value, *flat[place + 1 :]]
 
 
 def _same(one: Capture, other: Capture) -> bool:

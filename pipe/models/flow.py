@@ -11,26 +11,312 @@ there: what the leaf's predecessor reaches was computed by the part before. With
 A parameter that is reached through a layer's *other* arguments (an embedding that every layer reads) is needed by every
 stage; one of another layer there means that layers share what they compute, and no pipeline can be cut. Frozen
 parameters and those used under `no_grad` leave no graph: so every function that is handed a parameter is noted too.
+
+[Note: kinds of layers]
+What is found out about a model by running parts of it again is the same for layers of one kind. Two layers are of one
+kind where nothing tells them apart but the values of their parameters and their number:
+
+- No code of a script and no hook is anywhere in the model [Note: whose code]: such code may go by anything.
+- They are built alike: of the same classes, with equal attributes, equal buffers, and parameters of the same shapes,
+  types and use; and nothing in them is part of anything else.
+- They ran alike in the trace [Note: the trace]: the same functions, of the same parameters, with the same numbers and
+  sizes. So code that goes by a layer's number, which is its own for each, is told apart by what it does.
+
+What cannot be told counts as different: at worst each layer is examined. The self-check's kinds are others: its small
+copy may leave out layers that differ in a number.
+
+  24 layers, windows in every other one     kinds 0 and 1 stand for all
+  4 dense layers before 57 of experts       kinds 0 and 4
+  60 layers, a class of the script in one   each for itself
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from ds_hydra.pipe.attention.interface import let_attention_drop, tell_pack
-from ds_hydra.pipe.models.attended import Attended, Where
+from ds_hydra.pipe.contexts import Context, Contexts
 from ds_hydra.pipe.models.draws import Place, Recorder
-from ds_hydra.pipe.models.graph import arguments, hidden_of, leaves, tensors_in
-from ds_hydra.pipe.models.kinds import Ran
+from ds_hydra.pipe.models.whose_code import own_code
 from ds_hydra.pipe.rows import Chunk, Pack
 from ds_hydra.zero_hetero.errors import ConfigError
+
+_DEPTH = 5  # containers within containers that are looked into
+_ONE = frozenset({Tensor, nn.Parameter, int, float, bool, str, type(None), torch.dtype, torch.device})
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor in nested containers and plain objects (a dict that layers share, a model output), in order."""
+    yield from _tensors(value, 0, set())
+
+
+def _tensors(value: Any, depth: int, seen: set[int]) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if depth > _DEPTH or id(value) in seen or isinstance(value, nn.Module | type | str | bytes):
+        return
+    seen.add(id(value))
+    parts: Iterable[Any] = ()
+    if isinstance(value, dict):
+        parts = list(value.values())
+    elif isinstance(value, list | tuple):
+        parts = value
+    elif hasattr(value, "__dict__"):
+        parts = list(vars(value).values())
+    for part in parts:
+        yield from _tensors(part, depth + 1, seen)
+
+
+def arguments(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[Any]:
+    """`tree_leaves` of a function's arguments, which are hardly ever nested: then it takes a tenth of the time. Modes
+    ask it for each operator of a model that is looked at."""
+    found: list[Any] = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if type(value) in _ONE:
+            found.append(value)
+        else:
+            found += tree_leaves(value)
+    return found
+
+
+def leaves(roots: Iterable[Tensor]) -> set[int]:
+    """Identities of the leaf tensors that require gradients and that `roots` were computed from."""
+    roots = list(roots)
+    found = {id(root) for root in roots if root.is_leaf and root.requires_grad}
+    stack = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen: set[Any] = set()
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):  # the node that accumulates into a leaf
+            found.add(id(node.variable))
+        stack += [before for before, _ in node.next_functions if before is not None]
+    return found
+
+
+def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str | None:
+    """Position or keyword of the hidden states among a layer's arguments: its first floating tensor of tokens."""
+    given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for key, value in given:
+        if isinstance(value, Tensor) and value.is_floating_point() and value.dim() >= 3:
+            return key
+    return None
+
+
+_PLAIN = (bool, int, float, str, bytes, set, frozenset, torch.dtype, torch.device, torch.Size)
+_ITS_NUMBER = "layer_idx"  # what transformers calls the place of a layer in the model
+_HELD = frozenset({"_parameters", "_buffers", "_modules"})
+_Found = TypeVar("_Found")
+
+
+@dataclass(frozen=True)
+class LayerKinds:
+    """The layers at `path`: of each the first one that is like it."""
+
+    path: str
+    firsts: tuple[int, ...]
+
+    @property
+    def like_others(self) -> tuple[int, ...]:
+        """The layers that need not be examined."""
+        return tuple(index for index, first in enumerate(self.firsts) if first != index)
+
+    def in_first(self, name: str) -> bool:
+        """Whether a module or parameter is in the first layer of a kind, or outside of the layers."""
+        return self._first(name) == name
+
+    def spread(self, found: Mapping[str, _Found], names: Iterable[str]) -> dict[str, _Found]:
+        """What was found in the first layers and outside, for all of these names."""
+        return {name: found[first] for name in names if (first := self._first(name)) in found}
+
+    def spread_groups(self, groups: Sequence[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
+        """The same of groups of modules, each of one layer or outside of them."""
+        yield from (group for group in groups if self._layer(group[0]) is None)
+        for layer, first in enumerate(self.firsts):
+            for group in groups:
+                if self._layer(group[0]) == first:
+                    yield tuple(self._within(name, layer) for name in group)
+
+    def _first(self, name: str) -> str:
+        layer = self._layer(name)
+        return name if layer is None else self._within(name, self.firsts[layer])
+
+    def _layer(self, name: str) -> int | None:
+        """The layer that a name is in; of the list itself and what is outside None."""
+        if not name.startswith(f"{self.path}."):
+            return None
+        return int(name.removeprefix(f"{self.path}.").partition(".")[0])
+
+    def _within(self, name: str, layer: int) -> str:
+        """The same place in another layer."""
+        _, dot, rest = name.removeprefix(f"{self.path}.").partition(".")
+        return f"{self.path}.{layer}{dot}{rest}"
+
+
+class Ran:
+    """What each layer ran in a trace, function by function."""
+
+    def __init__(self, layers_path: str, names: Mapping[int, str]):
+        """`names` are those of the parameters, by identity."""
+        self._prefix, self._names = layers_path, names
+        self._calls: dict[int, list[Hashable]] = {}
+
+    def note(self, layer: int, module: str, func: Any, given: Sequence[Any], result: Any) -> None:
+        """Take a function's call within a layer, by the innermost module that runs."""
+        prefix = f"{self._prefix}.{layer}"
+        of = [self._described(value, prefix) for value in given]
+        out = [self._described(value, prefix) for value in (result if isinstance(result, tuple | list) else [result])]
+        self._calls.setdefault(layer, []).append((func, module.removeprefix(prefix), tuple(of), tuple(out)))
+
+    def _described(self, value: Any, prefix: str) -> Hashable:
+        if isinstance(value, Tensor):
+            name = self._names.get(id(value), "").removeprefix(prefix)
+            return name, tuple(value.shape), value.dtype, value.requires_grad
+        if value is None or isinstance(value, _PLAIN):
+            return type(value), repr(value)
+        return f"{type(value).__module__}.{type(value).__qualname__}"
+
+    def firsts(self, num_layers: int) -> tuple[int, ...]:
+        """Of each layer the first one that ran the same."""
+        calls = [self._calls.get(index) for index in range(num_layers)]
+        return tuple(calls.index(own) if own else index for index, own in enumerate(calls))
+
+
+def find_kinds(model: nn.Module, template: nn.Module, path: str, ran: Sequence[int]) -> LayerKinds:
+    """The kinds of a model's layers; `template` is its copy, and `ran` tells of each layer the first one that ran the
+    same in the trace."""
+    layers: Any = template.get_submodule(path)
+    alone = LayerKinds(path, tuple(range(len(layers))))
+    if len(layers) != len(ran) or own_code(model):
+        return alone
+    uses = Counter(id(module) for _, module in template.named_modules(remove_duplicate=False))
+    uses += Counter(id(parameter) for _, parameter in template.named_parameters(remove_duplicate=False))
+    firsts: list[int] = []
+    kinds: list[int] = []  # the first layers, but those that share something
+    for index, layer in enumerate(layers):
+        apart = all(uses[id(each)] == 1 for each in (*layer.modules(), *layer.parameters()))
+        like = (
+            kind for kind in kinds
+            if apart and ran[kind] == ran[index]
+            and _Likeness((f"{path}.{kind}.", f"{path}.{index}.")).alike(layers[kind], layer)
+        )  # fmt: skip
+        firsts.append(next(like, index))
+        if apart and firsts[index] == index:
+            kinds.append(index)
+    return LayerKinds(path, tuple(firsts))
+
+
+@dataclass(frozen=True)
+class _Likeness:
+    """Compares what two layers hold; each calls itself by a path of its own."""
+
+    paths: tuple[str, str]
+
+    def alike(self, one: nn.Module, other: nn.Module) -> bool:
+        """Whether two modules are built alike, with all that is in them."""
+        mine, others = vars(one), vars(other)
+        return (
+            type(one) is type(other)
+            and mine.keys() == others.keys()
+            and all(self.equal(mine[key], others[key]) for key in mine.keys() - _HELD - {_ITS_NUMBER})
+            and self._pairs(one._parameters, other._parameters, _same_use)
+            and self._pairs(one._buffers, other._buffers, self.equal)
+            and self._pairs(one._modules, other._modules, self.equal)
+        )
+
+    def equal(self, one: Any, other: Any) -> bool:
+        """Whether two values are the same, as far as that can be told."""
+        if one is other:
+            return True
+        if type(one) is not type(other):
+            return False
+        if isinstance(one, nn.Module):
+            return self.alike(one, other)
+        if isinstance(one, Tensor):
+            told = not one.is_meta and (one.dtype, one.device) == (other.dtype, other.device)
+            return told and one.requires_grad == other.requires_grad and torch.equal(one, other)
+        if isinstance(one, dict):
+            return self._pairs(one, other, self.equal)
+        if isinstance(one, list | tuple):
+            return len(one) == len(other) and all(map(self.equal, one, other))
+        if isinstance(one, partial):
+            return self.equal((one.func, one.args, one.keywords), (other.func, other.args, other.keywords))
+        if isinstance(one, float):
+            return repr(one) == repr(other)  # 0.0 and -0.0 are two
+        if isinstance(one, str):  # PEFT's layers keep their names
+            return one.replace(self.paths[0], "") == other.replace(self.paths[1], "")
+        return isinstance(one, _PLAIN) and bool(one == other)
+
+    @staticmethod
+    def _pairs(one: Mapping[Any, Any], other: Mapping[Any, Any], same: Callable[[Any, Any], bool]) -> bool:
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+
+
+def _same_use(one: nn.Parameter | None, other: nn.Parameter | None) -> bool:
+    """Whether parameters differ in their values at most."""
+    if one is None or other is None:
+        return one is other
+    same_type = type(one) is type(other) and one.dtype == other.dtype
+    return same_type and one.shape == other.shape and one.requires_grad == other.requires_grad
+
+
+class Attended(Contexts):
+    """Notes which modules attend, and with how many heads."""
+
+    def __init__(self, total: int):
+        super().__init__(total)
+        self.calls: Counter[Hashable] = Counter()
+        self.heads: set[tuple[int, int]] = set()
+
+    def note_heads(self, heads: int, kv_heads: int) -> None:
+        self.heads.add((heads, kv_heads))
+
+    def of(self, module: Hashable) -> Context:
+        self.calls[module] += 1
+        return super().of(module)
+
+
+class Where:
+    """The modules of a model that attended, by their paths."""
+
+    def __init__(self, attended: Attended, model: Any, layers_path: str):
+        names: dict[Hashable, str] = {module: name for name, module in model.named_modules()}
+        self._calls = {names.get(module, type(module).__name__): n for module, n in attended.calls.items()}
+        layers = enumerate(model.get_submodule(layers_path))
+        self.unattended = frozenset(
+            index for index, layer in layers if not any(module in attended.calls for module in layer.modules())
+        )
+        """Layers in which no module did."""
+
+    @property
+    def no_slices(self) -> str:
+        """Why the tokens of a slice would not see those before it; empty if they would, as far as a trace tells.
+
+        A context is that of a module, so each may attend once [Note: contexts]. A layer that does not attend may look
+        at other tokens in ways that are not known here, such as a recurrent state.
+        """
+        if self.attends_twice or not self.unattended:
+            return self.attends_twice
+        return f"layer {min(self.unattended)} does not attend by Hugging Face's attention interface"
+
+    @property
+    def attends_twice(self) -> str:
+        """Which module does, in a sentence; empty: none."""
+        twice = ((name, count) for name, count in self._calls.items() if count > 1)
+        return next((f"{name} attends {count} times in one forward" for name, count in twice), "")
+
 
 # Token counts that are tried: one that is no other size of the hidden states tells which dimension counts tokens.
 TOKEN_COUNTS = (11, 13, 17)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec, make_buckets
+from ds_hydra.pipe.models.cut import Recomputing
 from ds_hydra.pipe.models.draws import Draws, Keys, Notes, Recorder
-from ds_hydra.pipe.models.recompute import Recomputing
 from ds_hydra.pipe.models.refusals import refuse_parameters
 from ds_hydra.pipe.rows import AT_ONCE, MicroBatch, Overlap, Pack
 from ds_hydra.pipe.stage import StageModule, StagePlace

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hydra.pipe.attention.interface import NotPackedError, tell_pack
-from ds_hydra.pipe.models.graph import tensors_in
+from ds_hydra.pipe.models.flow import tensors_in
 from ds_hydra.pipe.models.refusals import known_tokens
 from ds_hydra.pipe.pinned import on_device
 from ds_hydra.pipe.rows import Pack, position_ids

@@ -1,4 +1,4 @@
-"""Orders of all stages in, every action at its earliest tick out; PlanError shows the grid with the error in it. Pure.
+"""Orders of all stages checked: every action at its earliest tick, and messages that all meet. Pure: no torch.
 
 [Note: ticks]
 A grid of stages and ticks shows a schedule best. Every action takes one tick, and starts at the first one at which its
@@ -7,16 +7,52 @@ stage is free and what it needs from a neighbour is there. Two stages and three 
   tick      0   1   2   3   4   5   6   7
   stage 0   F0  F1  .   B0  F2  B1  .   B2
   stage 1   .   F0  B0  F1  B1  F2  B2  .
+
+[Note: lowering]
+Every action is given a time, by the works of the micro-batches, or 1 for each where these are not known. A message goes
+over at the time at which its receiver needs it, at both ends; a stage that computes at that time sends it before. So
+every exchange of a stage meets one of the same time at its neighbour, and none waits for a later one: however long the
+actions really take, stages never wait for each other in a circle, even if a send lasts until it is received and a stage
+starts no exchange before its last has ended. Two stages, three micro-batches, 1F1B, each action of time 1:
+
+  time      0    1         2    3            4
+  stage 0   F0   >0 | F1   .    <0 >1 B0     F2
+  stage 1   .    ->0 F0    B0   <-0 ->1 F1   B1
+
+At time 3 stage 1 needs the activation of micro-batch 1 and stage 0 the gradient of micro-batch 0, so both go in one
+exchange. If outputs were sent as soon as they are there, a schedule whose stages run further ahead would stand still:
+with F0 F1 F2 F3 B0 on stage 0, it would send activation 2 while stage 1 sends gradient 0, and neither receives. With
+times that are not the actions' own, messages would leave late: if F1 of stage 0 takes 10 and its message is needed at
+time 12, it has to go before what stage 0 does then, and not after as many actions as stage 1 has done.
+
+A slot has messages with one neighbour only: a stage that waits for one neighbour should not have to wait for the other
+too. If both are due at one time, the send comes first, in a slot of its own, since this stage does not wait for its
+arrival. That closes no circle either: two stages share one edge of the pipeline, and edges in a row can wait only one
+way.
+
+Messages are taken as the strictest network takes them: each lasts until both ends have come to it, those that go one
+way between two stages meet in the order in which they are started, and a stage goes on when all messages of its slot
+are done. Slots that come to their end here do so on every transport.
+
+[Note: a circle of messages]
+Two stages, each of them right by itself:
+
+  stage 0   F0 | >0 | F1 | >1 | <0 B0 | <1 B1
+  stage 1   ->0 F0 B0 | <-0 | ->1 F1 B1 | <-1
+
+They meet at >0. Then stage 0 offers activation 1 (>1) while stage 1 offers gradient 0 (<-0): both send, neither
+receives, and both would wait for ever. Small messages on gloo hide that, since they leave before the other end asks for
+them; large ones on NCCL stand still. With ">1 <0 B0" in one slot of stage 0, both its messages are open and <-0 is met.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
-from ds_hydra.pipe.schedules.actions import Action, Order
+from ds_hydra.pipe.schedules.actions import Action, Compute, Order, Slot, receive_for, slots_as_text
 from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.virtual import place_of, virtual_stage
 from ds_hydra.zero_hetero.errors import PlanError
@@ -203,3 +239,154 @@ def _grid(placed: Sequence[Placed], orders: Sequence[Order], fault: _Fault) -> s
         cells = "".join(row.get(tick, ".").ljust(max(width, 4)) for tick in range(begin, last))
         lines.append(f"stage {stage}".ljust(10) + cells + ("<-- here" if stage == fault.stage else ""))
     return "\n".join(line.rstrip() for line in lines)
+
+
+@lru_cache(maxsize=128)
+def lower(orders: tuple[Order, ...], batches: Batches) -> tuple[tuple[Slot, ...], ...]:
+    """Each stage's order with the messages that its actions need [Note: lowering]. PlanError as `place`."""
+    messages: list[dict[int, list[Action]]] = [{} for _ in orders]  # by time
+    computed: list[list[tuple[Action, int]]] = [[] for _ in orders]  # with the time at which each is done
+    stops: list[int] = []
+    for stage, action, _, source in place(orders, batches):
+        start = computed[stage][-1][1] if computed[stage] else 0
+        if source >= 0:
+            start = max(start, stops[source])
+            receive = receive_for(action)
+            messages[stage].setdefault(start, []).append(receive)
+            messages[stage + receive.side].setdefault(start, []).append(receive.met_by)
+        takes = batches.works[action.microbatch].takes(action.kind) if batches.works else 1
+        stops.append(start + max(1, takes))
+        computed[stage].append((action, stops[-1]))
+    return tuple(_slots(*row) for row in zip(computed, messages, strict=True))
+
+
+def _slots(computed: Sequence[tuple[Action, int]], messages: Mapping[int, list[Action]]) -> tuple[Slot, ...]:
+    """One stage's actions, each after the messages that are due before it is done."""
+    slots: list[Slot] = []
+    due = sorted(messages)
+    for action, stop in computed:
+        while due and due[0] < stop:
+            slots += _exchanges(messages[due.pop(0)])
+        if slots and not slots[-1][-1].computes and receive_for(action) in slots[-1]:
+            slots[-1] = (*slots[-1], action)
+        else:
+            slots.append((action,))
+    return (*slots, *(slot for time in due for slot in _exchanges(messages[time])))
+
+
+def _exchanges(due: Sequence[Action]) -> list[Slot]:
+    """The messages of a stage at one time: at most one that it receives, and one to each neighbour."""
+    # A send to the same neighbour joins the receive: as two exchanges, the pair would wait twice for each other. A send
+    # to the other neighbour is a slot before it: stage 1 of 3 may have ">4 | ->5 F5", but never ">4 ->5 F5".
+    sides = {message.side for message in due if not message.sends}
+    alone = sorted((message for message in due if message.side not in sides), key=lambda message: message.side)
+    joined = sorted((message for message in due if message.side in sides), key=_to_the_next_stage)
+    return [*((message,) for message in alone), *([tuple(joined)] if joined else [])]
+
+
+def _to_the_next_stage(message: Action) -> bool:
+    # Both ends list first what goes to the stage before, so a transport that matches by order finds the same pairs.
+    return message.sends == (message.side > 0)
+
+
+_MADE_BY: dict[str, tuple[Compute, ...]] = {
+    "send_activation": ("forward",),
+    "send_gradient": ("backward", "input_gradient"),
+}
+_SLOTS_SHOWN = 8
+
+
+def check_slots(stages: Sequence[Sequence[Slot]], batches: Batches) -> None:
+    """PlanError, with all stages' slots up to where they stand, unless every stage comes to its end."""
+    place(tuple(tuple(action for slot in slots for action in slot if action.computes) for slots in stages), batches)
+    meeting = _Meeting(stages, batches.parts)
+    while meeting.go_on():
+        pass
+    waiting = [stage for stage, slots in enumerate(stages) if meeting.at[stage] < len(slots)]
+    if waiting:
+        message = meeting.open[waiting[0]][0]
+        meeting.refuse(waiting[0], f"waits for ever for stage {waiting[0] + message.side} at {message}")
+
+
+class _Meeting:
+    """Where every stage is, and which of its messages are not done [Note: a circle of messages]."""
+
+    def __init__(self, stages: Sequence[Sequence[Slot]], parts: int):
+        self.stages, self.parts = stages, parts
+        self.at = [0] * len(stages)  # slots that are behind each stage
+        self.open: list[list[Action]] = [[] for _ in stages]  # messages of the slot that it is at
+        self.done: list[set[Action]] = [set() for _ in stages]
+        for stage in range(len(stages)):
+            self._begin(stage)
+
+    def go_on(self) -> bool:
+        """Let every stage do what it can; False if none could do anything."""
+        # Whatever order the stages are visited in, the end is the same: a message that both ends have come to stays so
+        # until it is done, and nothing that a stage does takes another stage's possibilities away.
+        moved = False
+        for stage, slots in enumerate(self.stages):
+            while self.at[stage] < len(slots):
+                moved |= self._meet(stage)
+                if self.open[stage]:
+                    break
+                self._compute(stage)
+                self.at[stage] += 1
+                self._begin(stage)
+                moved = True
+        return moved
+
+    def _begin(self, stage: int) -> None:
+        """Start the messages of a stage's slot."""
+        if self.at[stage] == len(self.stages[stage]):
+            return
+        for action in self.stages[stage][self.at[stage]]:
+            if action.computes:
+                continue
+            made_by = _MADE_BY.get(action.kind)
+            if made_by and not any(action._replace(kind=kind) in self.done[stage] for kind in made_by):
+                self.refuse(stage, f"has not computed what it sends by {action}")
+            if not 0 <= stage + action.side < len(self.stages):
+                self.refuse(stage, f"has no neighbour for {action}")
+            if action in self.done[stage]:
+                self.refuse(stage, f"lists {action} twice")
+            self.done[stage].add(action)
+            self.open[stage].append(action)
+
+    def _meet(self, stage: int) -> bool:
+        """Finish messages that both ends have come to."""
+        # Messages carry no number on the wire: the first sent one way is the first received, whatever it was meant to
+        # be. So two ends that meet at different micro-batches are an error, and not a pair to look for further on.
+        met = False
+        for side, sends in product((-1, 1), (False, True)):
+            if not 0 <= stage + side < len(self.stages):
+                continue
+            here, there = self.open[stage], self.open[stage + side]
+            while mine := next((action for action in here if (action.side, action.sends) == (side, sends)), None):
+                theirs = next((action for action in there if (action.side, action.sends) == (-side, not sends)), None)
+                if theirs is None:
+                    break
+                if mine.met_by != theirs:
+                    self.refuse(stage, f"is at {mine} while stage {stage + side} is at {theirs}")
+                here.remove(mine)
+                there.remove(theirs)
+                met = True
+        return met
+
+    def _compute(self, stage: int) -> None:
+        """Run what a stage's slot computes."""
+        for action in self.stages[stage][self.at[stage]]:
+            if not action.computes:
+                continue
+            wanted = wanted_from(stage, action, len(self.stages), self.parts)
+            if wanted is not None and wanted.stage != stage and receive_for(action) not in self.done[stage]:
+                self.refuse(stage, f"runs {action} before it has {receive_for(action)}")
+            self.done[stage].add(action)
+
+    def refuse(self, fault_stage: int, text: str) -> None:
+        """Raise PlanError with the slots of every stage up to the one that it is at."""
+        lines = []
+        for stage, slots in enumerate(self.stages):
+            shown = slots[max(0, self.at[stage] + 1 - _SLOTS_SHOWN) : self.at[stage] + 1]
+            here = "  <-- here" if stage == fault_stage else ""
+            lines.append(f"stage {stage}   {slots_as_text(shown)}{here}")
+        raise PlanError("\n".join([f"schedule: stage {fault_stage} {text}", *lines]))

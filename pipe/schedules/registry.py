@@ -13,14 +13,10 @@ from functools import lru_cache
 
 from ds_hydra.pipe.schedules.actions import Action, Order, Slot, turns
 from ds_hydra.pipe.schedules.batches import Batches, Work
-from ds_hydra.pipe.schedules.check import Placed, place
-from ds_hydra.pipe.schedules.forward_only import forward_only
-from ds_hydra.pipe.schedules.list_order import list_order
+from ds_hydra.pipe.schedules.check import Placed, lower, place
 from ds_hydra.pipe.schedules.list_walk import TakeWalk, list_walk
-from ds_hydra.pipe.schedules.lower import lower
-from ds_hydra.pipe.schedules.one_f_one_b import one_f_one_b
+from ds_hydra.pipe.schedules.orders import forward_only, list_order, one_f_one_b, zb_h1
 from ds_hydra.pipe.schedules.simulate import KEPT_FOR_WEIGHTS, peak_alive
-from ds_hydra.pipe.schedules.zb_h1 import zb_h1
 from ds_hydra.zero_hetero.errors import PlanError
 
 NAME = "[a-z0-9][a-z0-9_.-]*"

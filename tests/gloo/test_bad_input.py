@@ -19,9 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import ds_hydra
 import ds_hydra.engine.engine
-from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.costs.table_file import TableFile
-from ds_hydra.pipe.models import three_ways
+from ds_hydra.costs.cost_table import CostTable, SchemeCost, TableFile
+from ds_hydra.pipe.models import causal_lm
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.testing import RankError, run_ranks
@@ -196,7 +195,7 @@ def test_models_that_cannot_be_cut_or_packed(model: Callable[[], Any], words: li
 def test_unknown_attention_features_are_never_dropped() -> None:
     """Doge adds a mask of its own to the scores: packed attention refuses it, and its layers do without packs."""
     model = tiny("doge", num_attention_heads=4, num_key_value_heads=2)
-    refused = mock.patch.object(three_ways, "find_boxes", side_effect=ConfigError("no boxes"))
+    refused = mock.patch.object(causal_lm, "find_boxes", side_effect=ConfigError("no boxes"))
     with refused, pytest.raises(ConfigError, match=r"attention_mask, which .* would train another model.*no boxes"):
         CausalLM(model)
     assert all(CausalLM(model).boxes.of)

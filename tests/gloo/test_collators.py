@@ -20,7 +20,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 import ds_hydra.engine.engine  # noqa: F401
 from ds_hydra.data.columns import IGNORE_INDEX
-from ds_hydra.data.share import read_share
+from ds_hydra.data.sequences import read_share
 from ds_hydra.data.tokens import Limits
 from ds_hydra.hugging_face.sft import HydraSFTTrainer
 from ds_hydra.testing import rank_environment, run_ranks

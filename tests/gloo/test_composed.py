@@ -9,8 +9,7 @@ from unittest import mock
 
 import pytest
 
-from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.costs.table_file import TableFile
+from ds_hydra.costs.cost_table import CostTable, SchemeCost, TableFile
 from ds_hydra.engine import joined, proposed
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.planner import Planner, PlannerOptions, StepPlan

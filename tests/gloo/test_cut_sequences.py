@@ -11,9 +11,8 @@ import pytest
 import torch
 
 import ds_hydra.engine.engine  # noqa: F401
-from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.costs.cost_table import CostTable, SchemeCost, TableFile
 from ds_hydra.costs.shares import Shares
-from ds_hydra.costs.table_file import TableFile
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.planner import load_plans, save_plans
 from ds_hydra.testing import float64_throughout, run_ranks

@@ -9,13 +9,11 @@ from pathlib import Path
 import deepspeed  # noqa: F401  (before forking: the ranks share it)
 import pytest
 
-from ds_hydra.costs.cost_table import CostTable
-from ds_hydra.costs.table_file import TableFile
+from ds_hydra.costs.cost_table import CostTable, TableFile
 from ds_hydra.emulate.cluster import EmulatedStep, emulate
 from ds_hydra.pipe.model_plan import ParamSpec, ShardRule
 from ds_hydra.pipe.shape import ParallelScheme
-from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
-from ds_hydra.plan.plan_file import save_plans
+from ds_hydra.plan.step_plan import MicroBatchPlan, Phase, PipelinePlan, save_plans
 from ds_hydra.simulate.links import Speed
 from ds_hydra.simulate.step import Simulator
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.pipe import expert_parallel
-from ds_hydra.pipe.expert_parallel import Routed, _own_experts
+from ds_hydra.pipe.expert_parallel import RowsComputed, _own_experts
 from ds_hydra.testing import rank_environment, run_ranks
 from tests.support.families import build_model
 from tests.support.small_job import small_config, small_engine
@@ -80,7 +80,7 @@ def test_all_tokens_to_one_expert(tmp_path: Path) -> None:
 
 
 def test_rows_are_counted_since_they_were_taken() -> None:
-    routed = Routed(4)
+    routed = RowsComputed(4)
     assert routed.take() == 0.0
     routed.add(30, 80)
     assert routed.take() == 1.5

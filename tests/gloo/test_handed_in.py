@@ -18,8 +18,7 @@ import ds_hydra.engine.engine  # noqa: F401
 from ds_hydra.engine.short_data import STEPS as STEPS_SEEN
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import StrategyShape
-from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
-from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.plan.step_plan import MicroBatchPlan, Phase, PipelinePlan, StepPlan
 from ds_hydra.step.delivery import runners
 from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError

@@ -10,10 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.testing import run_ranks
-from ds_hydra.zero_hetero.bucket import BucketSpec
 from ds_hydra.zero_hetero.errors import PlanError
-from ds_hydra.zero_hetero.grad_norm import clip_, global_grad_norm
-from ds_hydra.zero_hetero.masters import MasterShards
+from ds_hydra.zero_hetero.layout import BucketSpec
+from ds_hydra.zero_hetero.masters import MasterShards, clip_, global_grad_norm
 from ds_hydra.zero_hetero.transport import TorchTransport
 
 BUCKETS = (

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.testing import run_ranks
-from ds_hydra.zero_hetero import grad_norm
 from ds_hydra.zero_hetero.masters import MasterShards
 from tests.support.small_job import STRATEGIES, small_config, small_engine
 
@@ -52,9 +51,9 @@ def norms(rank: int) -> list[tuple[list[str], bool, float, float]]:
     masters.put_grads = put  # type: ignore[method-assign]
     for _ in STRATEGIES[2]:
         watched = Watched(gradients)
-        grad_norm.dist = watched  # type: ignore[assignment]
+        masters.dist = watched  # type: ignore[assignment]
         engine.train_batch()
-        grad_norm.dist = dist
+        masters.dist = dist
         squares = torch.zeros(1, dtype=torch.float64) + gradients().double().square().sum()
         dist.all_reduce(squares)
         final = all(torch.equal(seen, gradients()) and not (seen == 7.0).any() for _, seen in watched.seen)

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 import ds_hydra.engine.engine  # noqa: F401
-from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.costs.table_file import TableFile
+from ds_hydra.costs.cost_table import CostTable, SchemeCost, TableFile
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.planner import PhasedPlanner, load_plans, parse_phases, save_plans
 from ds_hydra.step.stepper import Stepper

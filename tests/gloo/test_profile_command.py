@@ -16,12 +16,11 @@ from ds_hydra.commands.profile import main as profile_main
 from ds_hydra.commands.profile_session import Session
 from ds_hydra.config.hydra_block import parse_config
 from ds_hydra.costs.analytic import model_shape
-from ds_hydra.costs.cost_table import CostTable
-from ds_hydra.costs.table_file import read_table_file
+from ds_hydra.costs.cost_table import CostTable, read_table_file
 from ds_hydra.engine.costs import job_cost_table
 from ds_hydra.engine.fingerprint import describe_job
 from ds_hydra.pipe.shape import ParallelScheme
-from ds_hydra.profiling.hollow import hollow_source
+from ds_hydra.profiling.stage_timer import hollow_source
 from ds_hydra.testing import rank_environment, run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.profiled import LINKS, write_model

@@ -19,10 +19,7 @@ from ds_hydra.costs.memory import JobMemory
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.pipe.stage_options import StageOptions
-from ds_hydra.profiling.entry import entry_from_record
-from ds_hydra.profiling.fit import Point
-from ds_hydra.profiling.hollow import hollow_source
-from ds_hydra.profiling.ladder import Rung, make_ladder
+from ds_hydra.profiling.fit import Point, Rung, entry_from_record, make_ladder
 from ds_hydra.profiling.links import Collective, Counted, LinkFigure, Links
 from ds_hydra.profiling.stage_memory import (
     kept_bytes,
@@ -32,7 +29,7 @@ from ds_hydra.profiling.stage_memory import (
     measure_activations,
     step_peak,
 )
-from ds_hydra.profiling.stage_timer import StageTimer, Timing
+from ds_hydra.profiling.stage_timer import StageTimer, Timing, hollow_source
 from ds_hydra.profiling.survey import RepeatBudget, Survey, distinct_stages
 from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.clock import HostClock

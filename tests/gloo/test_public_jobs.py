@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import ds_hydra.engine.engine  # noqa: F401
-from ds_hydra.config.deepspeed_keys import BATCH_KEYS
+from ds_hydra.config.deepspeed_settings import BATCH_KEYS
 from ds_hydra.testing import run_ranks
 from tests.support.pages import printed_block
 from tests.support.printed_hosts import FIRST_LOSS, SMALL, TRAINER, one_step, save_model

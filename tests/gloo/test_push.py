@@ -12,13 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from ds_hydra.testing import run_ranks
-from ds_hydra.zero_hetero.lane import HostLane
 from ds_hydra.zero_hetero.layout import even_layout, layout_of_intervals
 from ds_hydra.zero_hetero.link import Link
-from ds_hydra.zero_hetero.pulls import Pulls
-from ds_hydra.zero_hetero.pushes import PushBucket, Pushes
+from ds_hydra.zero_hetero.pushes import Pulls, PushBucket, Pushes
 from ds_hydra.zero_hetero.transfer_plan import plan_transfer
-from ds_hydra.zero_hetero.transport import InProcessTransport, Post, TorchTransport, Transport, Work
+from ds_hydra.zero_hetero.transport import HostLane, InProcessTransport, Post, TorchTransport, Transport, Work
 
 WIDTH = 6
 NUM_LAYERS = 4

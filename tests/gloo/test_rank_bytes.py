@@ -12,7 +12,7 @@ import pytest
 from torch import Tensor
 
 import ds_hydra.engine.engine  # noqa: F401
-from ds_hydra.costs.rank_bytes import ElementBytes, RankBytes, push_turns, rank_bytes
+from ds_hydra.costs.memory import ElementBytes, RankBytes, push_turns, rank_bytes
 from ds_hydra.step import strategy_runtime
 from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero import scratch_plan

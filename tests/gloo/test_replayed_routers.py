@@ -13,7 +13,7 @@ from torch import nn
 
 from ds_hydra.losses import dapo
 from ds_hydra.pipe.models.causal_lm import CausalLM
-from ds_hydra.pipe.models.replay import find_routing
+from ds_hydra.pipe.models.experts import find_routing
 from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.families import build_model

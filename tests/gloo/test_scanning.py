@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ds_hydra.data.item_lengths import ItemLengths, keep, kept, read_part
+from ds_hydra.data.lengths import ItemLengths, keep, kept, read_part
 from ds_hydra.data.sequences import SequenceData
 from ds_hydra.engine.scanning import read_twice, scan_together
 from ds_hydra.ranks.together import first_channel

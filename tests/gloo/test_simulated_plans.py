@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 
-from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.costs.table_file import TableFile
+from ds_hydra.costs.cost_table import CostTable, SchemeCost, TableFile
 from ds_hydra.engine.simulated import exposed_of, simulated_job
 from ds_hydra.pipe.shape import ParallelScheme
-from ds_hydra.plan.plan_file import load_plans
-from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.plan.step_plan import StepPlan, load_plans
 from ds_hydra.planner import Planner
 from ds_hydra.profiling.links import LinkFigure, Links
-from ds_hydra.simulate.job_record import read_job
+from ds_hydra.simulate.job import read_job
 from ds_hydra.simulate.step import Simulator
 from ds_hydra.testing import run_ranks
 from tests.support.small_job import small_config, small_engine

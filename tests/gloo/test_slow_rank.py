@@ -13,12 +13,10 @@ from unittest import mock
 import pytest
 from torch import Tensor
 
-from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.costs.table_file import TableFile
+from ds_hydra.costs.cost_table import CostTable, SchemeCost, TableFile
 from ds_hydra.pipe.models.causal_stage import CausalStage
 from ds_hydra.pipe.shape import ParallelScheme
-from ds_hydra.plan.plan_file import save_plans
-from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.plan.step_plan import StepPlan, save_plans
 from ds_hydra.report import calibration
 from ds_hydra.testing import float64_throughout, run_ranks
 from tests.support.small_job import same, small_engine, small_model, whole_state

@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero import pushes
-from ds_hydra.zero_hetero.pulls import Pulls
-from ds_hydra.zero_hetero.pushes import Pushes
+from ds_hydra.zero_hetero.pushes import Pulls, Pushes
 from ds_hydra.zero_hetero.scratch_plan import Window
 from ds_hydra.zero_hetero.transport import TorchTransport, Transport
 from tests.gloo import test_push

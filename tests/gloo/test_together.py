@@ -15,8 +15,7 @@ import ds_hydra
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.engine import crew
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
-from ds_hydra.plan.phase import Phase, PipelinePlan
-from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.plan.step_plan import Phase, PipelinePlan, StepPlan
 from ds_hydra.ranks.together import first_channel, together
 from ds_hydra.step.agreement import agreed, row_of
 from ds_hydra.testing import rank_environment, run_ranks

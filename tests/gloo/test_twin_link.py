@@ -13,12 +13,10 @@ from ds_hydra.ranks.channel import Channel
 from ds_hydra.ranks.rank_stats import unequal_pairs
 from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero import scratch_plan
-from ds_hydra.zero_hetero.checksum import checksums_of
 from ds_hydra.zero_hetero.collectives import GroupCollectives, MessageCollectives
-from ds_hydra.zero_hetero.lane import HostLane
 from ds_hydra.zero_hetero.layout import Layout, Piece, even_layout, layout_of_intervals
-from ds_hydra.zero_hetero.transport import TorchTransport
-from ds_hydra.zero_hetero.twin_link import TwinPullLink, TwinPushLink
+from ds_hydra.zero_hetero.link import TwinPullLink, TwinPushLink, checksums_of
+from ds_hydra.zero_hetero.transport import HostLane, TorchTransport
 from ds_hydra.zero_hetero.twin_plan import Twins, plan_twin_pull, plan_twin_push
 from tests.support.layouts import NUMELS, contribution, expected_sum, full_tensor, local_values
 

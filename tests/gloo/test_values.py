@@ -17,7 +17,7 @@ from torch import Tensor
 
 import ds_hydra
 from ds_hydra.losses import GSPO, Distillation, ValueLoss, dapo
-from ds_hydra.pipe import row_collectives
+from ds_hydra.pipe import collectives
 from ds_hydra.pipe.models import causal_stage
 from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.testing import run_ranks
@@ -108,7 +108,7 @@ def test_a_head_of_values_is_checked_with_a_loss_of_its_own(tmp_path: Path, monk
     model.dropout.p = 0.2
     settings = {"keep": False, "loss_given": True, "options": StageOptions(token_sharding=True)}
     assert check(model, "tp2", "sp2", "tp2pp2/v", **settings).objections() == []
-    with mock.patch.object(causal_stage, "all_rows", row_collectives.gather_rows):  # which adds up what all ranks have
+    with mock.patch.object(causal_stage, "all_rows", collectives.gather_rows):  # which adds up what all ranks have
         objections = check(model, "tp2", "sp2", **settings).objections()
     assert len(objections) == 1
     assert re.search(r"tp2.* the gradient of .*; tp: use strategies with tp1", objections[0])

@@ -10,11 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ds_hydra.pipe import head_loss
-from ds_hydra.pipe.functions import gates, rotary
-from ds_hydra.pipe.functions.gates import Gated
-from ds_hydra.pipe.functions.rotary import rotate
-from ds_hydra.pipe.head_loss import HeadLoss
+from ds_hydra.pipe import fused, loss
+from ds_hydra.pipe.fused import Gated, rotate
+from ds_hydra.pipe.loss import HeadLoss
 from ds_hydra.pipe.rows import MicroBatch, Pack
 from ds_hydra.pipe.weight_gradients import WeightGradients
 
@@ -69,7 +67,7 @@ def gradients(*leaves: Tensor) -> list[Tensor]:
 
 def compared(function: Callable[[], list[Tensor]], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     with_them = function()
-    for user in (head_loss, gates, rotary):
+    for user in (loss, fused, fused):
         monkeypatch.setattr(user, "kernels_for", lambda *_: None)
     off = 1e-5 if dtype == torch.float32 else 8e-3
     for one, other in zip(with_them, function(), strict=True):
@@ -80,8 +78,8 @@ def compared(function: Callable[[], list[Tensor]], dtype: torch.dtype, monkeypat
 @pytest.mark.parametrize("words", [53, 4096, 50257, 128256])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_blocks_of_logits(words: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_loss, "HEAD_LOGITS_AT_ONCE", 300 * words)
-    assert head_loss.kernels_for(torch.zeros(1, device="cuda", dtype=dtype)) is not None
+    monkeypatch.setattr(loss, "HEAD_LOGITS_AT_ONCE", 300 * words)
+    assert loss.kernels_for(torch.zeros(1, device="cuda", dtype=dtype)) is not None
     compared(lambda: head(words, dtype), dtype, monkeypatch)
 
 

@@ -42,12 +42,12 @@ from ds_hydra.checkpoint.format import (
 from ds_hydra.checkpoint.owner import OwnedError, Owner
 from ds_hydra.checkpoint.read_manifest import read_manifest
 from ds_hydra.checkpoint.shard_file import ShardReader, Source, write_shard
-from ds_hydra.costs.table_file import read_table_file
-from ds_hydra.plan.plan_file import load_plans
+from ds_hydra.costs.cost_table import read_table_file
+from ds_hydra.plan.step_plan import load_plans
 from ds_hydra.watchdog.host import Identity, started
-from ds_hydra.zero_hetero import kept_files
+from ds_hydra.zero_hetero import files
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError, PlanError
-from ds_hydra.zero_hetero.kept_files import keep_file
+from ds_hydra.zero_hetero.files import keep_file
 from ds_hydra.zero_hetero.layout import even_layout
 
 # --- The manifest refuses whatever was not written by us and left alone; a folder's tags are whole or absent.
@@ -595,6 +595,6 @@ def test_a_kept_file_leaves_nothing_half_written(tmp_path: Path) -> None:
     killed, begun = tmp_path / "tmpkilled.partial", tmp_path / "tmpbegun.partial"
     for path in (killed, begun):
         path.write_bytes(b"half")
-    os.utime(killed, (0.0, time.time() - 2 * kept_files._LONGEST_S))
+    os.utime(killed, (0.0, time.time() - 2 * files._LONGEST_S))
     keep_file(tmp_path / "a", lambda file: file.write(b"whole"))
     assert {path.name for path in tmp_path.iterdir()} == {"a", "tmpbegun.partial"}

@@ -17,29 +17,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_hydra.config.hydra_block import parse_config
-from ds_hydra.costs.activations import Activations
-from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.costs.cost_table import CostTable, SchemeCost, TableFile, read_table, read_table_file, table_record
 from ds_hydra.costs.job_fingerprint import JobFingerprint
-from ds_hydra.costs.memory import JobMemory
+from ds_hydra.costs.memory import Activations, JobMemory
 from ds_hydra.costs.shape_costs import price, used_schemes, with_shapes
-from ds_hydra.costs.shares import Shares
-from ds_hydra.costs.slow_ranks import NONE, SlowRanks
-from ds_hydra.costs.table_file import TableFile, read_table, read_table_file, table_record
+from ds_hydra.costs.shares import NONE, Shares, SlowRanks
 from ds_hydra.engine.classes import check_classes, check_rows, class_tables
-from ds_hydra.pipe.on_devices import crossing_groups
-from ds_hydra.pipe.placement import place_strategy
+from ds_hydra.pipe.placement import crossing_groups, place_strategy
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
-from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
 from ds_hydra.plan.simulate import simulate_pipeline
-from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.plan.step_plan import MicroBatchPlan, Phase, PipelinePlan, StepPlan
 from ds_hydra.plan.validate import validate_plan
 from ds_hydra.planner import Planner, PlannerOptions, PlanRecipe
 from ds_hydra.planner.arena_room import ArenaRoom, room_beside
 from ds_hydra.ranks.nodes import GivenNode, Standing, class_name, cluster_of
-from ds_hydra.report.calibration import stage_loads
-from ds_hydra.report.stragglers import LEAST, StageTime, Stragglers
-from ds_hydra.simulate.job import SimulatedJob
-from ds_hydra.simulate.job_record import job_record, read_job
+from ds_hydra.report.calibration import LEAST_STEPS, StageTime, Stragglers, stage_loads
+from ds_hydra.simulate.job import SimulatedJob, job_record, read_job
 from ds_hydra.simulate.links import LinkModel
 from ds_hydra.simulate.step import Simulator
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
@@ -614,8 +607,8 @@ def test_a_slow_rank_is_told_once_within_20_steps_and_when_it_recovers(rank: int
 
 def test_a_rank_that_is_slow_from_the_start_is_told_as_soon_as_enough_steps_tell() -> None:
     rng, watch = random.Random(0), Stragglers()
-    told = [watch.observe(step_of(rng, {3: 1.3})) for _ in range(LEAST)]
-    assert told[:-1] == [[]] * (LEAST - 1)
+    told = [watch.observe(step_of(rng, {3: 1.3})) for _ in range(LEAST_STEPS)]
+    assert told[:-1] == [[]] * (LEAST_STEPS - 1)
     assert len(told[-1]) == 1
 
 

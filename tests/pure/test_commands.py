@@ -28,11 +28,11 @@ from ds_hydra.commands.shipped import FILES, shipped
 from ds_hydra.config.hydra_block import ElasticConfig, HydraConfig
 from ds_hydra.config.versions import NEEDED, refuse_older
 from ds_hydra.costs.cost_table import CostTable
-from ds_hydra.data.length_sources import read_lengths
+from ds_hydra.data.lengths import read_lengths
 from ds_hydra.elastic.agent import Invitation
 from ds_hydra.host.environment import INVITATION, JOINS, MEMBERS_FOLDER, MOST_RANKS, longest_wait_s, members_folder
 from ds_hydra.pipe.shape import StrategyShape
-from ds_hydra.plan.plan_file import save_plans
+from ds_hydra.plan.step_plan import save_plans
 from ds_hydra.planner import Planner, PlannerOptions
 from ds_hydra.report.trace import trace_faults
 from ds_hydra.zero_hetero.errors import ConfigError

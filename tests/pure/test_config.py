@@ -15,14 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_hydra.config.checks import read_config
 from ds_hydra.config.describe import LIST
 from ds_hydra.config.describe import settings as every_setting
 from ds_hydra.config.hosts import ACCELERATE, CALLS, STEPS, TRAINER, TRAINERS
 from ds_hydra.config.hydra_block import HydraConfig, check_num_ranks, parse_config
-from ds_hydra.config.read import read_config
-from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.costs.cost_table import CostTable, SchemeCost, TableFile, check_job, read_table_file
 from ds_hydra.costs.job_fingerprint import JobFingerprint
-from ds_hydra.costs.table_file import TableFile, check_job, read_table_file
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.pipe.stage_options import AS_WRITTEN, StageOptions
 from ds_hydra.zero_hetero.errors import ConfigError

@@ -20,12 +20,11 @@ from ds_hydra.costs.analytic import (
     layer_sizes,
     model_shape,
 )
-from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.costs.cost_table import CostTable, SchemeCost, TableFile, read_table, table_record
 from ds_hydra.costs.shape_costs import price, used_schemes, with_shapes
 from ds_hydra.costs.shares import Shares, Terms
 from ds_hydra.costs.stage_work import stage_costs, stage_work
-from ds_hydra.costs.table_file import TableFile, read_table, table_record
-from ds_hydra.pipe.head_degrees import BoxSize, HeadDegrees, state_bytes
+from ds_hydra.pipe.head_sharing import BoxSize, HeadDegrees, state_bytes
 from ds_hydra.pipe.model_plan import Bucket, ModelPlan, ParamSpec
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.plan.simulate import simulate_plan
@@ -33,7 +32,7 @@ from ds_hydra.planner import Planner, PlannerOptions, validate_plan
 from ds_hydra.planner.cutting import longest_of
 from ds_hydra.profiling.links import Collective, Counted, LinkFigure, Links, exposed_ms
 from ds_hydra.report.calibration import Calibration
-from ds_hydra.report.prediction import StepWatch
+from ds_hydra.report.record import StepWatch
 from ds_hydra.simulate.links import BETWEEN, LinkModel, Port, Speed
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tests.support.llama_memory import job

@@ -20,11 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_hydra.data.columns import IGNORE_INDEX
-from ds_hydra.data.reorder import SortedPairs, cut_in_two
-from ds_hydra.data.sampler import DataCursor, StepLoader, TokenBudgetSampler
+from ds_hydra.data.sampler import DataCursor, SortedPairs, StepLoader, TokenBudgetSampler, cut_in_two
 from ds_hydra.data.sequences import SequenceData
-from ds_hydra.data.state_json import state_from_json, state_to_json
-from ds_hydra.data.stream import StreamSampler, StreamSteps, is_stream
+from ds_hydra.data.stream import StreamSampler, StreamSteps, is_stream, state_from_json, state_to_json
 from ds_hydra.data.tokens import LeftOut, Limits
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError
 from tests.support.streams import REAL_STREAMS, STREAMS, Plain, Stateful, WithEpoch

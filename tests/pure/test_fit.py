@@ -15,26 +15,48 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_hydra.commands.shipped import shipped
-from ds_hydra.costs.activations import Activations
-from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.costs.cost_table import (
+    CostTable,
+    Peak,
+    SchemeCost,
+    TableFile,
+    believed,
+    check_job,
+    load_table,
+    peak_tflops,
+    read_table_file,
+    square_of,
+    table_file_from_record,
+)
 from ds_hydra.costs.job_fingerprint import JobFingerprint
-from ds_hydra.costs.peak import Peak, believed, peak_tflops, square_of
+from ds_hydra.costs.memory import Activations
 from ds_hydra.costs.shares import Shares, Terms
-from ds_hydra.costs.table_file import TableFile, check_job, load_table, read_table_file, table_file_from_record
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
 from ds_hydra.pipe.stage_options import AS_WRITTEN, StageOptions
-from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
-from ds_hydra.plan.step_plan import StepPlan
-from ds_hydra.profiling.entry import SchemeEntry, StageEntry, entry_from_record, utilised_length
-from ds_hydra.profiling.fit import NAMES, Fit, Point, fit_points, nonnegative_least_squares
-from ds_hydra.profiling.ladder import beyond_block, make_ladder, split_evenly, split_rungs
+from ds_hydra.plan.step_plan import MicroBatchPlan, Phase, PipelinePlan, StepPlan
+from ds_hydra.profiling.fit import (
+    NAMES,
+    Fit,
+    Point,
+    SchemeEntry,
+    SplitPoint,
+    StageEntry,
+    beyond_block,
+    entry_from_record,
+    fit_points,
+    fit_split,
+    make_ladder,
+    nonnegative_least_squares,
+    split_evenly,
+    split_rungs,
+    utilised_length,
+    with_shared_squares,
+)
 from ds_hydra.profiling.links import Collective, LinkFigure, Links, links_from_record, read_links
-from ds_hydra.profiling.split_fit import SplitPoint, fit_split
-from ds_hydra.profiling.squares import with_shared_squares
 from ds_hydra.report.calibration import LEAST, Calibration
 from ds_hydra.rivals.costs import Recomputed, Way, table_of
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
-from ds_hydra.zero_hetero.safe_json import parse_json
+from ds_hydra.zero_hetero.files import parse_json
 from tools.systems.cells import Cell
 
 # --- The fit of cost coefficients, the ladder of lengths, link figures, and what a table file keeps.

@@ -27,7 +27,7 @@ from ds_hydra.commands.swapped import Swap, diff_of, swap_of, swappable
 from ds_hydra.commands.translated import OwnLayout, Translated, translated
 from ds_hydra.config.hosts import ACCELERATE, CALLS, STEPS, TRAINER
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.data.length_sources import LengthSample, read_lengths
+from ds_hydra.data.lengths import LengthSample, read_lengths
 from ds_hydra.entry import accept
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.plan.step_plan import StepPlan

@@ -23,7 +23,7 @@ LAYERS = (
     ("zero_hetero",),
     ("pipe/schedules",),
     ("pipe",),
-    ("pipe/attention", "pipe/functions"),
+    ("pipe/attention",),
     ("pipe/models",),
     ("ds_hydra/ranks", "ds_hydra/data", "ds_hydra/costs", "ds_hydra/losses"),
     ("ds_hydra/watchdog", "ds_hydra/plan", "ds_hydra/planner/kernels"),
@@ -112,8 +112,8 @@ def test_the_package_itself_imports_nothing_but_its_errors_and_names() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["zero_hetero.twin_plan", "zero_hetero.bucket", "pipe.placement", "pipe.model_plan", "planner.producer",
-     "planner.proposal.propose", "costs.analytic", "config.hydra_block", "data.sampler", "report.log",
+    ["zero_hetero.twin_plan", "zero_hetero.layout", "pipe.placement", "pipe.model_plan", "planner.producer",
+     "planner.proposal.propose", "costs.analytic", "config.hydra_block", "data.sampler", "report.record",
      "simulate.links", "simulate.step", "report.trace"],
 )  # fmt: skip
 def test_what_must_plan_without_a_device_says_pure(module: str) -> None:

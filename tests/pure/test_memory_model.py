@@ -19,43 +19,38 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_hydra.commands.profile_request import Request
-from ds_hydra.costs.activations import Activations
 from ds_hydra.costs.analytic import estimate_activations
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.costs.memory import JobMemory, gibibytes
-from ds_hydra.costs.rank_bytes import held_elements
+from ds_hydra.costs.memory import Activations, JobMemory, gibibytes, held_elements
 from ds_hydra.costs.shares import Shares, Terms
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.schedules.actions import Action, Order, slots_from_text
 from ds_hydra.pipe.schedules.batches import Batches
-from ds_hydra.pipe.schedules.list_order import list_us
+from ds_hydra.pipe.schedules.orders import list_us
 from ds_hydra.pipe.schedules.registry import SCHEDULES, Schedule
 from ds_hydra.pipe.schedules.simulate import TimedAction
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
-from ds_hydra.plan.phase import MicroBatchPlan, PipelinePlan, Span
-from ds_hydra.plan.works import UNITS, work_of
+from ds_hydra.plan.simulate import UNITS, work_of
+from ds_hydra.plan.step_plan import MicroBatchPlan, PipelinePlan, Span
 from ds_hydra.planner.arena_room import ArenaRoom, room_beside
-from ds_hydra.planner.cutting import longest_of
-from ds_hydra.planner.exact.counts import counts_to_strategy
-from ds_hydra.planner.recompute import (
+from ds_hydra.planner.cutting import (
     Covering,
     Scheduled,
     cover,
     cover_exactly,
     covering,
     diagonal_problem,
+    longest_of,
     recomputed,
 )
-from ds_hydra.profiling import link_timer, step_timer, survey
-from ds_hydra.profiling.entry import SchemeEntry
-from ds_hydra.profiling.ladder import make_ladder
+from ds_hydra.planner.exact.counts import counts_to_strategy
+from ds_hydra.profiling import link_timer, stage_timer, survey
+from ds_hydra.profiling.fit import SchemeEntry, make_ladder
 from ds_hydra.profiling.link_timer import SIZES, message_sizes
 from ds_hydra.profiling.links import Links
-from ds_hydra.profiling.local_group import LocalGroup
-from ds_hydra.profiling.stage_timer import Timing
-from ds_hydra.profiling.step_timer import step_costs
+from ds_hydra.profiling.local_group import LocalGroup, within_memory
+from ds_hydra.profiling.stage_timer import Timing, step_costs
 from ds_hydra.profiling.survey import RepeatBudget, Survey
-from ds_hydra.profiling.within_memory import within_memory
 from ds_hydra.simulate.memory import memory_over_time
 from ds_hydra.simulate.pipeline import StageTimes
 from ds_hydra.zero_hetero.clock import HostClock
@@ -514,7 +509,7 @@ def test_the_update_of_a_shard_that_does_not_fit_is_timed_with_what_fits(monkeyp
             raise FULL
         return torch.empty_like(parameter).fill_(value)
 
-    monkeypatch.setattr(step_timer, "MOST_ELEMENTS", MOST_ELEMENTS)
+    monkeypatch.setattr(stage_timer, "MOST_ELEMENTS", MOST_ELEMENTS)
     monkeypatch.setattr(torch, "full_like", full_like)
     costs = step_costs(CPU, Links(()), elements=4 * MOST_ELEMENTS, make_optimizer=CountingOptimizer)
     assert tried == [MOST_ELEMENTS, MOST_ELEMENTS // 2, MOST_ELEMENTS // 4]

@@ -22,25 +22,32 @@ from hypothesis import strategies as st
 import ds_hydra.planner.kernels as kernels
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.shares import Shares
-from ds_hydra.pipe.schedules.list_order import fresh_walk
 from ds_hydra.pipe.schedules.list_walk import NEVER, Jobs, TakeWalk, Walk, list_walk
+from ds_hydra.pipe.schedules.orders import fresh_walk
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
-from ds_hydra.plan.phase import MicroBatchPlan, PipelinePlan, Span
 from ds_hydra.plan.simulate import simulate_pipeline
+from ds_hydra.plan.step_plan import MicroBatchPlan, PipelinePlan, Span
 from ds_hydra.planner import PlannerOptions
-from ds_hydra.planner.cutting import Effort, cut_best, longest_of, microbatches_of, pipe_of, profiles_of
+from ds_hydra.planner.cutting import (
+    Effort,
+    Scheduled,
+    cover_exactly,
+    covering,
+    cut_best,
+    longest_of,
+    microbatches_of,
+    pipe_of,
+    profiles_of,
+)
 from ds_hydra.planner.exact.programs import pack_exactly, relabel
 from ds_hydra.planner.kernels import Kernels, compiled, load
-from ds_hydra.planner.kernels.arrays import Bins, Pieces, Problem, Profile, Prospect, Scheme
-from ds_hydra.planner.kernels.cut_moves import move
-from ds_hydra.planner.kernels.list_time import fresh_list_walk, list_time
+from ds_hydra.planner.kernels.cut_search import fresh_list_walk, list_time, move
+from ds_hydra.planner.kernels.dispatch import empty_placement
 from ds_hydra.planner.kernels.load import _global_names, _kernels
-from ds_hydra.planner.kernels.placing import empty_placement
-from ds_hydra.planner.kernels.problem import Batch, PipelineKinds
-from ds_hydra.planner.kernels.slots import cut, empty_pieces, most_slots, set_targets
-from ds_hydra.planner.one_strategy import StrategySearch
+from ds_hydra.planner.kernels.packing import cut, empty_pieces, most_slots, set_targets
+from ds_hydra.planner.kernels.problem import Batch, Bins, Pieces, PipelineKinds, Problem, Profile, Prospect, Scheme
 from ds_hydra.planner.pipelines import order_microbatches, whole_pipeline
-from ds_hydra.planner.recompute import Scheduled, cover_exactly, covering
+from ds_hydra.planner.selection import StrategySearch
 from ds_hydra.rivals.waits import WaitingCost
 from tests.support.planner_cases import TABLES, a800_batch, a800_planner, random_instance
 from tools.systems.cells import Cell

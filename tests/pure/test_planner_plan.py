@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from ds_hydra.config.hydra_block import parse_config
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
-from ds_hydra.plan.runnable import check_runnable, check_shape
 from ds_hydra.plan.simulate import simulate_pipeline
+from ds_hydra.plan.validate import check_runnable, check_shape
 from ds_hydra.planner import (
     MicroBatchPlan,
     Phase,
@@ -39,12 +39,10 @@ from ds_hydra.planner import (
     validate_plan,
 )
 from ds_hydra.planner.exact.highs import solve_milp
-from ds_hydra.planner.generations import Generations
-from ds_hydra.planner.kernels.arrays import Prospect
 from ds_hydra.planner.kernels.packing import ideal_ms
-from ds_hydra.planner.kernels.problem import Batch, PipelineKinds, scheme_arrays, scheme_row
-from ds_hydra.planner.one_strategy import StrategySearch
-from ds_hydra.planner.planned import InvalidAnswerError
+from ds_hydra.planner.kernels.problem import Batch, PipelineKinds, Prospect, scheme_arrays, scheme_row
+from ds_hydra.planner.recipe import Generations, InvalidAnswerError
+from ds_hydra.planner.selection import StrategySearch
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tests.support.planner_cases import (
     TABLES,

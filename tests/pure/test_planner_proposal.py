@@ -22,25 +22,29 @@ from benchmarks.rivals.proposal import propose_by_program
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.shape_costs import price, with_shapes
 from ds_hydra.costs.shares import Shares
-from ds_hydra.data.length_files import read_length_file
-from ds_hydra.data.length_sources import read_lengths, sample_batches
-from ds_hydra.pipe.on_devices import crossing_groups
-from ds_hydra.pipe.placement import place_strategy
+from ds_hydra.data.lengths import read_length_file, read_lengths, sample_batches
+from ds_hydra.pipe.placement import crossing_groups, place_strategy
 from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.registry import placed
 from ds_hydra.pipe.schedules.simulate import simulate_loads
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
-from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
 from ds_hydra.plan.simulate import simulated_ms
+from ds_hydra.plan.step_plan import MicroBatchPlan, Phase, PipelinePlan
 from ds_hydra.planner import Planner, PlannerOptions, validate_plan
 from ds_hydra.planner.exact.counts import counts_to_strategy
 from ds_hydra.planner.fixed_layout import packed_in_turn
-from ds_hydra.planner.proposal.candidates import usable_schemes
 from ds_hydra.planner.proposal.mixed import propose_mixed, split_by_speed
 from ds_hydra.planner.proposal.pool import greedy_subset
-from ds_hydra.planner.proposal.propose import QUICK, ProposalEffort, Wider, propose_strategies
-from ds_hydra.planner.proposal.sliced_forms import by_v
-from ds_hydra.planner.proposal.spaces import ChunkedShapes, wider_shapes
+from ds_hydra.planner.proposal.propose import (
+    QUICK,
+    ChunkedShapes,
+    ProposalEffort,
+    Wider,
+    by_v,
+    propose_strategies,
+    usable_schemes,
+    wider_shapes,
+)
 from ds_hydra.rivals.preview import BALANCED, FIXED, ONE, SCHEDULED, ZERO_3
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tests.support.planner_cases import TABLES, a800_batch

@@ -17,16 +17,14 @@ from typing import Any
 
 import pytest
 
-from ds_hydra.costs.cost_table import CostTable
-from ds_hydra.costs.table_file import TableFile
+from ds_hydra.costs.cost_table import CostTable, TableFile
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.planner import PlannedStep, Planner, PlannerOptions, PlannerService, PlanRecipe, validate_plan
 from ds_hydra.planner.producer import answer
 from ds_hydra.planner.producer_process import producer_command
 from ds_hydra.planner.selection import Made
-from ds_hydra.simulate.job_record import job_record, read_job
+from ds_hydra.simulate.job import job_record, read_job, shipped_cluster
 from ds_hydra.simulate.links import LinkModel, Speed
-from ds_hydra.simulate.llama import shipped_cluster
 from ds_hydra.simulate.producer import step_ms_of
 from ds_hydra.simulate.step import Simulator
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError

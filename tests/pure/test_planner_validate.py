@@ -9,8 +9,7 @@ import pytest
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
-from ds_hydra.plan.simulate import simulate_pipeline, simulated_ms
-from ds_hydra.plan.works import has_formula
+from ds_hydra.plan.simulate import has_formula, simulate_pipeline, simulated_ms
 from ds_hydra.planner import MicroBatchPlan, Phase, PipelinePlan, Span, StepPlan, validate_plan
 from ds_hydra.zero_hetero.errors import PlanError
 from tests.support.planner_cases import a800_batch, a800_planner

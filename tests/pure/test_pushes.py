@@ -30,22 +30,20 @@ from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.registry import evaluation_slots, training_slots
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.pipe.transfers import gradient_places, plan_transfers, push_order, twins_of
-from ds_hydra.plan.phase import Phase
-from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.plan.step_plan import Phase, StepPlan
 from ds_hydra.plan.validate import validate_plan
 from ds_hydra.planner import Planner, PlannerOptions
 from ds_hydra.planner.hidden_pulls import with_hidden_pulls
 from ds_hydra.planner.pipelines import longest_outside
-from ds_hydra.simulate.links import LinkModel, Port, Speed
-from ds_hydra.simulate.wires import Parcels, Routes, Wires
+from ds_hydra.simulate.links import LinkModel, Parcels, Port, Routes, Speed, Wires
 from ds_hydra.step.strategy_runtime import pull_link, push_link
 from ds_hydra.zero_hetero import scratch_plan
 from ds_hydra.zero_hetero.collectives import MessageCollectives
+from ds_hydra.zero_hetero.contributions import Place, check_places, places_of_sums
 from ds_hydra.zero_hetero.errors import PlanError
 from ds_hydra.zero_hetero.layout import ALIGNMENT, even_layout, layout_of_intervals
-from ds_hydra.zero_hetero.scratch import Cuts, Scratch
+from ds_hydra.zero_hetero.link import Cuts, Scratch
 from ds_hydra.zero_hetero.scratch_plan import Window, end_of, in_turn, side_by_side
-from ds_hydra.zero_hetero.sum_places import Place, check_places, places_of_sums
 from ds_hydra.zero_hetero.transfer_plan import SliceColumns, TransferPlan, plan_transfer
 from ds_hydra.zero_hetero.transport import InProcessTransport, Post
 from ds_hydra.zero_hetero.twin_plan import TwinPull, TwinPush

@@ -26,14 +26,20 @@ from ds_hydra.commands.shipped import shipped
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.engine.record import pushing_s, waiting_s
 from ds_hydra.pipe.shape import StrategyShape
-from ds_hydra.plan.plan_file import save_plans
+from ds_hydra.plan.step_plan import save_plans
 from ds_hydra.planner import Planner, PlannerOptions
 from ds_hydra.planner.fixed_layout import layouts_by_length, layouts_that_hold
 from ds_hydra.ranks.rank_stats import RankStats
-from ds_hydra.report.curves import changes_of_ranks
-from ds_hydra.report.log import StepLog
-from ds_hydra.report.plots import draw_report, read_steps, relative_errors, summarise
-from ds_hydra.report.record import Event, HighsFigures, StepRecord, format_line, is_heterogeneous, monitor_events
+from ds_hydra.report.plots import changes_of_ranks, draw_report, read_steps, relative_errors, summarise
+from ds_hydra.report.record import (
+    Event,
+    HighsFigures,
+    StepLog,
+    StepRecord,
+    format_line,
+    is_heterogeneous,
+    monitor_events,
+)
 from ds_hydra.rivals.preview import BALANCED
 from ds_hydra.zero_hetero.clock import Clock, HostClock, Stopwatch
 from ds_hydra.zero_hetero.errors import ConfigError

@@ -16,20 +16,16 @@ from benchmarks.rivals import kernels
 from benchmarks.rivals.dispatch import ComparedDispatch
 from benchmarks.rivals.hydraulis import HydraulisPlanner
 from benchmarks.rivals.proposal import propose_by_program
-from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.costs.cost_table import CostTable, SchemeCost, TableFile
 from ds_hydra.costs.job_fingerprint import JobFingerprint
-from ds_hydra.costs.table_file import TableFile
-from ds_hydra.emulate.limits import RANK_BYTES, RANK_TASKS, Limits, check_ranks, machine_limits
-from ds_hydra.emulate.small_model import ELEMENTS, small_model
+from ds_hydra.emulate.clock import ELEMENTS, RANK_BYTES, RANK_TASKS, Limits, check_ranks, machine_limits, small_model
 from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec, ShardRule, make_buckets
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.planner import validate_plan
 from ds_hydra.planner.exact.programs import dispatch_ms, pack_exactly
-from ds_hydra.planner.kernels.arrays import Scheme
-from ds_hydra.rivals.costs import Way, table_of
-from ds_hydra.rivals.memory import MemoryModel
-from ds_hydra.rivals.setting import JobSetting, OwnModel, Recomputed
+from ds_hydra.planner.kernels.problem import Scheme
+from ds_hydra.rivals.costs import JobSetting, MemoryModel, OwnModel, Recomputed, Way, table_of
 from ds_hydra.simulate.links import LinkModel
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tests.support.planner_cases import POOL, TABLES, a800_batch

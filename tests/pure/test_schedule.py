@@ -10,15 +10,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ds_hydra.pipe.p2p import edge
 from ds_hydra.pipe.placement import Stage
-from ds_hydra.pipe.rows import split_tokens
+from ds_hydra.pipe.rows import edge, split_tokens
 from ds_hydra.pipe.schedules.actions import Action, Order, last_weight_gradient, slots_as_text, slots_from_text, turns
 from ds_hydra.pipe.schedules.batches import Batches, Work
-from ds_hydra.pipe.schedules.check import place
-from ds_hydra.pipe.schedules.list_order import list_order
+from ds_hydra.pipe.schedules.check import check_slots, lower, place
 from ds_hydra.pipe.schedules.list_walk import BACKWARD, FORWARD, NEVER, WEIGHT, Jobs, Walk, begin, next_forward
-from ds_hydra.pipe.schedules.lower import lower
+from ds_hydra.pipe.schedules.orders import list_order
 from ds_hydra.pipe.schedules.registry import (
     evaluation_slots,
     most_alive,
@@ -28,7 +26,6 @@ from ds_hydra.pipe.schedules.registry import (
     splits_backward,
     training_slots,
 )
-from ds_hydra.pipe.schedules.rendezvous import check_slots
 from ds_hydra.pipe.schedules.simulate import (
     alive_counts,
     peak_alive,

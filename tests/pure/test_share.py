@@ -11,20 +11,16 @@ import pytest
 import torch
 
 from ds_hydra.config.deepspeed_settings import screen_deepspeed_settings
-from ds_hydra.data.columns import IGNORE_INDEX, read_item
-from ds_hydra.data.fields import Reads
-from ds_hydra.data.item_check import ItemCheck, ModelInput
-from ds_hydra.data.sequences import SequenceData
-from ds_hydra.data.share import read_share
-from ds_hydra.data.tokens import LeftOut, Limits
+from ds_hydra.data.columns import IGNORE_INDEX, ItemCheck, ModelInput, read_item
+from ds_hydra.data.sequences import SequenceData, read_share
+from ds_hydra.data.tokens import LeftOut, Limits, Reads
 from ds_hydra.engine.handed import Intake
 from ds_hydra.host.batch_sizes import batch_sizes
 from ds_hydra.host.pending import Collected, PendingLoss, Term
 from ds_hydra.losses import group_advantages
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import StrategyShape
-from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan, Span
-from ds_hydra.plan.step_plan import StepPlan, joined
+from ds_hydra.plan.step_plan import MicroBatchPlan, Phase, PipelinePlan, Span, StepPlan, joined
 from ds_hydra.step.collecting import pieces_of
 from ds_hydra.zero_hetero.errors import ConfigError
 

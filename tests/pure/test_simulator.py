@@ -17,11 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_hydra.commands import preview
-from ds_hydra.costs.activations import Activations
-from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.costs.memory import JobMemory
+from ds_hydra.costs.cost_table import CostTable, SchemeCost, TableFile
+from ds_hydra.costs.memory import Activations, JobMemory
 from ds_hydra.costs.shares import Shares
-from ds_hydra.costs.table_file import TableFile
 from ds_hydra.pipe.model_plan import Bucket, ModelPlan, ParamSpec
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.schedules.actions import Action, Order, Slot, slots_from_text
@@ -29,27 +27,22 @@ from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.registry import SCHEDULES, Schedule, placed, training_slots
 from ds_hydra.pipe.schedules.simulate import TimedAction, simulate_loads, simulate_slots
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
-from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
-from ds_hydra.plan.phase import Span as Slice
 from ds_hydra.plan.simulate import simulate_plan
-from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.plan.step_plan import MicroBatchPlan, Phase, PipelinePlan, StepPlan
+from ds_hydra.plan.step_plan import Span as Slice
 from ds_hydra.plan.validate import validate_plan
 from ds_hydra.planner import PhasedPlanner, Planner, PlannerOptions, parse_phases, save_plans
 from ds_hydra.planner.proposal.propose import ProposalEffort, propose_strategies
 from ds_hydra.report.calibration import LEAST, Calibration
-from ds_hydra.report.gantt import draw_gantt
-from ds_hydra.report.plots import pipeline_schemes
+from ds_hydra.report.plots import draw_gantt, pipeline_schemes
 from ds_hydra.report.record import format_line, is_heterogeneous, monitor_events
 from ds_hydra.report.trace import Span, trace_faults, trace_record
-from ds_hydra.simulate import order
-from ds_hydra.simulate.exposed import exposed_ms
-from ds_hydra.simulate.job import SimulatedJob
+from ds_hydra.simulate import job as job_module
+from ds_hydra.simulate.job import SHIPPED, SimulatedJob, llama_plan
 from ds_hydra.simulate.links import LinkModel, Speed
-from ds_hydra.simulate.llama import SHIPPED, llama_plan
 from ds_hydra.simulate.memory import memory_over_time
 from ds_hydra.simulate.pipeline import StageTimes
-from ds_hydra.simulate.spans import step_spans
-from ds_hydra.simulate.step import Simulator
+from ds_hydra.simulate.step import Simulator, exposed_ms, step_spans
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tests.pure.test_composing import CHUNKED, CUT_TABLE, WHOLE
 from tests.pure.test_report import RECORD
@@ -319,19 +312,19 @@ def test_a_schedule_that_would_stand_still_is_refused_before_it_runs(monkeypatch
         texts = ("F0 | >0 | <0 B0", "->0 F0 B0") if name == "crossed" else ("F0 | >0 | <0 B0", "->0 F0 B0 | <-0")
         return slots_from_text(texts[stage])
 
-    monkeypatch.setattr(order, "training_slots", too_late)
+    monkeypatch.setattr(job_module, "training_slots", too_late)
     for name, words in (("crossed", "waits for ever"), ("sound", "")):
         pipeline = PipelinePlan(PipelineShape.parse(f"pp2/{name}"), (MicroBatchPlan.of_whole([0], [3]),), 1.0)
         plan = StepPlan(0, (0,), (3,), (Phase((pipeline,)),), 1.0)
         if words:
             with pytest.raises(PlanError, match=words):
-                order.check_order(plan, job(FREE, 2).table)
+                job_module.check_order(plan, job(FREE, 2).table)
         else:
-            order.check_order(plan, job(FREE, 2).table)
+            job_module.check_order(plan, job(FREE, 2).table)
     # A stage that may push in a backward has no message after it, or its neighbour would wait for that one for ever.
-    monkeypatch.setattr(order, "backward_of_first_push", lambda slots: Action("backward", 0))
+    monkeypatch.setattr(job_module, "backward_of_first_push", lambda slots: Action("backward", 0))
     with pytest.raises(PlanError, match="stage 1 pushes in B0, but <-0 follow"):
-        order.check_order(dataclasses.replace(plan, phases=(Phase((dataclasses.replace(
+        job_module.check_order(dataclasses.replace(plan, phases=(Phase((dataclasses.replace(
             pipeline, shape=PipelineShape.parse("pp2/again")),)),)), job(FREE, 2).table)  # fmt: skip
 
 

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ds_hydra.pipe.attention import backends, sinks
-from ds_hydra.pipe.attention.backends import Segments, per_sequence_sdpa, varlen_attention
-from ds_hydra.pipe.attention.sinks import OnGpu, with_sinks
+from ds_hydra.pipe.attention import backends
+from ds_hydra.pipe.attention.backends import OnGpu, Segments, per_sequence_sdpa, varlen_attention, with_sinks
 from ds_hydra.pipe.contexts import Contexts
 from ds_hydra.pipe.rows import Chunk, Pack
 
@@ -115,7 +114,7 @@ def test_frozen_sinks_get_no_gradient() -> None:
     q, k, v, bias, _ = inputs(9, 2, 0)
     q.requires_grad_()
     with_sinks(q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], bias,
-               sinks.OnCpu(SCALE, range(9), range(9), None)).sum().backward()  # fmt: skip
+               backends.OnCpu(SCALE, range(9), range(9), None)).sum().backward()  # fmt: skip
     assert q.grad is not None
     assert bias.grad is None
 
@@ -215,7 +214,7 @@ class _Flash:
 def test_calls_of_the_kernel_for_gpus(monkeypatch: pytest.MonkeyPatch, window: int | None, kv_heads: int) -> None:
     """One call for all sequences of a row, by an operator that computes what the GPU's does; a slice among others."""
     flash = _Flash()
-    monkeypatch.setattr(sinks, "_aten", flash)
+    monkeypatch.setattr(backends, "_aten", flash)
     lengths = (5, 1, 12)
     given = inputs(sum(lengths), kv_heads, 1)
     bounds = backends._bounds(Segments.whole(lengths), torch.device("cpu"))
@@ -251,7 +250,7 @@ def test_a_kernel_is_tried_before_it_is_used(
     elif wrong is not None:
         right = getattr(flash, wrong)
         monkeypatch.setattr(flash, wrong, lambda *args, **options: tuple(1.2 * x for x in right(*args, **options)))
-    monkeypatch.setattr(sinks, "_aten", flash)
+    monkeypatch.setattr(backends, "_aten", flash)
     with torch.no_grad():
-        assert sinks.gpu_works.__wrapped__(torch.device("cpu"), torch.float32, 64) == (wrong is None)
+        assert backends.gpu_works.__wrapped__(torch.device("cpu"), torch.float32, 64) == (wrong is None)
     assert ("keeps probabilities in memory" in caplog.text) == (wrong is not None)

@@ -38,11 +38,10 @@ from ds_hydra.pipe.head_sharing import most_of_room, row_parts
 from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.placement import place_pipeline
-from ds_hydra.pipe.reach import Reach
-from ds_hydra.pipe.rows import Chunk, Pack, position_ids
+from ds_hydra.pipe.rows import Chunk, Pack, Reach, position_ids
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
 from ds_hydra.pipe.stage import StagePlace
-from ds_hydra.plan.phase import MicroBatchPlan, Span
+from ds_hydra.plan.step_plan import MicroBatchPlan, Span
 from ds_hydra.planner.pipelines import row_order
 from ds_hydra.profiling.stage_memory import measure_activations
 from ds_hydra.step.batching import RankBatches, build_batches

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from ds_hydra.costs.analytic import ModelShape, analytic_cost_table
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.pipe.model_plan import ModelPlan
-from ds_hydra.pipe.p2p import edge
 from ds_hydra.pipe.placement import Pipeline, Stage, Strategy, place_pipeline, place_strategy, split_layers
+from ds_hydra.pipe.rows import edge
 from ds_hydra.pipe.schedules.actions import backward_of_first_push, last_weight_gradient
 from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.registry import training_slots

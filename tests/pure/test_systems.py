@@ -15,19 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_hydra.commands.shipped import shipped
-from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.costs.peak import believed
+from ds_hydra.costs.cost_table import CostTable, SchemeCost, believed
 from ds_hydra.pipe.rows import Overlap, cut_heads
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner import PhasedPlanner, validate_plan
 from ds_hydra.planner.fixed_layout import in_turn, packed
-from ds_hydra.rivals.as_made import AS_MADE, Units, as_made
-from ds_hydra.rivals.chunking import chunks, mesh_of
 from ds_hydra.rivals.costs import BETWEEN, Recomputed, Way, cluster_of, measured, table_of
-from ds_hydra.rivals.dynamic_cp import Group, Turn, balanced_turns, packed_turns
-from ds_hydra.rivals.hindsight import Configuration, hindsight
-from ds_hydra.rivals.static import OPTIONS, balanced, by_load
+from ds_hydra.rivals.dynamic_cp import AS_MADE, Group, Turn, Units, as_made, balanced_turns, packed_turns
+from ds_hydra.rivals.infinipipe import chunks, mesh_of
+from ds_hydra.rivals.static import OPTIONS, Configuration, balanced, by_load, hindsight
 from ds_hydra.rivals.waits import TwoHopCost, WaitingCost, crossing, two_hops_ms, waits_of
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tools import aims, bench_spaces

@@ -9,9 +9,8 @@ from itertools import pairwise
 from typing import Any
 
 from ds_hydra.costs.cost_table import CostTable
-from ds_hydra.plan.phase import MicroBatchPlan, PipelinePlan, Span
 from ds_hydra.plan.simulate import simulate_pipeline, simulated_ms
-from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.plan.step_plan import MicroBatchPlan, PipelinePlan, Span, StepPlan
 from ds_hydra.plan.validate import validate_plan
 from ds_hydra.planner import PlanRecipe
 from ds_hydra.zero_hetero.errors import PlanError

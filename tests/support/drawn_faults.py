@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.costs.cost_table import CostTable, SchemeCost, TableFile
 from ds_hydra.costs.shares import Shares
-from ds_hydra.costs.table_file import TableFile
 from ds_hydra.data.sampler import TokenBudgetSampler
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.planner import PhasedPlanner, parse_phases, save_plans
@@ -215,8 +214,7 @@ def _arm(case: Case, due: Callable[[], None]) -> None:
     from ds_hydra.engine.plan_source import PlanSource
     from ds_hydra.pipe.runtime import StageRuntime
     from ds_hydra.step.update import Update
-    from ds_hydra.zero_hetero.pulls import Pulls
-    from ds_hydra.zero_hetero.pushes import Pushes
+    from ds_hydra.zero_hetero.pushes import Pulls, Pushes
 
     given = case.mode in ("three calls", "handed in")
     owners: dict[str, tuple[Any, str]] = {

@@ -16,9 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.costs.cost_table import CostTable, SchemeCost, TableFile
 from ds_hydra.costs.shares import Shares
-from ds_hydra.costs.table_file import TableFile
 from ds_hydra.engine.models import model_source
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.planner import PhasedPlanner, StepPlan, parse_phases

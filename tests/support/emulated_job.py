@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.costs.table_file import TableFile
+from ds_hydra.costs.cost_table import CostTable, SchemeCost, TableFile
 from ds_hydra.emulate.cluster import EmulatedJob
 from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec, ShardRule, make_buckets
 from ds_hydra.pipe.shape import ParallelScheme

@@ -19,7 +19,7 @@ from torch import nn
 from ds_hydra import testing
 from ds_hydra.engine import models
 from ds_hydra.engine.models import model_source
-from ds_hydra.pipe import head_loss, loss
+from ds_hydra.pipe import loss
 from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.models.causal_lm import CausalLM
@@ -27,7 +27,7 @@ from ds_hydra.pipe.models.experts import for_strategies, spreading_experts
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.pipe.stage_options import StageOptions
-from ds_hydra.plan.phase import THEN
+from ds_hydra.plan.step_plan import THEN
 from ds_hydra.planner import PhasedPlanner, PlannerOptions, parse_phases, save_plans
 from ds_hydra.testing import Difference, OneProcess, RankRun, Sample, float64_throughout, note_training, run_ranks
 from tests.support.case import BFLOAT16, FLOAT32, FLOAT64, SHARES, Case
@@ -184,8 +184,8 @@ def _in_blocks(logits_at_once: int | None) -> Iterator[None]:
         return
     with (
         mock.patch.object(loss, "LOGITS_AT_ONCE", logits_at_once),
-        mock.patch.object(head_loss, "HEAD_LOGITS_AT_ONCE", logits_at_once),
-        mock.patch.object(head_loss, "LOGITS_AT_ONCE", logits_at_once // 3),
+        mock.patch.object(loss, "HEAD_LOGITS_AT_ONCE", logits_at_once),
+        mock.patch.object(loss, "LOGITS_AT_ONCE", logits_at_once // 3),
     ):
         yield
 

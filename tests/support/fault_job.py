@@ -156,8 +156,7 @@ def entry_of(phase: str, engine: Any) -> tuple[Any, str]:
     from ds_hydra.checkpoint import write
     from ds_hydra.pipe.runtime import StageRuntime
     from ds_hydra.step.update import Update
-    from ds_hydra.zero_hetero.pulls import Pulls
-    from ds_hydra.zero_hetero.pushes import Pushes
+    from ds_hydra.zero_hetero.pushes import Pulls, Pushes
 
     owners: dict[str, tuple[Any, str]] = {
         "planning": (type(engine.crew.plans), "next"),

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from ds_hydra.pipe import collectives, contexts, row_collectives, stage
+from ds_hydra.pipe import collectives, contexts, stage
 from ds_hydra.pipe.attention.interface import ATTENTION_NAME, hydra_attention
 from ds_hydra.pipe.head_sharing import RowPart, row_parts
 from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.model_plan import ShardRule
 from ds_hydra.pipe.models import causal_lm, causal_stage, cut
 from ds_hydra.pipe.models.flow import Flow
-from ds_hydra.pipe.models.unnamed_rules import UnnamedRules
+from ds_hydra.pipe.models.token_rules import UnnamedRules
 from ds_hydra.pipe.rows import Pack
 from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.self_check import runs
@@ -266,7 +266,7 @@ def gradients_of_other_ranks_are_dropped() -> Any:
         start, stop = ctx.pack.local
         return grad[start:stop], None
 
-    return mock.patch.object(row_collectives._AllOfRow, "backward", staticmethod(backward))
+    return mock.patch.object(collectives._AllOfRow, "backward", staticmethod(backward))
 
 
 def nodes_get_a_key_too_few() -> Any:
@@ -275,4 +275,4 @@ def nodes_get_a_key_too_few() -> Any:
     def short(*args: Any) -> tuple[RowPart, ...]:
         return tuple(part._replace(first=part.first + (part.first > 0)) for part in row_parts(*args))
 
-    return mock.patch("ds_hydra.pipe.shared_queries.row_parts", short)
+    return mock.patch("ds_hydra.pipe.ulysses.row_parts", short)

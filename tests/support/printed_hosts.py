@@ -28,7 +28,7 @@ from transformers import (
 from trl import DPOConfig, GRPOConfig, RewardConfig, RLOOConfig, SFTConfig
 
 import ds_hydra
-from ds_hydra.config.read import read_config
+from ds_hydra.config.checks import read_config
 from ds_hydra.hugging_face import HydraAccelerator, HydraTrainer
 from ds_hydra.hugging_face.reward import HydraRewardTrainer
 from ds_hydra.hugging_face.scores import HydraDPOTrainer, HydraGRPOTrainer, HydraRLOOTrainer

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
+from ds_hydra.costs.cost_table import load_table
 from ds_hydra.costs.shape_costs import class_rows
-from ds_hydra.costs.table_file import load_table
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import StageShape, StrategyShape
-from ds_hydra.plan.phase import THEN
-from ds_hydra.plan.runnable import check_shape
+from ds_hydra.plan.step_plan import THEN
+from ds_hydra.plan.validate import check_shape
 from ds_hydra.zero_hetero.errors import PlanError
 from tests.support.case import BFLOAT16, FLOAT32, FLOAT64, Case
 from tests.support.cases import CASES

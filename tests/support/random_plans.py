@@ -8,16 +8,13 @@ from dataclasses import replace
 from itertools import pairwise
 
 from ds_hydra.costs.analytic import ModelShape, analytic_cost_table
-from ds_hydra.costs.cost_table import CostTable
-from ds_hydra.costs.table_file import TableFile
+from ds_hydra.costs.cost_table import CostTable, TableFile
 from ds_hydra.pipe.schedules.registry import weighs
 from ds_hydra.pipe.shape import DEFAULT_SCHEDULE, V_SCHEDULE, LayerRange, ParallelScheme, PipelineShape, StageShape
-from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
 from ds_hydra.plan.simulate import simulate_pipeline
-from ds_hydra.plan.step_plan import StepPlan
-from ds_hydra.simulate.job import SimulatedJob
+from ds_hydra.plan.step_plan import MicroBatchPlan, Phase, PipelinePlan, StepPlan
+from ds_hydra.simulate.job import SimulatedJob, llama_plan
 from ds_hydra.simulate.links import LinkModel, Speed
-from ds_hydra.simulate.llama import llama_plan
 
 MODEL = ModelShape(256, 12, 8, 8, 704, 2048, 11_000_000)
 SCHEMES = tuple(ParallelScheme(tp, pp, sp) for tp in (1, 2, 4) for pp in (1, 2, 3, 4) for sp in (1, 2))

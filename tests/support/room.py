@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from ds_hydra.costs import rank_bytes
+from ds_hydra.costs import memory
 
 
 @contextmanager
 def room_for_pushes(room: int) -> Iterator[None]:
     """Within it pushes have so many bytes; what was counted with others is counted anew, before and after."""
-    with mock.patch.object(rank_bytes, "room_for_pushes", return_value=room):
-        rank_bytes._ranks.cache_clear()
+    with mock.patch.object(memory, "room_for_pushes", return_value=room):
+        memory._ranks.cache_clear()
         try:
             yield
         finally:
-            rank_bytes._ranks.cache_clear()
+            memory._ranks.cache_clear()

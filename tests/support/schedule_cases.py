@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from ds_hydra.pipe.schedules.actions import Action, Slot
 from ds_hydra.pipe.schedules.batches import Batches, Work
-from ds_hydra.pipe.schedules.rendezvous import check_slots
+from ds_hydra.pipe.schedules.check import check_slots
 from ds_hydra.zero_hetero.errors import PlanError
 
 Slots = tuple[tuple[Slot, ...], ...]

@@ -13,10 +13,9 @@ from typing import Any
 
 from ds_hydra.commands.shipped import shipped
 from ds_hydra.costs.cost_table import CostTable
-from ds_hydra.data.length_sources import read_lengths, sample_batches
+from ds_hydra.data.lengths import read_lengths, sample_batches
 from ds_hydra.planner import Planner, PlannerOptions, StepPlan, validate_plan
-from ds_hydra.planner.proposal.propose import QUICK, ProposalEffort, Wider, propose_strategies
-from ds_hydra.planner.proposal.spaces import wider_shapes
+from ds_hydra.planner.proposal.propose import QUICK, ProposalEffort, Wider, propose_strategies, wider_shapes
 from ds_hydra.planner.selection import warm_up
 from ds_hydra.zero_hetero.errors import PlanError
 from tools import aims, machine

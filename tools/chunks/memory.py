@@ -19,21 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.costs.cost_table import CostTable, SchemeCost, TableFile
 from ds_hydra.costs.memory import JobMemory
 from ds_hydra.costs.shares import Shares
-from ds_hydra.costs.table_file import TableFile
 from ds_hydra.data.sampler import TokenBudgetSampler
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.schedules.registry import orders
 from ds_hydra.pipe.schedules.simulate import peak_units
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
 from ds_hydra.pipe.stage_options import StageOptions
-from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan, Span
-from ds_hydra.plan.plan_file import save_plans
-from ds_hydra.plan.simulate import simulate_pipeline, simulated_ms
-from ds_hydra.plan.step_plan import StepPlan
-from ds_hydra.plan.works import UNITS, batches_of, has_formula
+from ds_hydra.plan.simulate import UNITS, batches_of, has_formula, simulate_pipeline, simulated_ms
+from ds_hydra.plan.step_plan import MicroBatchPlan, Phase, PipelinePlan, Span, StepPlan, save_plans
 from ds_hydra.profiling.stage_memory import measure_activations
 from ds_hydra.testing import run_ranks
 from tools import aims

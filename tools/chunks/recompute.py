@@ -18,22 +18,27 @@ import numpy as np
 from ds_hydra.commands.shipped import shipped
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.shares import Shares
-from ds_hydra.pipe.schedules.list_order import list_us
 from ds_hydra.pipe.schedules.list_walk import NEVER
+from ds_hydra.pipe.schedules.orders import list_us
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.planner import kernels
-from ds_hydra.planner.cutting import Effort, cut_best, longest_of, microbatches_of, pipe_of, profiles_of
-from ds_hydra.planner.kernels.arrays import Floats
-from ds_hydra.planner.kernels.list_time import list_time
-from ds_hydra.planner.recompute import (
+from ds_hydra.planner.cutting import (
     Covering,
+    Effort,
     Scheduled,
     cover,
     cover_exactly,
     covering,
+    cut_best,
     diagonal_problem,
+    longest_of,
+    microbatches_of,
+    pipe_of,
+    profiles_of,
     recomputed,
 )
+from ds_hydra.planner.kernels.cut_search import list_time
+from ds_hydra.planner.kernels.problem import Floats
 from tools import aims
 
 LAYERS = 60  # of the model

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ds_hydra.pipe.schedules.batches import Batches
-from ds_hydra.pipe.schedules.list_order import list_us
-from ds_hydra.pipe.schedules.lower import lower
+from ds_hydra.pipe.schedules.check import check_slots, lower
+from ds_hydra.pipe.schedules.orders import list_us
 from ds_hydra.pipe.schedules.registry import orders
-from ds_hydra.pipe.schedules.rendezvous import check_slots
 from ds_hydra.pipe.schedules.simulate import peak_units, simulate_works
 from ds_hydra.zero_hetero.errors import PlanError
 from tests.support.schedule_cases import bound, mutants, random_works, refused

@@ -25,7 +25,7 @@ import torch
 
 import ds_hydra
 import ds_hydra.engine.engine  # (the same)
-from ds_hydra.config.read import read_config
+from ds_hydra.config.checks import read_config
 from ds_hydra.engine.coming import Coming
 from ds_hydra.pipe.runtime import StageRuntime
 from ds_hydra.ranks.channel import Channel

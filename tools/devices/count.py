@@ -8,12 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ds_hydra.costs.activations import Activations
-from ds_hydra.costs.memory import JobMemory, Needs
+from ds_hydra.costs.memory import Activations, JobMemory, Needs
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
-from ds_hydra.profiling.hollow import hollow_source
+from ds_hydra.profiling.stage_timer import hollow_source
 from tools import aims
 from tools.devices.table import Table
 

@@ -16,11 +16,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from ds_hydra.pipe import head_loss, loss
-from ds_hydra.pipe.head_loss import HeadLoss
-from ds_hydra.pipe.loss import blockwise_loss, token_losses
+from ds_hydra.pipe import loss
+from ds_hydra.pipe.loss import HeadLoss, blockwise_loss, token_losses
 from ds_hydra.pipe.rows import MicroBatch, Pack
-from ds_hydra.profiling.allocations import Allocations
+from ds_hydra.profiling.stage_memory import Allocations
 from tools import aims
 from tools.devices.table import Table
 
@@ -52,7 +51,7 @@ def heads(quick: bool) -> Table:
     alone: float | None = None
     for blocks in QUICK if quick else BLOCKS:
         size = -(-TOKENS // blocks) * vocabulary
-        with mock.patch.object(head_loss, "HEAD_LOGITS_AT_ONCE", size), mock.patch.object(loss, "LOGITS_AT_ONCE", size):
+        with mock.patch.object(loss, "HEAD_LOGITS_AT_ONCE", size), mock.patch.object(loss, "LOGITS_AT_ONCE", size):
             before, found = (_run(way, hidden, weight, labels) for way in (_by_autograd, _as_one))
         errors = [float((one.gradient.double() - truth).norm() / truth.norm()) for one in (before, found)]
         alone = alone or errors[1]

@@ -19,19 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.costs.cost_table import CostTable, SchemeCost, TableFile
 from ds_hydra.costs.memory import JobMemory
-from ds_hydra.costs.table_file import TableFile
 from ds_hydra.pipe.placement import place_pipeline, place_strategy
 from ds_hydra.pipe.schedules.registry import training_slots
 from ds_hydra.pipe.schedules.simulate import TimedAction
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.pipe.stage_options import StageOptions
-from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
-from ds_hydra.plan.simulate import simulated_ms
-from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.plan.simulate import schedule_batches, simulated_ms
+from ds_hydra.plan.step_plan import MicroBatchPlan, Phase, PipelinePlan, StepPlan
 from ds_hydra.plan.validate import modelled_ms
-from ds_hydra.plan.works import schedule_batches
 from ds_hydra.profiling.stage_memory import measure_activations
 from ds_hydra.simulate.memory import memory_over_time
 from ds_hydra.simulate.pipeline import StageTimes

@@ -21,7 +21,7 @@ from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.pipe.stage_options import StageOptions
-from ds_hydra.profiling.hollow import hollow_source
+from ds_hydra.profiling.stage_timer import hollow_source
 from tools.devices.table import Table
 
 NUM_RANKS, NODE_SIZE = 64, 8

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from ds_hydra.zero_hetero.scratch import Cuts, Scratch
+from ds_hydra.zero_hetero.link import Cuts, Scratch
 from ds_hydra.zero_hetero.scratch_plan import end_of, in_turn
 from tools import aims, machine
 from tools.devices.table import Table

@@ -17,8 +17,8 @@ from ds_hydra.pipe.placement import Strategy, place_strategy
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.ranks.world import World
 from ds_hydra.step.strategy_runtime import pull_link, push_link
-from ds_hydra.zero_hetero.lane import HostLane
-from ds_hydra.zero_hetero.mover import Mover, Operations
+from ds_hydra.zero_hetero.link import Mover, Operations
+from ds_hydra.zero_hetero.transport import HostLane
 from tools import aims, machine
 from tools.devices.count import NODE_SIZE, plan_of
 from tools.devices.table import Table
@@ -64,7 +64,7 @@ def operations(quick: bool) -> Table:
 def _count(plan: ModelPlan, strategy: Strategy, rank: int) -> tuple[tuple[Operations, Operations], float]:
     """A rank's operations, and the seconds of this process that its links take, from the plans on."""
     transfers.plan_transfers.cache_clear()
-    world = cast(World, SimpleNamespace(links=None, collectives=None, lane=HostLane()))
+    world = cast("World", SimpleNamespace(links=None, collectives=None, lane=HostLane()))
     began = time.process_time()
     found = transfers.plan_transfers(plan, strategy, NODE_SIZE)
     pulls = [pull_link(pull, rank, world) for pull, _ in found]

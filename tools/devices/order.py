@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from unittest import mock
 
-from ds_hydra.plan.phase import THEN
+from ds_hydra.plan.step_plan import THEN
 from ds_hydra.zero_hetero import scratch_plan
 from tests.support.case import Case
 from tests.support.equivalence import compare, num_ranks

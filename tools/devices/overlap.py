@@ -13,17 +13,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.costs.table_file import TableFile
+from ds_hydra.costs.cost_table import CostTable, SchemeCost, TableFile
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import StrategyShape
-from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
-from ds_hydra.plan.step_plan import StepPlan
-from ds_hydra.simulate.job import SimulatedJob
+from ds_hydra.plan.step_plan import MicroBatchPlan, Phase, PipelinePlan, StepPlan
+from ds_hydra.simulate.job import SHIPPED, SimulatedJob, llama_plan
 from ds_hydra.simulate.links import INSIDE, LinkModel, Speed
-from ds_hydra.simulate.llama import SHIPPED, llama_plan
+from ds_hydra.simulate.pipeline import StrategyTransfers
 from ds_hydra.simulate.step import Networks, Simulator, pull_in_order, push_in_order
-from ds_hydra.simulate.transfers import StrategyTransfers
 from tools import aims
 from tools.devices.table import Table
 

@@ -30,9 +30,8 @@ from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.pipe.stage_options import AS_WRITTEN, StageOptions
 from ds_hydra.plan.step_plan import StepPlan
-from ds_hydra.profiling.allocations import Allocations
-from ds_hydra.profiling.hollow import hollow_source
-from ds_hydra.profiling.stage_memory import measure_activations
+from ds_hydra.profiling.stage_memory import Allocations, measure_activations
+from ds_hydra.profiling.stage_timer import hollow_source
 from ds_hydra.testing import rank_environment, run_ranks
 from tools import aims
 from tools.devices.table import Table

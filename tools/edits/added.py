@@ -24,7 +24,7 @@ from unittest import mock
 import torch
 
 import ds_hydra
-from ds_hydra.config.read import read_config
+from ds_hydra.config.checks import read_config
 from ds_hydra.engine import engine as engines
 from ds_hydra.engine import prepare
 from ds_hydra.engine.real_sequences import RealSequences

@@ -18,14 +18,14 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from ds_hydra.commands.shipped import shipped
-from ds_hydra.costs.table_file import read_table_file
-from ds_hydra.data.length_sources import read_lengths, sample_batches
+from ds_hydra.costs.cost_table import read_table_file
+from ds_hydra.data.lengths import read_lengths, sample_batches
 from ds_hydra.elastic.buddies import shift_of
 from ds_hydra.host.environment import MEMBERS_FOLDER
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.planner import Planner, PlannerOptions
+from ds_hydra.simulate.job import SHIPPED, shipped_job
 from ds_hydra.simulate.links import LinkModel
-from ds_hydra.simulate.llama import SHIPPED, shipped_job
 from ds_hydra.simulate.step import Simulator
 from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.layout import even_layout
@@ -66,7 +66,7 @@ def _rank(rank: int, folder: str, turns: int, lengths: Sequence[int]) -> Cost:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import ds_hydra
-    from ds_hydra.config.read import read_config
+    from ds_hydra.config.checks import read_config
     from ds_hydra.testing import rank_environment
 
     rank_environment(rank)

@@ -19,8 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.pipe.stage_options import StageOptions
-from ds_hydra.profiling.hollow import hollow_source
-from ds_hydra.profiling.stage_timer import StageTimer
+from ds_hydra.profiling.stage_timer import StageTimer, hollow_source
 from tools import aims
 from tools.gpu.bench import Bench, Findings, Table
 from tools.gpu.job import llama, new_model, save_config

@@ -13,9 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.costs.peak import peak_tflops
-from ds_hydra.costs.table_file import TableFile
+from ds_hydra.costs.cost_table import CostTable, SchemeCost, TableFile, peak_tflops
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.plan.step_plan import StepPlan
 from tools import aims

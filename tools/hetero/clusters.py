@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ds_hydra.costs.activations import Activations
 from ds_hydra.costs.analytic import ModelShape, analytic_cost_table
 from ds_hydra.costs.cost_table import CostTable
-from ds_hydra.costs.memory import JobMemory
+from ds_hydra.costs.memory import Activations, JobMemory
 from ds_hydra.costs.shape_costs import of_class
 from ds_hydra.pipe.placement import place_pipeline
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
-from ds_hydra.simulate.llama import SHIPPED, llama_plan
+from ds_hydra.simulate.job import SHIPPED, llama_plan
 from ds_hydra.zero_hetero.nodes import Cluster
 
 CONTEXT, SEQUENCES = 4096, 64  # of Hetu's steps

@@ -13,7 +13,7 @@ import numpy as np
 from ds_hydra.commands.shipped import shipped
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.shape_costs import class_rows, priced
-from ds_hydra.data.length_sources import read_lengths, sample_batches
+from ds_hydra.data.lengths import read_lengths, sample_batches
 from ds_hydra.pipe.placement import place_pipeline
 from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.registry import placed

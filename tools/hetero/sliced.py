@@ -12,7 +12,7 @@ from ds_hydra.commands.shipped import shipped
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.costs.shape_costs import with_shapes
 from ds_hydra.costs.shares import Shares
-from ds_hydra.data.length_sources import read_lengths, sample_batches
+from ds_hydra.data.lengths import read_lengths, sample_batches
 from ds_hydra.planner import Planner, PlannerOptions
 from ds_hydra.planner.proposal.mixed import propose_mixed
 from ds_hydra.planner.selection import warm_up

@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 
 from ds_hydra.commands.shipped import shipped
 from ds_hydra.costs.analytic import analytic_cost_table
-from ds_hydra.costs.table_file import TableFile
-from ds_hydra.data.length_sources import read_lengths, sample_batches
+from ds_hydra.costs.cost_table import TableFile
+from ds_hydra.data.lengths import read_lengths, sample_batches
 from ds_hydra.emulate.cluster import EmulatedJob, EmulatedStep, emulate
 from ds_hydra.pipe.shape import StrategyShape
-from ds_hydra.simulate.job import SimulatedJob
+from ds_hydra.simulate.job import SHIPPED, SimulatedJob, llama_plan
 from ds_hydra.simulate.links import LinkModel
-from ds_hydra.simulate.llama import SHIPPED, llama_plan
 from tools import aims
 
 _TOKENS = {"16*tp1": 6250, "8*tp2": 6250, "4*pp4": 25000}  # of a rank: four pipelines of few would not be even anyway

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_hydra.pipe.model_plan import ModelPlan
-from ds_hydra.pipe.p2p import edge
 from ds_hydra.pipe.placement import Strategy, place_strategy
+from ds_hydra.pipe.rows import edge
 from ds_hydra.pipe.stage import StagePlace
 from ds_hydra.pipe.transfers import plan_transfers
 from ds_hydra.plan.step_plan import StepPlan

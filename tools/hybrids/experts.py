@@ -15,9 +15,8 @@ from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.pipe.stage_options import StageOptions
-from ds_hydra.profiling.hollow import hollow_source
 from ds_hydra.profiling.stage_memory import kept_bytes
-from ds_hydra.profiling.stage_timer import StageTimer
+from ds_hydra.profiling.stage_timer import StageTimer, hollow_source
 from ds_hydra.zero_hetero.clock import HostClock
 
 # The sizes of its published config, in three layers: one is measured, between a first stage and a last one.

@@ -22,11 +22,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_hydra.costs.analytic import ModelShape, analytic_cost_table, assumed_device, model_shape
-from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.costs.cost_table import CostTable, SchemeCost, TableFile
 from ds_hydra.costs.memory import JobMemory
 from ds_hydra.costs.shares import Terms
-from ds_hydra.costs.table_file import TableFile
-from ds_hydra.data.length_sources import read_lengths, sample_batches
+from ds_hydra.data.lengths import read_lengths, sample_batches
 from ds_hydra.engine.costs import without_the_largest
 from ds_hydra.engine.fits import job_memory, within_memory
 from ds_hydra.pipe.models.causal_lm import CausalLM
@@ -36,9 +35,8 @@ from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.plan.schemes import feasible_schemes
 from ds_hydra.planner import Planner, PlannerOptions
 from ds_hydra.planner.cutting import longest_of
-from ds_hydra.planner.proposal.propose import ProposalEffort, Wider, propose_strategies
-from ds_hydra.planner.proposal.spaces import wider_shapes
-from ds_hydra.profiling.hollow import hollow_model, hollow_source
+from ds_hydra.planner.proposal.propose import ProposalEffort, Wider, propose_strategies, wider_shapes
+from ds_hydra.profiling.stage_timer import hollow_model, hollow_source
 from ds_hydra.simulate.job import SimulatedJob
 from ds_hydra.simulate.links import LinkModel
 from ds_hydra.simulate.preview import Messages

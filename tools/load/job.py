@@ -17,9 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.costs.cost_table import CostTable, SchemeCost, TableFile
 from ds_hydra.costs.shares import Shares
-from ds_hydra.costs.table_file import TableFile
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.testing import run_ranks
 from tests.support.cut_plans import num_slices

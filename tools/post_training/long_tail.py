@@ -15,15 +15,15 @@ import numpy as np
 
 from ds_hydra.commands.shipped import shipped
 from ds_hydra.config.hydra_block import HydraConfig, PlannerConfig
-from ds_hydra.costs.table_file import read_table_file, told
-from ds_hydra.data.length_sources import read_lengths, sample_batches
+from ds_hydra.costs.cost_table import read_table_file, told
+from ds_hydra.data.lengths import read_lengths, sample_batches
 from ds_hydra.engine.plan_source import PlanSource
 from ds_hydra.planner import PlannerOptions, PlanRecipe
 from ds_hydra.planner.proposal.propose import propose_strategies
 from ds_hydra.rivals.preview import Messages
 from ds_hydra.simulate.hosts import EQUAL_COUNTS, EQUAL_TOKENS, SHARED, hosts_ways
+from ds_hydra.simulate.job import shipped_cluster
 from ds_hydra.simulate.links import LinkModel
-from ds_hydra.simulate.llama import shipped_cluster
 from ds_hydra.watchdog import Activity
 from tools.check_swap import Overheard
 from tools.systems.cells import Cell

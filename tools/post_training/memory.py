@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_hydra.pipe.collectives import Group, copy_to_ranks, gather_last_dim
-from ds_hydra.pipe.scores import Objective, Scored, scored_loss, token_scores
+from ds_hydra.pipe.loss import Objective, Scored, scored_loss, token_scores
 from ds_hydra.testing import rank_environment, run_ranks
 
 WIDTH = 64  # of the hidden states: what they and the head's weight take is the same for both

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from ds_hydra.commands import profile
-from ds_hydra.costs.table_file import read_table_file
+from ds_hydra.costs.cost_table import read_table_file
 from ds_hydra.emulate.cluster import EmulatedJob, EmulatedStep, emulate
-from ds_hydra.profiling.hollow import hollow_source
+from ds_hydra.profiling.stage_timer import hollow_source
 from ds_hydra.report.plots import summarise
 from ds_hydra.simulate.job import SimulatedJob
 from ds_hydra.simulate.links import LinkModel

@@ -12,16 +12,15 @@ from itertools import pairwise
 import numpy as np
 
 from ds_hydra.commands.shipped import shipped
-from ds_hydra.costs.table_file import read_table_file
-from ds_hydra.data.length_sources import WEB_PAGES, read_lengths
+from ds_hydra.costs.cost_table import read_table_file
+from ds_hydra.data.lengths import WEB_PAGES, read_lengths
 from ds_hydra.data.sampler import TokenBudgetSampler
 from ds_hydra.emulate.cluster import emulate_plans
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner import Planner, PlannerOptions
-from ds_hydra.simulate.job import SimulatedJob
+from ds_hydra.simulate.job import SimulatedJob, shipped_job
 from ds_hydra.simulate.links import LinkModel
-from ds_hydra.simulate.llama import shipped_job
 from ds_hydra.simulate.step import Simulator
 from tools import aims
 from tools.simulated.part import Part

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ds_hydra.commands.shipped import FOLDER
-from ds_hydra.data.length_sources import WEB_PAGES, read_lengths, sample_batches
-from ds_hydra.rivals.setting import RivalModel
+from ds_hydra.data.lengths import WEB_PAGES, read_lengths, sample_batches
+from ds_hydra.rivals.costs import RivalModel
 from tools.systems.devices import rival_model
 
 MIXES = {

@@ -26,9 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.plan.phase import PipelinePlan
 from ds_hydra.plan.simulate import simulate_pipeline
-from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.plan.step_plan import PipelinePlan, StepPlan
 from ds_hydra.rivals.waits import WaitingCost
 
 

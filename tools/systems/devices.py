@@ -27,12 +27,21 @@ from itertools import combinations
 
 from ds_hydra.commands.shipped import shipped
 from ds_hydra.costs.analytic import ModelShape
-from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.costs.peak import ATTENTION_OF_PEAK, CAUSAL_FLOPS, SIBLINGS_APART, Peak, peak_tflops, square_of
-from ds_hydra.costs.table_file import TableFile, read_table_file
-from ds_hydra.rivals.setting import PUBLISHED, RivalModel
+from ds_hydra.costs.cost_table import (
+    ATTENTION_OF_PEAK,
+    CAUSAL_FLOPS,
+    SIBLINGS_APART,
+    CostTable,
+    Peak,
+    SchemeCost,
+    TableFile,
+    peak_tflops,
+    read_table_file,
+    square_of,
+)
+from ds_hydra.rivals.costs import PUBLISHED, RivalModel
+from ds_hydra.simulate.job import SHIPPED, ShippedModel
 from ds_hydra.simulate.links import INSIDE, Speed
-from ds_hydra.simulate.llama import SHIPPED, ShippedModel
 from ds_hydra.zero_hetero.errors import ConfigError
 
 MODEL_FLOPS = (

@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ds_hydra.commands.shipped import shipped
-from ds_hydra.costs.table_file import read_table_file
+from ds_hydra.costs.cost_table import read_table_file
 from ds_hydra.data.sampler import TokenBudgetSampler
 from ds_hydra.emulate.cluster import emulate_plans
 from ds_hydra.rivals.costs import NODE, Way, measured
-from ds_hydra.rivals.hindsight import hindsight
-from ds_hydra.rivals.static import megatron
+from ds_hydra.rivals.static import hindsight, megatron
+from ds_hydra.simulate.job import shipped_job
 from ds_hydra.simulate.links import LinkModel
-from ds_hydra.simulate.llama import shipped_job
 from ds_hydra.simulate.step import Simulator
 from tools.systems.cells import EVALUATED, SHORT_MIXES, Cell
 from tools.systems.measure import OURS, STATIC, Simulators

@@ -23,8 +23,7 @@ from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.planner import Planner
 from ds_hydra.planner.proposal.propose import QUICK, propose_strategies
 from ds_hydra.rivals.costs import Way, powers_of_two, table_of
-from ds_hydra.rivals.hindsight import Configuration, Lengths, planned_by
-from ds_hydra.rivals.static import OPTIONS
+from ds_hydra.rivals.static import OPTIONS, Configuration, Lengths, planned_by
 from ds_hydra.zero_hetero.errors import PlanError
 from tools.systems.cells import Cell
 

@@ -10,9 +10,9 @@ import numpy as np
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
 from ds_hydra.planner.chunked_space import ChunkedSpace
 from ds_hydra.planner.exact.counts import continuous_ms, scheme_of
-from ds_hydra.planner.proposal.spaces import wider_shapes
+from ds_hydra.planner.proposal.propose import wider_shapes
 from ds_hydra.rivals.costs import NODE
-from ds_hydra.rivals.hindsight import Lengths
+from ds_hydra.rivals.static import Lengths
 from tools.systems.cells import Cell
 from tools.systems.ours import all_schemes, layers_of
 

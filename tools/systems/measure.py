@@ -21,12 +21,20 @@ from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.plan.validate import validate_plan
 from ds_hydra.planner.exact.counts import continuous_ms
 from ds_hydra.planner.kernels.problem import Batch, scheme_arrays
-from ds_hydra.rivals.as_made import AS_MADE, as_made
 from ds_hydra.rivals.costs import cluster_of
-from ds_hydra.rivals.hindsight import Chosen, Configuration, Lengths, hindsight
+from ds_hydra.rivals.dynamic_cp import AS_MADE, as_made
 from ds_hydra.rivals.infinipipe import infinipipe
-from ds_hydra.rivals.rows import RowSimulator
-from ds_hydra.rivals.static import balanced, batch_rebalance, deepspeed, megatron
+from ds_hydra.rivals.static import (
+    Chosen,
+    Configuration,
+    Lengths,
+    RowSimulator,
+    balanced,
+    batch_rebalance,
+    deepspeed,
+    hindsight,
+    megatron,
+)
 from ds_hydra.rivals.waits import WaitingCost
 from ds_hydra.zero_hetero.errors import PlanError
 from tools.systems.cells import LONG_CELLS, Cell

@@ -12,12 +12,11 @@ from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner import Planner, PlannerOptions
-from ds_hydra.planner.proposal.propose import Wider, propose_strategies
-from ds_hydra.planner.proposal.spaces import wider_shapes
+from ds_hydra.planner.proposal.propose import Wider, propose_strategies, wider_shapes
 from ds_hydra.rivals.costs import NODE, cluster_of, with_ulysses
-from ds_hydra.rivals.hindsight import Configuration, StepMs, hindsight, planned_by
-from ds_hydra.simulate.exposed import exposed_ms
+from ds_hydra.rivals.static import Configuration, StepMs, hindsight, planned_by
 from ds_hydra.simulate.job import SimulatedJob
+from ds_hydra.simulate.step import exposed_ms
 from ds_hydra.zero_hetero.errors import PlanError
 from tools.systems.cells import SEEN_BEFORE, Cell
 

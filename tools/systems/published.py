@@ -8,7 +8,7 @@ from benchmarks.rivals.hydraulis import HydraulisPlanner
 from benchmarks.rivals.proposal import propose_by_program
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.rivals.costs import measured
-from ds_hydra.rivals.hindsight import Configuration, planned_by
+from ds_hydra.rivals.static import Configuration, planned_by
 from tools.systems.cells import Cell
 
 # The strategies of its repository's README, for 32B on 64 GPUs (github.com/lhy101/Hydraulis).

@@ -10,8 +10,7 @@ from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner import PhasedPlanner, Planner
 from ds_hydra.rivals.costs import measured
-from ds_hydra.rivals.hindsight import Configuration, Lengths, PlanStep, planned_by
-from ds_hydra.rivals.static import OPTIONS
+from ds_hydra.rivals.static import OPTIONS, Configuration, Lengths, PlanStep, planned_by
 from ds_hydra.zero_hetero.errors import PlanError
 from tools.systems.cells import Cell
 

@@ -21,10 +21,9 @@ import numpy as np
 import ds_hydra.planner.kernels as kernels
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.planner.exact.highs import Solved, solve_milp
-from ds_hydra.planner.kernels.arrays import Bools, Floats, Ints, Schemes
 from ds_hydra.planner.kernels.bound import BLOCKED
-from ds_hydra.planner.kernels.problem import Batch
-from ds_hydra.planner.kernels.protocol import Kernels
+from ds_hydra.planner.kernels.load import Kernels
+from ds_hydra.planner.kernels.problem import Batch, Bools, Floats, Ints, Schemes
 
 _LENGTH_BINS = 24
 _ALONE = 6  # longest sequences that get a bin of their own

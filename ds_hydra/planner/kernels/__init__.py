@@ -16,7 +16,6 @@ And one example runs through them: three sequences of 6, 5 and 4 ms on two equal
 best plan is {6} and {5, 4}: 9 ms.
 """
 
-from ds_hydra.planner.kernels.load import compiled, pure, select, timing
-from ds_hydra.planner.kernels.protocol import Kernels
+from ds_hydra.planner.kernels.load import Kernels, compiled, pure, select, timing
 
 __all__ = ["Kernels", "compiled", "pure", "select", "timing"]

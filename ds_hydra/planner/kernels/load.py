@@ -20,6 +20,10 @@ key of numba's cache: a change anywhere compiles everything anew, into entries o
 
 One dictionary for all modules means that a name may have only one meaning. `_global_names` refuses a second one: it
 would be used without a word in the compiled version only.
+
+Kernels call each other as ordinary functions. What is called from outside goes through a value of this type, so that
+the choice between the two is made in one place (`load.select`) and every call is checked by types all the same. A test
+compares each signature with the kernel's own. What the arguments mean stands with the kernels.
 """
 
 from __future__ import annotations
@@ -33,40 +37,84 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType, SimpleNamespace
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import ds_hydra.costs.stage_work as stage_work
 import ds_hydra.pipe.schedules.list_walk as list_walk
 import ds_hydra.pipe.schedules.virtual as virtual
-import ds_hydra.planner.kernels.again as again
-import ds_hydra.planner.kernels.arrays as arrays
 import ds_hydra.planner.kernels.bound as bound
-import ds_hydra.planner.kernels.cut_moves as cut_moves
 import ds_hydra.planner.kernels.cut_search as cut_search
 import ds_hydra.planner.kernels.dispatch as dispatch
-import ds_hydra.planner.kernels.improve as improve
-import ds_hydra.planner.kernels.list_time as list_time
 import ds_hydra.planner.kernels.packing as packing
-import ds_hydra.planner.kernels.placing as placing
-import ds_hydra.planner.kernels.proof as proof
-import ds_hydra.planner.kernels.repair as repair
-import ds_hydra.planner.kernels.slots as slots
-import ds_hydra.planner.kernels.tiny as tiny
+import ds_hydra.planner.kernels.problem as problem
 from ds_hydra.pipe.schedules.list_walk import TakeWalk
 from ds_hydra.pipe.schedules.registry import SCHEDULES
-from ds_hydra.planner.kernels.protocol import Kernels
+from ds_hydra.planner.kernels.problem import (
+    Floats,
+    Ints,
+    Items,
+    Pieces,
+    Pipe,
+    Placement,
+    Problem,
+    Prospect,
+    Scheme,
+    Schemes,
+    SearchEffort,
+)
 
-_MODULES = (
-    packing, bound, placing, improve, repair, dispatch, proof, tiny,
-    slots, again, list_time, cut_moves, cut_search,
-)  # fmt: skip
+
+class Kernels(Protocol):
+    """The entry points of the kernels; `is_compiled` says by which way they run."""
+
+    is_compiled: bool
+
+    # bounds and proofs: bound.py
+    def share_of_pipeline(self, schemes: Schemes, k: int, items: Items, tau: float, out: Floats) -> None: ...
+
+    def strategy_bound(self, problem: Problem, outer: int, inner: int, price: Floats) -> float: ...
+
+    def refute(
+        self, problem: Problem, tau: float, base_price: Floats, deepest: int, rounds: int, budget: int
+    ) -> int: ...
+
+    # dispatch and packing: dispatch.py, packing.py
+    def dispatch(
+        self, problem: Problem, prospect: Prospect, effort: SearchEffort, seed: int, place: Placement
+    ) -> float: ...
+
+    def pack_all(self, problem: Problem, rounds: int, place: Placement) -> float: ...
+
+    def pack(
+        self, scheme: Scheme, work: Floats, tokens: Ints, rounds: int, out_bin: Ints
+    ) -> tuple[int, float, float, int]: ...
+
+    def packing_bound(self, scheme: Scheme, work: Floats, tokens: Ints, best_v: int, best_ms: float) -> float: ...
+
+    # micro-batches with slices: cut_search.py
+    def search_profiles(
+        self, pipe: Pipe, work: Floats, tokens: Ints, rows: Floats, variations: int, state: Ints, us: Ints, best: Pieces
+    ) -> int: ...
+
+    def search_moves(self, pipe: Pipe, moves: int, took: int, state: Ints, best: Pieces) -> int: ...
+
+    # tiny steps: tiny.py
+    def subset_costs(self, scheme: Scheme, work: Floats, tokens: Ints, cost: Floats, parts: Ints) -> None: ...
+
+    def best_split(self, cost: Floats, scheme: Ints, n: int, owner: Ints) -> float: ...
+
+    def pack_tiny(self, scheme: Scheme, work: Floats, tokens: Ints, bin_of: Ints) -> None: ...
+
+
+_MODULES = (packing, bound, dispatch, cut_search)
 # Functions that a plan's check calls as well, so that it comes to the same times.
 _SHARED = (list_walk, virtual, stage_work)
 _ALL = (*_SHARED, *_MODULES)
 # What a dispatch spends its time in. None of it makes an array.
 _INNERMOST = (
-    packing.scheme_at, packing.stage_ms, packing.ideal_ms, placing.put, placing.fullest_below, placing.place_greedily,
-    improve.other_work, improve.retime, improve.find_longest, improve.find_exchange, improve.exchange,
+    packing.scheme_at, packing.stage_ms, packing.ideal_ms, dispatch.put, dispatch.fullest_below,
+    dispatch.place_greedily,
+    dispatch.other_work, dispatch.retime, dispatch.find_longest, dispatch.find_exchange, dispatch.exchange,
     bound.priced_ratio, bound.longest_ms, bound.sharing_ms,
 )  # fmt: skip
 
@@ -103,14 +151,14 @@ def _kernels(*instead: ModuleType) -> dict[str, Callable[..., Any]]:
 @functools.cache
 def source_digest(*instead: ModuleType) -> str:
     """Changes whenever any kernel does, or the arrays they take [Note: why kernels are cloned]."""
-    text = "".join(inspect.getsource(module) for module in (*_ALL, arrays, *instead)) + inspect.getsource(_compiler)
+    text = "".join(inspect.getsource(module) for module in (*_ALL, problem, *instead)) + inspect.getsource(_compiler)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 @functools.cache
 def pure() -> Kernels:
     """The kernels as plain Python functions."""
-    return cast(Kernels, SimpleNamespace(**_kernels(), is_compiled=False))
+    return cast("Kernels", SimpleNamespace(**_kernels(), is_compiled=False))
 
 
 @functools.cache
@@ -121,7 +169,7 @@ def compiled(*instead: ModuleType) -> Kernels:
     """
     names, digest = _global_names(_ALL, instead), source_digest(*instead)
     kernels = _clones(_kernels(*instead), names, digest, _compiler())
-    return cast(Kernels, SimpleNamespace(**kernels, is_compiled=True))
+    return cast("Kernels", SimpleNamespace(**kernels, is_compiled=True))
 
 
 def _compiler() -> Callable[[Any], Any]:
@@ -184,7 +232,7 @@ def _timing(walk: TakeWalk, is_compiled: bool) -> Kernels:
     kernels = _clones(usual, names, digest, wrap)
     own |= {name: kernels[name] for name, value in own.items() if name in usual and value is usual[name]}
     names["list_walk"] = _clones(dict(_own(module)), own, digest, wrap)[walk.__name__]
-    return cast(Kernels, SimpleNamespace(**kernels, is_compiled=is_compiled))
+    return cast("Kernels", SimpleNamespace(**kernels, is_compiled=is_compiled))
 
 
 def select(which: str) -> Kernels:

@@ -33,11 +33,11 @@ import numpy as np
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.memory import JobMemory
 from ds_hydra.costs.shape_costs import class_rows, price, priced
-from ds_hydra.data.length_sources import sample_batches
+from ds_hydra.data.lengths import sample_batches
 from ds_hydra.pipe.shape import LayerRange, PipelineShape, StageShape, StrategyShape
 from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.planner.proposal.pool import greedy_subset
-from ds_hydra.planner.proposal.sliced_forms import by_list, by_v
+from ds_hydra.planner.proposal.propose import by_list, by_v
 from ds_hydra.planner.selection import Planner
 from ds_hydra.zero_hetero.errors import PlanError
 from ds_hydra.zero_hetero.nodes import Cluster, node_of

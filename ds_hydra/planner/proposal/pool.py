@@ -17,10 +17,9 @@ from ds_hydra.costs.cost_table import SchemeCost
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
 from ds_hydra.plan.rank_order import fillings, most_used, ordered, stays_inside
 from ds_hydra.planner.exact.counts import counts_by_milp, counts_to_strategy
-from ds_hydra.planner.kernels.arrays import Prospect, Schemes
-from ds_hydra.planner.kernels.problem import Batch, PipelineKinds
-from ds_hydra.planner.one_strategy import StrategySearch
+from ds_hydra.planner.kernels.problem import Batch, PipelineKinds, Prospect, Schemes
 from ds_hydra.planner.options import PlannerOptions
+from ds_hydra.planner.selection import StrategySearch
 from ds_hydra.zero_hetero.errors import PlanError
 from ds_hydra.zero_hetero.nodes import NodeSize, node_ranks
 

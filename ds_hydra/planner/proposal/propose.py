@@ -1,4 +1,4 @@
-"""Lengths of the data in, the candidate strategies of a training run out. Pure: no torch.
+"""The candidate strategies of a training run, proposed from the lengths of its data. Pure: no torch.
 
 [Note: proposal]
 Strategies are judged by sampled batches, not by the distribution of lengths as in the paper: a real batch has a
@@ -19,26 +19,162 @@ wider space takes nothing away.
 Chunked pipelines whose sequence parallelism reaches into a second node are a space of their own, around that without
 them: with half as many shapes again a search of as many moves misses good layouts that it found before. So the larger
 space begins with what the smaller one found, and keeps the better half of it.
+
+Which schemes a model can be cut by at all, `plan.schemes.feasible_schemes` says: those get into a cost table.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from ds_hydra.costs.cost_table import CostTable
-from ds_hydra.data.length_sources import sample_batches
-from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
+import ds_hydra.planner.kernels as kernels
+from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.data.lengths import sample_batches
+from ds_hydra.pipe.schedules.registry import SCHEDULES, proposed_schedules
+from ds_hydra.pipe.shape import LayerRange, ParallelScheme, PipelineShape, StrategyShape
+from ds_hydra.planner.chunked import ChunkedSearch, Overheads
+from ds_hydra.planner.chunked_space import ChunkedSpace
 from ds_hydra.planner.exact.counts import scheme_of
-from ds_hydra.planner.kernels.arrays import Schemes
-from ds_hydra.planner.proposal.candidates import usable_schemes
+from ds_hydra.planner.kernels.problem import Batch, Schemes, scheme_arrays
 from ds_hydra.planner.proposal.pool import Counts, Pool
-from ds_hydra.planner.proposal.spaces import ChunkedShapes, Space, WholeSpace
 from ds_hydra.zero_hetero.errors import PlanError
 from ds_hydra.zero_hetero.nodes import NodeSize, largest_node
+
+
+def usable_schemes(
+    cost_table: CostTable, num_ranks: int, node_size: NodeSize = 8, tp_across_nodes: bool = False
+) -> tuple[ParallelScheme, ...]:
+    """The cost table's schemes that fit the ranks and the placement rule, in the table's order."""
+    usable = tuple(
+        scheme
+        for scheme in cost_table.schemes
+        if scheme.num_ranks <= num_ranks and (tp_across_nodes or scheme.tp <= largest_node(node_size))
+    )
+    if not usable:
+        raise PlanError(
+            f"no scheme of the cost table fits {num_ranks} ranks in nodes of {node_size}: it has "
+            f"{', '.join(map(str, cost_table.schemes))}; measure smaller schemes, or allow tp across nodes"
+        )
+    return usable
+
+
+def by_list(pipeline: PipelineShape) -> PipelineShape:
+    """The same stages under the list order."""
+    return PipelineShape(pipeline.stages, "list")
+
+
+def by_v(pipeline: PipelineShape) -> PipelineShape:
+    """As many layers in each stage, half of them from each end of the model; by the list order alone where a stage has
+    no layer for that."""
+    held = [stage.layers[0].last - stage.layers[0].first for stage in pipeline.stages]
+    if min(held) < 2:
+        return by_list(pipeline)
+    lower = [number // 2 for number in held]
+    upper = [number - half for number, half in zip(held, lower, strict=True)]
+    ends = list(itertools.pairwise(itertools.accumulate([*lower, *reversed(upper)], initial=0)))
+    return PipelineShape(tuple(
+        replace(stage, layers=(LayerRange(*ends[at]), LayerRange(*ends[-1 - at])))
+        for at, stage in enumerate(pipeline.stages)
+    ), "list")  # fmt: skip
+
+
+_PROBED = 6  # batches from which overheads are estimated
+_NO_LIMIT = 1 << 40  # tries
+
+
+class Space(Protocol):
+    """Shapes of pipelines with their costs, and the arrays of what dispatch counts for them."""
+
+    shapes: tuple[PipelineShape, ...]
+    costs: tuple[SchemeCost, ...]
+    limits: tuple[int, ...]  # tokens of the longest sequence that each holds
+
+    def batches(self, sampled: Sequence[np.ndarray], num_ranks: int) -> list[Batch]:
+        """Batches with what dispatch counts for their sequences."""
+
+    def arrays(self, sampled: Sequence[np.ndarray], num_ranks: int) -> Schemes:
+        """For these batches."""
+
+
+class WholeSpace:
+    """Whole sequences under 1F1B."""
+
+    def __init__(self, table: CostTable, shapes: Sequence[PipelineShape]) -> None:
+        self.shapes = tuple(shapes)
+        self.costs = tuple(table[shape] for shape in shapes)
+        self.limits = tuple(int(cost.max_length) for cost in self.costs)
+
+    def batches(self, sampled: Sequence[np.ndarray], num_ranks: int) -> list[Batch]:
+        return [Batch.by_rows(lengths.tolist(), self.costs) for lengths in sampled]
+
+    def arrays(self, sampled: Sequence[np.ndarray], num_ranks: int) -> Schemes:
+        """What the cost table says."""
+        return scheme_arrays(CostTable(self.costs))
+
+
+class ChunkedShapes:
+    """Shapes of which some are chunked [Note: chunked pipelines]; schemes of one stage may be among them.
+
+    Their overheads are means over sampled batches, those of typical pipelines. A strategy takes longer by some percent,
+    since its sequences do not divide evenly, and its slowest pipeline counts: the more pipelines, the longer.
+    """
+
+    def __init__(self, table: CostTable, shapes: Sequence[PipelineShape], *, slices: bool, layers: int = 0) -> None:
+        self._space = ChunkedSpace(table, [StrategyShape((shape,)) for shape in shapes], slices=slices, layers=layers)
+        self.shapes, self.costs = tuple(shapes), self._space.costs
+        self.limits = tuple(row.longest for row in self._space.rows)
+
+    def batches(self, sampled: Sequence[np.ndarray], num_ranks: int) -> list[Batch]:
+        given = [self._space.batch(lengths.tolist()) for lengths in sampled]
+        return [self._space.dealt(kernels.compiled(), batch, num_ranks) for batch in given]
+
+    def arrays(self, sampled: Sequence[np.ndarray], num_ranks: int) -> Schemes:
+        space, count = self._space, min(_PROBED, len(sampled))
+        known = Overheads.none(len(space.rows))
+        for at in np.linspace(0, len(sampled) - 1, count):
+            known.add(self._search(sampled[round(at)], num_ranks).probes(space.kinds))
+        return space.by_overhead(known.ms)
+
+    def corrected(self, arrays: Schemes, sampled: Sequence[np.ndarray], winners: Sequence[StrategyShape]) -> Schemes:
+        """Better arrays, by a good strategy for each batch: half of what is known, half of what its pipelines take."""
+        seen = Overheads.none(len(self.shapes))
+        for lengths, strategy in zip(sampled, winners, strict=True):
+            kinds = self._space.kinds_of(strategy)
+            seen.add(self._search(lengths, strategy.num_ranks).observe(kinds, arrays.c))
+        return self._space.by_overhead(np.where(seen.count > 0.0, 0.5 * (arrays.c + seen.ms), arrays.c))
+
+    def simulated(self, strategy: StrategyShape, lengths: np.ndarray, arrays: Schemes) -> float:
+        """What a strategy takes for a batch by a dispatch and simulations, a little refined; ms."""
+        return self._search(lengths, strategy.num_ranks).rated(self._space.kinds_of(strategy), arrays.c)
+
+    def _search(self, lengths: np.ndarray, num_ranks: int) -> ChunkedSearch:
+        batch = self._space.batch(lengths.tolist())
+        return ChunkedSearch(self._space, kernels.compiled(), batch, num_ranks=num_ranks, tries=_NO_LIMIT)
+
+
+def wider_shapes(
+    table: CostTable, schedules: Sequence[str] | None = None, num_layers: int | None = None
+) -> tuple[PipelineShape, ...]:
+    """The chunked pipelines that a proposal may use: each scheme with measured shares and more than one stage under
+    those of the `schedules` (None: all that may be proposed) that weigh times.
+
+    Of two schedules that differ in nothing but the ranges of layers in a stage it is the V where the model has layers
+    for it: that has half of the fill of the plain one and the same work, so it is never worse.
+    """
+    weighing = [one for name in schedules or proposed_schedules() if (one := SCHEDULES[name]).weighs]
+    found = []
+    for scheme in table.schemes:
+        if scheme.pp == 1 or table[scheme].shares is None:
+            continue
+        held = [one for one in weighing if num_layers is None or one.ranges * scheme.pp <= num_layers]
+        best = {one.walk: one.name for one in sorted(held, key=lambda one: one.ranges)}
+        found += [PipelineShape(PipelineShape.of(scheme).stages, name) for name in best.values()]
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
