@@ -92,7 +92,7 @@ def before(owner: Any, name: str, place: str, at: Place) -> None:
 def arm(at: Place) -> None:
     """What all modes have at the same functions."""
     from ds_hydra.checkpoint import write
-    from ds_hydra.pipe.head_loss import HeadLoss
+    from ds_hydra.pipe.loss import HeadLoss
     from ds_hydra.pipe.runtime import StageRuntime
     from ds_hydra.planner.selection import Planner
 
