@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from ds_hydra.commands import beside
+from ds_hydra.commands.demo import shipped_gains
 from ds_hydra.commands.demo_cluster import FIXED, STRATEGIES, draw_both, planned
-from ds_hydra.commands.demo_preview import shipped_gains
 from ds_hydra.costs.analytic import ModelShape
 from ds_hydra.elastic.buddies import held_layout, shift_of
 from ds_hydra.pipe.placement import place_strategy

@@ -28,7 +28,7 @@ from sphinx.cmd.build import main as sphinx
 import ds_hydra
 from ds_hydra.commands import moving
 from ds_hydra.commands.__main__ import COMMANDS, main
-from ds_hydra.commands.demo_preview import CLUSTERS, MIXES, OURS, ROWS, options, shipped_gains, span
+from ds_hydra.commands.demo import CLUSTERS, MIXES, OURS, ROWS, options, shipped_gains, span
 from ds_hydra.commands.launch import read_options
 from ds_hydra.config.checks import read_config
 from ds_hydra.config.describe import page, schema, settings

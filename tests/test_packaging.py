@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import setuptools
 
-from ds_hydra.commands.shipped import FILES, FOLDER
+from ds_hydra.commands.figures import FILES, FOLDER
 
 ROOT = Path(__file__).resolve().parents[1]
 TOPS = ("ds_hydra", "pipe", "zero_hetero")

@@ -30,8 +30,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ds_hydra.commands.figures import guarded, run_parts
-from ds_hydra.commands.shipped import shipped
+from ds_hydra.commands.figures import guarded, run_parts, shipped
 from ds_hydra.costs.analytic import analytic_cost_table
 from ds_hydra.costs.cost_table import TableFile
 from ds_hydra.costs.memory import Activations, JobMemory

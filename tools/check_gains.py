@@ -16,10 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from statistics import fmean
 
-from ds_hydra.commands.demo_preview import FIGURES, FIRST, MIXES, OURS, ROWS, Gain, computed, options, shipped_gains
-from ds_hydra.commands.figures import figures_parser, finish, print_table
+from ds_hydra.commands.demo import FIGURES, FIRST, MIXES, OURS, ROWS, Gain, computed, options, shipped_gains
+from ds_hydra.commands.figures import figures_parser, finish, print_table, shipped
 from ds_hydra.commands.preview import parse_arguments, prepared
-from ds_hydra.commands.shipped import shipped
 from ds_hydra.rivals.costs import Setting
 from ds_hydra.rivals.preview import BALANCED, FIXED, Messages, drawn_batches
 from ds_hydra.rivals.static import Configuration, Lengths, balanced, batch_rebalance, hindsight, megatron

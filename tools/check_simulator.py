@@ -22,8 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from ds_hydra.commands.figures import figures_parser, finish, guarded, print_table
-from ds_hydra.commands.shipped import shipped
+from ds_hydra.commands.figures import figures_parser, finish, guarded, print_table, shipped
 from ds_hydra.costs.analytic import analytic_cost_table
 from ds_hydra.costs.cost_table import TableFile
 from ds_hydra.data.lengths import read_lengths, sample_batches

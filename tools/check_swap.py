@@ -29,8 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_hydra.commands.figures import chosen_parts, finish, guarded, print_table
-from ds_hydra.commands.shipped import shipped
+from ds_hydra.commands.figures import chosen_parts, finish, guarded, print_table, shipped
 from ds_hydra.config.hydra_block import HydraConfig, PlannerConfig
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.data.lengths import read_lengths, sample_batches

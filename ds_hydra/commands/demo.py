@@ -8,20 +8,114 @@
 3. Real training on one rank and on eight ranks in four layouts: equal losses.
 
 Exits non-zero if ds-hydra is not faster, or a loss differs in the digits that are printed.
+
+The figures are shipped, as computing them takes minutes; `python -m tools.check_gains` says whether they are still what
+is computed, and writes them.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
-from ds_hydra.commands.demo_preview import computed, print_gain, shipped_gains
-from ds_hydra.commands.figures import figures_parser, finish, guarded
+from ds_hydra.commands.figures import FOLDER, figures_parser, finish, guarded, print_bars
 from ds_hydra.commands.moving import moving
 from ds_hydra.commands.on_cpus import on_cpus
+
+FIGURES = FOLDER / "demo_gains.json"
+TOKENS, CONTEXT = 200_000, 32_768
+CLUSTERS = {"a800-32b": 64, "a800-7b": 32}  # GPUs
+# In words, and as `ds-hydra preview --lengths` takes it; other lengths are in `tools.bench_systems`.
+MIXES = {"web pages, as CommonCrawl (log-normal, median 500)": "lognormal:6.22,1.233"}
+ROWS = tuple((model, lengths) for model in CLUSTERS for lengths in MIXES)
+OURS = "ds-hydra"
+LINKS = (12.0, 25.0, 50.0, 100.0)  # GB/s between nodes
+FIRST = 2  # steps that are shipped one by one
+
+
+class Gain(NamedTuple):
+    """A model and lengths of README's tables. Times in ms: means of 60 steps by what runs them, as `ds-hydra preview`
+    names it, ours last; and the first few by themselves."""
+
+    model: str  # a shipped cost table
+    lengths: str  # in words
+    strategies: tuple[str, ...]
+    layouts: Mapping[str, str]
+    mean_ms: Mapping[str, float]
+    first_ms: Mapping[str, Sequence[float]]
+    mixed: float  # share of the steps in which ours ran pipelines of several shapes
+    over_links: Mapping[str, Sequence[float]]  # GB/s: over the best fixed layout, and over Megatron-Core's schedule
+
+    def times(self, name: str) -> float:
+        """How many times as long as ours a system takes."""
+        return self.mean_ms[name] / self.mean_ms[OURS]
+
+    @property
+    def gain(self) -> float:
+        """Over the best of the others: not of ours on one layout."""
+        return min(self.times(name) for name in self.mean_ms if not name.startswith(OURS))
+
+
+def shipped_gains() -> list[Gain]:
+    """The rows that come with the package."""
+    return [Gain(**{**row, "strategies": tuple(row["strategies"])}) for row in json.loads(FIGURES.read_text())]
+
+
+def span(values: Iterable[float]) -> str:
+    """A range of figures as pages show it: "1.11 to 1.23"."""
+    several = sorted(f"{value:.2f}" for value in values)
+    low, high = several[0], several[-1]
+    return low if low == high else f"{low} to {high}"
+
+
+def options(model: str, lengths: str) -> tuple[str, ...]:
+    """What `ds-hydra preview` is given for a row."""
+    return ("--cost-table", model, "--lengths", MIXES[lengths], "--gpus", str(CLUSTERS[model]), "--tokens", str(TOKENS),
+            "--context", str(CONTEXT), "--tp-across-nodes")  # fmt: skip
+
+
+def computed(model: str, lengths: str, steps: int = 60, strategies: Sequence[str] = ()) -> Gain:
+    """A row, computed: with these strategies, or with proposed ones; over other links too, for the first lengths."""
+    from ds_hydra.commands.preview import LINK_STEPS, over_links, parse_arguments, previewed
+    from ds_hydra.report.record import is_heterogeneous
+
+    named = ("--strategies", *strategies) if strategies else ()
+    links = ("--links", *(f"{speed:g}" for speed in LINKS))
+    arguments = (*options(model, lengths), "--steps", str(steps), *named, *links)
+    args = parse_arguments(arguments, "ds-hydra preview")
+    done = previewed(args, told_lengths=False)
+    preview = done.preview
+    taken = {name: one.step_ms for name, one in preview.rivals.items()} | {OURS: preview.step_ms}
+    return Gain(
+        model, lengths, tuple(map(str, done.strategies)),
+        {name: one.layout for name, one in preview.rivals.items()},
+        {name: float(ms.mean()) for name, ms in taken.items()},
+        {name: ms[:FIRST].tolist() for name, ms in taken.items()},
+        fmean(is_heterogeneous(plan.strategy) for plan in preview.plans),
+        {} if steps <= FIRST or lengths != next(iter(MIXES))
+        else {f"{speed:g}": row for speed, row in over_links(args, done.strategies, LINK_STEPS).items()},
+    )  # fmt: skip
+
+
+def print_gain(gain: Gain, how: str) -> dict[str, Any]:
+    """Print the comparison; returns mean ms of a step by what runs it."""
+    size = gain.model.partition("-")[2].upper()
+    print(f"\n1. LLaMA {size} on {CLUSTERS[gain.model]} A800 GPUs, simulated steps of {TOKENS:,} tokens, context 32K:")
+    print(f"   {how}. Lengths of {gain.lengths}; costs as published, 25 GB/s for each GPU")
+    print("   between nodes. Other systems are set up in hindsight, as suits these very steps best.\n")
+    print_bars([(f"{name}: {gain.layouts[name]}" if name in gain.layouts else ours(gain.mixed), ms)
+                for name, ms in gain.mean_ms.items()])  # fmt: skip
+    return {**gain.mean_ms, "gain": gain.gain}
+
+
+def ours(mixed: float) -> str:
+    """What ds-hydra did, by the share of the steps that mixed shapes."""
+    return f"{OURS}: chosen anew in every step, of several shapes in {mixed:.0%} of them"
 
 
 def main(arguments: Sequence[str] | None = None, *, name: str = "ds-hydra demo") -> int:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ds_hydra.commands.figures import shipped
 from ds_hydra.commands.moving import moving
-from ds_hydra.commands.shipped import shipped
 from ds_hydra.costs.cost_table import read_table_file
 from ds_hydra.data.lengths import read_lengths
 from ds_hydra.data.sampler import TokenBudgetSampler

@@ -17,9 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from ds_hydra.commands.figures import figures_parser, finish, guarded, print_table
-from ds_hydra.commands.links import add_link_options
-from ds_hydra.commands.shipped import shipped
+from ds_hydra.commands.figures import add_link_options, figures_parser, finish, guarded, print_table, shipped
 from ds_hydra.commands.simulate import simulated_job
 from ds_hydra.costs.cost_table import read_table_file, told
 from ds_hydra.data.lengths import read_lengths

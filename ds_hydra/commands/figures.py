@@ -1,4 +1,4 @@
-"""Shared by all commands and measuring tools: their options, printed tables, error handling and exit codes."""
+"""Shared by all commands and measuring tools: options, printed tables, error handling and exit codes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,46 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ds_hydra.costs.cost_table import TableFile
+from ds_hydra.simulate.links import LinkModel, Speed
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError, PlanError
+
+FOLDER = Path(__file__).parent / "tables"
+FILES = {
+    "a800-7b": "llama_7b_a800.json",  # LLaMA 7B and 32B on A800-80GB, as Hydraulis published them
+    "a800-32b": "llama_32b_a800.json",
+    "pretraining": "pretraining_length_histogram.csv",  # lengths of 13 million documents
+    "rollouts": "rollout_length_histogram.csv",  # of reasoning models, a distribution fitted to published quantiles
+}
+
+
+def shipped(name: str) -> str:
+    """The path of the file shipped under `name`. Any other text is returned unchanged: it is the user's own path."""
+    return str(FOLDER / FILES[name]) if name in FILES else name
+
+
+def add_link_options(parser: argparse.ArgumentParser) -> None:
+    """What `links_of` reads."""
+    parser.add_argument("--gpus-per-node", type=int, default=8)
+    parser.add_argument("--inside", type=read_speed, metavar="US,GB/S", help="latency and bandwidth inside a node")
+    parser.add_argument("--between", type=read_speed, metavar="US,GB/S", help="the same between nodes")
+
+
+def read_speed(text: str) -> Speed:
+    """ "10,150": microseconds and 10^9 bytes a second."""
+    try:
+        latency, rate = (float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not MICROSECONDS,GB/S, such as 10,150") from None
+    return Speed(latency / 1e6, rate * 1e9)
+
+
+def links_of(args: argparse.Namespace, found: TableFile) -> LinkModel:
+    """The links that the options name; else those of the cost table, or what is assumed where it has none."""
+    return LinkModel.of_table(
+        found.links, args.gpus_per_node, inside=args.inside, between=args.between, place=f"links of {args.cost_table}"
+    )
+
 
 BAR = 40  # characters of the longest bar
 

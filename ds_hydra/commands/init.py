@@ -1,4 +1,4 @@
-"""Translate the config of a job that runs on DeepSpeed now: one for this engine, each key with a reason, and the gain.
+"""
 
   ds-hydra init train.py ds_config.json --model my_model/ --gpus 64 --lengths lengths.txt
       [--script-args FILE] [--cost-table FILE | --device NAME] [--device-memory GIB] [--tokens N] [--out FILE]
@@ -12,28 +12,377 @@ A config for Trainer, TRL or Accelerate must be plain JSON; the reasons stand in
 from __future__ import annotations
 
 import argparse
+import json
+import math
+import re
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING
+from statistics import fmean
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ds_hydra.commands import init_text
-from ds_hydra.commands.accelerate_yaml import config_of
-from ds_hydra.commands.figures import CommandParser, guarded, new_file
-from ds_hydra.commands.init_text import Result, recomputes, with_recomputation
+import numpy as np
+
+from ds_hydra.commands.figures import CommandParser, guarded, new_file, shipped
 from ds_hydra.commands.moving import moving
-from ds_hydra.commands.planned_block import Asked, planned, written
-from ds_hydra.commands.script_args import training_args
-from ds_hydra.commands.shipped import shipped
-from ds_hydra.commands.swapped import Span, diff_of, renamed, swap_of
-from ds_hydra.commands.translated import translated
-from ds_hydra.config.hosts import HOSTS, TRAINER
-from ds_hydra.config.hydra_block import BLOCK
-from ds_hydra.data.lengths import read_lengths
+from ds_hydra.commands.scripts import Span, Swap, TrainingArgs, diff_of, renamed, swap_of, training_args
+from ds_hydra.commands.translated import OwnLayout, Translated, config_of, translated
+from ds_hydra.config.checks import AUTO
+from ds_hydra.config.hosts import CALLS, HOSTS, TRAINER
+from ds_hydra.config.hydra_block import BLOCK, HydraConfig
+from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.data.lengths import LengthSample, assumed_tokens, read_lengths, sample_batches
+from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.rivals.preview import BALANCED
 from ds_hydra.zero_hetero.errors import ConfigError
 
 if TYPE_CHECKING:
     from ds_hydra.commands.init_job import Job
+
+
+def now_ms(
+    table: CostTable, layout: OwnLayout, gpus: int, lengths: Sequence[int], tokens: int, context: int, steps: int
+) -> float | None:
+    """Mean ms of a step of the same batches that `preview_steps` plans; None for a layout that the table lacks.
+
+    Sequences are packed as the sampler gives them, into micro-batches of up to `context` tokens, and dealt out in turn
+    before or after that, whichever is faster. Under ZeRO-3 no rank begins a micro-batch before the others, as each
+    layer's parameters are gathered from all.
+    """
+    scheme = ParallelScheme(layout.tp, layout.pp, layout.sp)
+    if scheme not in table.schemes or gpus % scheme.num_ranks:
+        return None
+    batches = sample_batches(lengths, tokens, steps, 1, context)
+    cost, replicas = table[scheme], gpus // scheme.num_ranks
+    return fmean(_step_ms(cost, batch.tolist(), replicas, context, layout.stage == 3) for batch in batches)
+
+
+def packed_in_order(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Micro-batches of at most `capacity` tokens: with 100 tokens 70, 40, 50, 60 become (70) (40 50) (60)."""
+    packs: list[list[int]] = []
+    room = 0
+    for length in lengths:
+        if length > room or not packs:
+            packs.append([])
+            room = capacity
+        packs[-1].append(length)
+        room -= length
+    return packs
+
+
+def _step_ms(cost: SchemeCost, lengths: Sequence[int], replicas: int, capacity: int, in_step: bool) -> float:
+    everything = packed_in_order(lengths, capacity)
+    ways = (  # sequences dealt out and packed, or packs dealt out
+        [packed_in_order(lengths[first::replicas], capacity) for first in range(replicas)],
+        [everything[first::replicas] for first in range(replicas)],
+    )
+
+    def taken(dealt: Sequence[Sequence[Sequence[int]]]) -> float:
+        loads = [[cost.load_ms(pack) for pack in packs] for packs in dealt]
+        if in_step and cost.scheme.pp == 1:
+            return sum(map(max, zip_longest(*loads, fillvalue=0.0)))
+        return max(map(cost.pipeline_ms, loads))
+
+    return min(map(taken, ways))
+
+
+RECOMPUTED = "activation_checkpointing"
+_PLANS = "plans.jsonl"
+
+
+class Setting(NamedTuple):
+    """One setting of the block, and why it is that."""
+
+    name: str
+    value: Any
+    why: str
+
+
+class Asked(NamedTuple):
+    """What the command line says of the job."""
+
+    gpus: int
+    tokens: int | None = None
+    lengths: str = ""  # as the user named them
+    cost_table: str | None = None
+
+
+def planned(swap: Swap, said: TrainingArgs, found: Translated, sample: LengthSample, asked: Asked) -> list[Setting]:
+    """What the block has already, and what is missing of it for a first run."""
+    longest, block = int(sample.lengths.max()), {name: one for name, one in found.block.items() if one not in (None, 0)}
+    context = Setting("context_length", longest, "the longest sequence of your data, in tokens")
+    new = [_step(swap, said, found.config, sample, asked), context]
+    if sample.too_long:
+        of, limit = len(sample.lengths) + sample.too_long, "hydra.context_length"
+        if "context_length" not in block:
+            limit = "the model's positions"
+            new[-1] = context._replace(why=f"the longest within {limit}; your longest has {sample.longest:,} tokens")
+        why = f"{sample.too_long:,} of {of:,} sequences ({sample.too_long / of:.0%}) are longer than {limit}, up to "
+        why += f'{sample.longest:,}: left out and counted; "truncate" cuts them, "error" ends the job'
+        new.append(Setting("too_long", "skip", why))
+    known = "lengths" in HydraConfig.__dataclass_fields__ and Path(asked.lengths).is_file()
+    listed = block.get("strategies", AUTO) != AUTO
+    whose = "your lengths" if known or not swap.handed_in else "lengths of web pages (yours are not known before)"
+    new.append(Setting("strategies", "auto", f"layouts follow from {whose}, model and GPUs; the planner mixes them"))
+    if swap.kind == CALLS and swap.handed_in:
+        why = "the mean of the batches' means, as DeepSpeed's own loop has it; remove it for the mean over all tokens"
+        new.append(Setting("loss_norm", "batch", why))
+    if swap.handed_in and known and not listed:
+        new.append(Setting("lengths", asked.lengths, "of your data: layouts are proposed for them"))
+    new.append(Setting("plans_file", _PLANS, "so that ds-hydra report can compare with a fixed layout"))
+    if asked.cost_table:
+        new.append(Setting("cost_table", asked.cost_table, "measured costs, by which steps are planned"))
+    old = [Setting(name, value, "as your block has it") for name, value in block.items()]
+    return [*old, *(one for one in new if one.name not in block)]
+
+
+def _step(swap: Swap, said: TrainingArgs, config: Mapping[str, Any], sample: LengthSample, asked: Asked) -> Setting:
+    """How many tokens a step has."""
+    longest, mean, tokens = int(sample.lengths.max()), float(np.mean(sample.lengths)), asked.tokens
+    sequences, where = _batch(config, said, asked.gpus)
+    if tokens is not None:
+        why = "as --tokens says"
+    elif sequences and said.get("packing").value and (packed := said.get("max_length").value):
+        tokens, why = sequences * int(packed), f"{sequences} packs of {int(packed):,} tokens, by {where}"
+    elif sequences:
+        tokens = max(longest, round(sequences * mean))
+        why = f"{sequences} sequences, by {where}, of {mean:.0f} tokens in the mean"
+    else:
+        tokens = assumed_tokens(longest, asked.gpus)
+        why = "nothing says how large a batch is: a long sequence, or 8,192 tokens, for each GPU"
+    if swap.handed_in:
+        why = f"for the first plans alone: your script hands its batches in, which are the steps ({why})"
+    else:
+        why = f"a step draws sequences until it holds as many tokens: {why}"
+    return Setting("tokens_per_step", tokens, why)
+
+
+def _batch(config: Mapping[str, Any], said: TrainingArgs, gpus: int) -> tuple[int | None, str]:
+    """Sequences of a step, and who says so."""
+    whole = config.get("train_batch_size")
+    if isinstance(whole, int):
+        return whole, "the config"
+    each, times = (config.get(key) for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
+    where = "the config"
+    if not isinstance(each, int):
+        each, where = said.get("per_device_train_batch_size")
+    if not isinstance(times, int):
+        times = said.get("gradient_accumulation_steps").value
+    if not isinstance(each, int):
+        return None, ""
+    return each * gpus * (times if isinstance(times, int) else 1), where
+
+
+def written(config: Mapping[str, Any], found: Sequence[Setting], commented: bool) -> str:
+    """The config's text with the block; each setting under its reason where comments are read."""
+    if not commented:
+        return json.dumps({**config, "hydra": {one.name: one.value for one in found}}, indent=2) + "\n"
+    body = json.dumps(config, indent=2).rstrip("}").rstrip()
+    rows = [f"    // {one.why}\n    {json.dumps(one.name)}: {json.dumps(one.value)}" for one in found]
+    comma = "," if config else ""
+    return f'{body}{comma}\n  "hydra": {{\n' + ",\n".join(rows) + "\n  }\n}\n"
+
+
+_LITTLE = 1.05  # times as fast
+_WIDTH = 116
+
+
+class Times(NamedTuple):
+    """Milliseconds of a step, None where the longest sequence does not fit; and what ran."""
+
+    now: float | None
+    ours: float | None = None
+    rivals: Mapping[str, tuple[str, float]] = MappingProxyType({})  # by what they are: how they are set up, and ms
+    layouts: tuple[str, ...] = ()  # that ours chose, the most frequent first
+    now_holds: int = 0  # tokens, on DeepSpeed
+    holds: int = 0  # tokens of the longest micro-batch here
+
+    @property
+    def fixed(self) -> float | None:
+        """Of the best fixed layout with balanced sequences."""
+        return self.rivals[BALANCED][1] if BALANCED in self.rivals else None
+
+
+class Result(NamedTuple):
+    """All that is found out about a job."""
+
+    swap: Swap
+    said: TrainingArgs
+    found: Translated
+    sample: LengthSample
+    settings: Sequence[Setting]
+    times: Mapping[bool, Times]  # by whether layers are recomputed
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the job recomputes its layers now."""
+        return recomputes(self.swap, self.said, self.found)
+
+    @property
+    def best(self) -> bool:
+        """Whether the faster way recomputes layers."""
+        kept, again = (self.times[way].ours for way in (False, True))
+        return kept is None or (again is not None and again < kept)
+
+
+def recomputes(swap: Swap, said: TrainingArgs, found: Translated) -> bool:
+    """Whether a job recomputes its layers as it is."""
+    return bool(
+        said.get("gradient_checkpointing").value or swap.arguments.recomputes or found.recomputed
+        or found.block.get(RECOMPUTED)
+    )  # fmt: skip
+
+
+def with_recomputation(settings: Sequence[Setting], times: Mapping[bool, Times], recomputed: bool) -> list[Setting]:
+    """The settings, with recomputation where nothing else lets the longest sequence fit and nobody asks for it."""
+    if times[False].ours is not None or recomputed or any(one.name == RECOMPUTED for one in settings):
+        return list(settings)
+    why = f"without it no layout holds more than {times[False].holds:,} tokens"
+    return [*settings, Setting(RECOMPUTED, True, why)]
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Lines of columns, the last one wrapped."""
+    widths = [max(len(row[at]) for row in (headers, *rows)) for at in range(len(headers) - 1)]
+    widths = [min(width, 44) for width in widths]
+    indent = sum(widths) + 2 * len(widths)
+    for row in (headers, *rows):
+        begin = "".join(f"{cell:<{width}}  " for cell, width in zip(row, widths, strict=False))
+        if len(begin) > indent:
+            yield begin.rstrip()
+            begin = " " * indent
+        lines = textwrap.wrap(row[-1], max(30, _WIDTH - indent), break_on_hyphens=False) or [""]
+        yield (begin + lines[0]).rstrip()
+        yield from (" " * indent + line for line in lines[1:])
+
+
+def of_keys(result: Result) -> Iterator[str]:
+    """What became of the config's keys, and the block's settings."""
+    rows = [(row.key, row.becomes, row.why) for row in result.found.rows]
+    named = {word for row in result.found.rows for word in re.findall(r"\w+", f"{row.key} {row.why}")}
+    plain = [key for key in result.found.config if key not in named]
+    if plain:
+        rows.append(("the rest", "kept", ", ".join(plain)))
+    yield from table(("key", "becomes", "why"), rows)
+    yield ""
+    settings = [(one.name, json.dumps(one.value), one.why) for one in result.settings]
+    yield from table(("hydra", "value", "why"), settings)
+
+
+def of_times(result: Result, gpus: int, costs: str) -> Iterator[str]:
+    """A step now, as other systems would run it, and here, with layers kept and recomputed."""
+    tokens = next(one.value for one in result.settings if one.name == "tokens_per_step")
+    yield f"Seconds of a step of {tokens:,} tokens on {gpus} GPUs. {costs}"
+    context = next(one.value for one in result.settings if one.name == "context_length")
+
+    def cell(ms: float | None, holds: int, what: str = "") -> str:
+        if ms is None:
+            return f"not for {context:,} tokens" + (f" ({holds:,} fit)" if holds < context else "")
+        return _seconds(ms) + (f"  {what}" if what else "")
+
+    both = [result.times[again] for again in (False, True)]
+    rows = [
+        (f"what you run now: {result.found.layout}", *(cell(one.now, one.now_holds) for one in both)),
+        *(
+            (name, *(cell(*_rival(one, name)) for one in both))
+            for name in dict.fromkeys(name for one in both for name in one.rivals)
+        ),
+        ("ds-hydra", *(cell(one.ours, one.holds, one.layouts[0] if one.layouts else "") for one in both)),
+    ]
+    marks = [f"{'layers recomputed' if again else 'layers kept'}{' (now)' if again == result.recomputes else ''}"
+             for again in (False, True)]  # fmt: skip
+    yield from table(("", *marks), rows)
+
+
+def _rival(times: Times, name: str) -> tuple[float | None, int, str]:
+    """What `cell` takes of another system."""
+    layout, ms = times.rivals.get(name, ("", None))
+    return ms, times.holds, layout
+
+
+def _seconds(ms: float) -> str:
+    return f"{ms / 1e3:.2f}" if ms >= 1e3 else f"{ms / 1e3:.3g}"
+
+
+def headline(result: Result) -> str:
+    """The result in a line; the seconds are those of `of_times`."""
+    ours, before = result.times[result.best].ours, result.times[result.recomputes].now
+    assert ours is not None, "what fits nowhere is refused"
+    way = " with recomputation switched off" if result.recomputes and not result.best else ""
+    here = f"A step takes {_seconds(ours)} s{way}"
+    if before is None:
+        return f"{here}; what you run now does not hold the longest sequence, or was not counted"
+    little = "; little is to be gained on these lengths" if before / ours < _LITTLE else ""
+    return f"{here}, now {_seconds(before)} s: {before / ours:.2f} times as fast{little}"
+
+
+def choices(result: Result) -> Iterator[str]:
+    """Which of the ways to take, and how; and what of the data the script cuts."""
+    now, best = result.recomputes, result.best
+    if now and not best:
+        yield f"Switch recomputation off: {_switch(result)}. Layouts hold the longest sequence without it."
+    elif best and result.times[False].ours is None:
+        yield f"Layers are recomputed: without it no layout holds more than {result.times[False].holds:,} tokens."
+    elif best:
+        yield "Recompute layers: it is the faster way here."
+    yield from truncated(result.said, result.sample)
+    if result.swap.handed_in and (layouts := result.times[best].layouts):
+        yield f'Or in place of "auto" the layouts that these lengths took: "strategies": {json.dumps(layouts)}'
+
+
+def _switch(result: Result) -> str:
+    said = result.said.get("gradient_checkpointing")
+    if said.value:
+        where = f"in {said.where}" if result.said.in_file.get("gradient_checkpointing") else f"in {result.said.name}"
+        return f"gradient_checkpointing=False {where} (now: {said.where})"
+    if result.swap.arguments.recomputes:
+        return "take gradient_checkpointing_enable() out of the script"
+    return f"take {RECOMPUTED} out of the config"
+
+
+def truncated(said: TrainingArgs, sample: LengthSample) -> Iterator[str]:
+    """What TRL cuts of the data."""
+    most, lengths = said.get("max_length"), sample.lengths
+    if not _cuts(said, sample):
+        return
+    kept = lengths.clip(max=most.value).sum() / lengths.sum()
+    yield (
+        f"max_length is {most.value:,} ({most.where}): TRL cuts {(lengths > most.value).mean():.0%} of your sequences "
+        f"and {1 - kept:.0%} of your tokens. Write max_length={int(lengths.max())}; the seconds above are for that."
+    )
+
+
+def _cuts(said: TrainingArgs, sample: LengthSample) -> bool:
+    most = said.get("max_length").value
+    return bool(said.name) and isinstance(most, int) and most < int(sample.lengths.max())
+
+
+def command_of(result: Result, script: Path, out: Path, gpus: int, node_size: int) -> str:
+    """How the job is started."""
+    swap = result.swap
+    nodes = math.ceil(gpus / node_size)
+    several = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500 " if nodes > 1 else ""
+    if swap.host == "accelerate":
+        several = f"--num_machines {nodes} --machine_rank N --main_process_ip HOST " if nodes > 1 else ""
+        return (
+            f"accelerate launch --use_deepspeed --deepspeed_config_file {out} --num_processes {gpus} {several}{script}"
+        )
+    option = "--deepspeed" if swap.host == "trainer" else "--deepspeed_config"
+    named = f" {option} {out}"
+    said = "".join(f" --{name} {value}" for name, value in _changed(result)) if swap.arguments.parsed else ""
+    return f"torchrun {several}--nproc-per-node {min(gpus, node_size)} {script} [your options]{said}{named}"
+
+
+def _changed(result: Result) -> Iterator[tuple[str, object]]:
+    """Training arguments that are better another way."""
+    if result.recomputes and not result.best and result.said.get("gradient_checkpointing").value:
+        yield "gradient_checkpointing", False
+    if _cuts(result.said, result.sample):
+        yield "max_length", int(result.sample.lengths.max())
+
 
 _GPU_GIB = 80.0
 
@@ -93,7 +442,7 @@ def _write(args: argparse.Namespace, result: Result, job: Job, costs: str) -> in
     out = args.out or args.config.with_name(f"{args.config.stem}_hydra.json")
     reasons, patch = out.with_suffix(".txt"), out.with_suffix(".diff")
     commented = result.swap.host == "script"
-    keys = "\n".join(init_text.of_keys(result))
+    keys = "\n".join(of_keys(result))
     spans: dict[Path, frozenset[Span]] = dict(result.swap.spans)
     for path, of_file in renamed(args.script, str(args.config), str(out)).items():
         spans[path] = spans.get(path, frozenset()) | of_file
@@ -104,10 +453,10 @@ def _write(args: argparse.Namespace, result: Result, job: Job, costs: str) -> in
     if diff:
         patch.write_text(diff, encoding="utf-8")
     estimated = "" if args.cost_table else " (estimated)"
-    print(f"{out} is written. {init_text.headline(result)}{estimated}.\n")
+    print(f"{out} is written. {headline(result)}{estimated}.\n")
     print(keys + "\n")
-    print("\n".join(init_text.of_times(result, job.gpus, costs)) + "\n")
-    for line in init_text.choices(result):
+    print("\n".join(of_times(result, job.gpus, costs)) + "\n")
+    for line in choices(result):
         print(line)
     if result.swap.note:
         print(f"The loop of {args.script}: {result.swap.note}.")
@@ -115,7 +464,7 @@ def _write(args: argparse.Namespace, result: Result, job: Job, costs: str) -> in
         print(f"\nChange the script, a loop of {result.swap.kind}: patch -p0 < {patch}\n{diff.rstrip()}")
     else:
         print(f"\n{args.script}, a loop of {result.swap.kind}, needs no change")
-    print(f"\nStart it: {init_text.command_of(result, args.script, out, job.gpus, job.node_size)}")
+    print(f"\nStart it: {command_of(result, args.script, out, job.gpus, job.node_size)}")
     return 0
 
 

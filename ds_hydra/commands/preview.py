@@ -20,10 +20,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_hydra.commands.demo_preview import ours
-from ds_hydra.commands.figures import BAR, CommandParser, guarded, new_file, print_bars, print_table
-from ds_hydra.commands.links import add_link_options, links_of
-from ds_hydra.commands.shipped import FILES, shipped
+from ds_hydra.commands.demo import ours
+from ds_hydra.commands.figures import (
+    BAR,
+    FILES,
+    CommandParser,
+    add_link_options,
+    guarded,
+    links_of,
+    new_file,
+    print_bars,
+    print_table,
+    shipped,
+)
 from ds_hydra.costs.cost_table import CostTable, TableFile, read_table_file, told
 from ds_hydra.data.lengths import LengthSample, read_lengths
 from ds_hydra.pipe.schedules.registry import proposed_schedules, weighs

@@ -18,9 +18,16 @@ from pathlib import Path
 
 import numpy as np
 
-from ds_hydra.commands.figures import figures_parser, finish, guarded, new_file, print_table
-from ds_hydra.commands.links import add_link_options, links_of
-from ds_hydra.commands.shipped import shipped
+from ds_hydra.commands.figures import (
+    add_link_options,
+    figures_parser,
+    finish,
+    guarded,
+    links_of,
+    new_file,
+    print_table,
+    shipped,
+)
 from ds_hydra.costs.cost_table import CostTable, TableFile, read_table_file, told
 from ds_hydra.costs.memory import gibibytes
 from ds_hydra.data.lengths import read_lengths, sample_batches

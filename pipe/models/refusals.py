@@ -92,7 +92,9 @@ def _spans(model: nn.Module) -> Iterator[_Span]:
     for name, value in [*named, *_held(model)]:
         array = np.asarray(value) if isinstance(value, np.ndarray | memoryview) else None
         numeric = array is not None and array.dtype.kind in "biuf" and array.flags.writeable
-        tensor = torch.from_numpy(array) if numeric and min(array.strides, default=1) > 0 else value
+        tensor = (
+            torch.from_numpy(array) if array is not None and numeric and min(array.strides, default=1) > 0 else value
+        )
         if not isinstance(tensor, Tensor) or id(value) in known or tensor.is_meta or not tensor.numel():
             continue
         known.add(id(value))

@@ -20,11 +20,10 @@ from packaging.requirements import Requirement
 
 from ds_hydra import __version__
 from ds_hydra.commands.__main__ import COMMANDS, main
-from ds_hydra.commands.figures import CommandParser
+from ds_hydra.commands.figures import FILES, CommandParser, shipped
 from ds_hydra.commands.launch import as_ours, read_options
 from ds_hydra.commands.launch import main as launch
 from ds_hydra.commands.launch_node import Job, code_of, job_of
-from ds_hydra.commands.shipped import FILES, shipped
 from ds_hydra.config.hydra_block import ElasticConfig, HydraConfig
 from ds_hydra.config.versions import NEEDED, refuse_older
 from ds_hydra.costs.cost_table import CostTable

@@ -16,15 +16,12 @@ import pytest
 
 from ds_hydra.commands import preview
 from ds_hydra.commands.__main__ import main
-from ds_hydra.commands.accelerate_yaml import config_of
+from ds_hydra.commands.figures import shipped
+from ds_hydra.commands.init import Asked, now_ms, packed_in_order, planned
 from ds_hydra.commands.init_job import Job
-from ds_hydra.commands.now import now_ms, packed_in_order
-from ds_hydra.commands.planned_block import Asked, planned
 from ds_hydra.commands.refusals import refuse_all
-from ds_hydra.commands.script_args import training_args
-from ds_hydra.commands.shipped import shipped
-from ds_hydra.commands.swapped import Swap, diff_of, swap_of, swappable
-from ds_hydra.commands.translated import OwnLayout, Translated, translated
+from ds_hydra.commands.scripts import Swap, diff_of, swap_of, swappable, training_args
+from ds_hydra.commands.translated import OwnLayout, Translated, config_of, translated
 from ds_hydra.config.hosts import ACCELERATE, CALLS, STEPS, TRAINER
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.data.lengths import LengthSample, read_lengths

@@ -21,8 +21,8 @@ import pytest
 
 from ds_hydra.commands import report
 from ds_hydra.commands.__main__ import main
-from ds_hydra.commands.report_page import waits_of
-from ds_hydra.commands.shipped import shipped
+from ds_hydra.commands.figures import shipped
+from ds_hydra.commands.report import waits_of
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.engine.record import pushing_s, waiting_s
 from ds_hydra.pipe.shape import StrategyShape

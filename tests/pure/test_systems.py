@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_hydra.commands.shipped import shipped
+from ds_hydra.commands.figures import shipped
 from ds_hydra.costs.cost_table import CostTable, SchemeCost, believed
 from ds_hydra.pipe.rows import Overlap, cut_heads
 from ds_hydra.pipe.shape import ParallelScheme

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ds_hydra.commands.shipped import shipped
+from ds_hydra.commands.figures import shipped
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.data.lengths import read_lengths, sample_batches
 from ds_hydra.planner import Planner, PlannerOptions, StepPlan, validate_plan

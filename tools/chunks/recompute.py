@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ds_hydra.commands.shipped import shipped
+from ds_hydra.commands.figures import shipped
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.shares import Shares
 from ds_hydra.pipe.schedules.list_walk import NEVER

@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from ds_hydra.commands.shipped import shipped
+from ds_hydra.commands.figures import shipped
 from ds_hydra.costs.cost_table import read_table_file
 from ds_hydra.data.lengths import read_lengths, sample_batches
 from ds_hydra.elastic.buddies import shift_of

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ds_hydra.commands.shipped import shipped
+from ds_hydra.commands.figures import shipped
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.shape_costs import class_rows, priced
 from ds_hydra.data.lengths import read_lengths, sample_batches

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ds_hydra.commands.shipped import shipped
+from ds_hydra.commands.figures import shipped
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.costs.memory import JobMemory
 from ds_hydra.costs.shape_costs import with_shapes

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ds_hydra.commands.shipped import shipped
+from ds_hydra.commands.figures import shipped
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.costs.shape_costs import with_shapes
 from ds_hydra.costs.shares import Shares

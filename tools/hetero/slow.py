@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ds_hydra.commands.shipped import shipped
+from ds_hydra.commands.figures import shipped
 from ds_hydra.costs.analytic import analytic_cost_table
 from ds_hydra.costs.cost_table import TableFile
 from ds_hydra.data.lengths import read_lengths, sample_batches

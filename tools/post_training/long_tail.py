@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_hydra.commands.shipped import shipped
+from ds_hydra.commands.figures import shipped
 from ds_hydra.config.hydra_block import HydraConfig, PlannerConfig
 from ds_hydra.costs.cost_table import read_table_file, told
 from ds_hydra.data.lengths import read_lengths, sample_batches

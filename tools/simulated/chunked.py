@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from ds_hydra.commands.shipped import shipped
+from ds_hydra.commands.figures import shipped
 from ds_hydra.costs.cost_table import read_table_file
 from ds_hydra.data.lengths import WEB_PAGES, read_lengths
 from ds_hydra.data.sampler import TokenBudgetSampler

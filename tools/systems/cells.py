@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ds_hydra.commands.shipped import FOLDER
+from ds_hydra.commands.figures import FOLDER
 from ds_hydra.data.lengths import WEB_PAGES, read_lengths, sample_batches
 from ds_hydra.rivals.costs import RivalModel
 from tools.systems.devices import rival_model

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import combinations
 
-from ds_hydra.commands.shipped import shipped
+from ds_hydra.commands.figures import shipped
 from ds_hydra.costs.analytic import ModelShape
 from ds_hydra.costs.cost_table import (
     ATTENTION_OF_PEAK,

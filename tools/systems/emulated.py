@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ds_hydra.commands.shipped import shipped
+from ds_hydra.commands.figures import shipped
 from ds_hydra.costs.cost_table import read_table_file
 from ds_hydra.data.sampler import TokenBudgetSampler
 from ds_hydra.emulate.cluster import emulate_plans

@@ -1,4 +1,8 @@
-"""A training script in; which loop it has of those that ds-hydra runs, and the lines to change, out. Pure.
+"""Training scripts, read without running them: their loop, their arguments, and the lines to change. Pure: no torch.
+
+A class is followed through imports and bases to the library that it comes from, whatever it is called on the way.
+
+default of their class. Pure.
 
 The classes that can be swapped are those that `ds_hydra/hugging_face` has: HydraX stands for the X that its file
 imports. A script counts by what it constructs; what it only imports, for a type hint say, does not.
@@ -10,14 +14,196 @@ import ast
 import difflib
 import functools
 import itertools
+import json
 import os
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ds_hydra.commands.script_files import Origin, Program, ScriptFile
 from ds_hydra.config.hosts import ACCELERATE, CALLS, STEPS
 from ds_hydra.zero_hetero.errors import ConfigError
+
+LIBRARIES = frozenset({"accelerate", "datasets", "deepspeed", "ds_hydra", "peft", "torch", "transformers", "trl"})
+_MOST_FILES = 300
+_ROOTS = 3  # the script's folder, and those above it, which a package may be imported from
+_Statement = ast.Import | ast.ImportFrom
+
+
+class Binding(NamedTuple):
+    """What a name of a file stands for."""
+
+    module: str  # dotted, of another library; empty: of the file `local`
+    name: str  # in it; empty: the module itself
+    local: Path | None = None
+    statement: _Statement | None = None
+
+
+@dataclass
+class ScriptFile:
+    """One file of Python."""
+
+    path: Path
+    text: str  # with the ends of its lines as they are
+    tree: ast.Module
+    names: dict[str, Binding] = field(default_factory=dict)
+    classes: dict[str, ast.ClassDef] = field(default_factory=dict)
+    constants: dict[str, Any] = field(default_factory=dict)  # of names that are given one value
+
+    def calls(self) -> Iterator[ast.Call]:
+        """Every call, in the order of a walk."""
+        return (node for node in ast.walk(self.tree) if isinstance(node, ast.Call))
+
+    def value_of(self, node: ast.expr) -> Any:
+        """A constant as it stands there, or by a name that has one value; ... where it is none."""
+        if isinstance(node, ast.Name) and node.id in self.constants:
+            return self.constants[node.id]
+        try:
+            return ast.literal_eval(node)
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            return ...
+
+
+class Origin(NamedTuple):
+    """Where a class or function comes from."""
+
+    library: str  # first part of its module's name
+    name: str
+    file: ScriptFile  # that names the library
+    node: ast.expr  # which stands for it there
+
+
+class Program:
+    """A script and what it imports of its project, the script first."""
+
+    def __init__(self, script: Path) -> None:
+        """ConfigError for a script that cannot be read or is no Python; other files that are none are passed over."""
+        self.folder = script.parent
+        self.files: dict[Path, ScriptFile] = {}
+        try:
+            waiting = [self._read(script)]
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read the script {script}: {error}") from error
+        except (SyntaxError, ValueError) as error:
+            raise ConfigError(f"{script} is no Python script: {error}") from error
+        while waiting and len(self.files) < _MOST_FILES:
+            for path in self._imported(waiting.pop(0)):
+                try:
+                    waiting.append(self._read(path))
+                except (OSError, UnicodeDecodeError, SyntaxError, ValueError):
+                    continue
+
+    @property
+    def script(self) -> ScriptFile:
+        """The file that is started."""
+        return next(iter(self.files.values()))
+
+    def origin(self, file: ScriptFile, node: ast.expr, seen: frozenset[int] = frozenset()) -> Origin | None:
+        """What an expression stands for in a library: the thing itself, or the first base of a class that is in one."""
+        dotted = _dotted(node)
+        if dotted is None or id(node) in seen:
+            return None
+        first, *rest = dotted
+        bound = file.names.get(first)
+        if bound is not None and bound.local is None:
+            path = [*bound.module.split("."), *filter(None, [bound.name]), *rest]
+            return Origin(path[0], path[-1], file, node)
+        if bound is not None:
+            there = self.files.get(bound.local) if bound.local else None
+            name = bound.name or (rest[-1] if rest else "")
+            return self._defined(there, name, seen | {id(node)}) if there is not None and name else None
+        return self._defined(file, first, seen | {id(node)}) if not rest else None
+
+    def _defined(self, file: ScriptFile, name: str, seen: frozenset[int]) -> Origin | None:
+        """What a name of a file stands for: a class by its bases, or what the file itself imports."""
+        if name in file.classes:
+            origins = (self.origin(file, base, seen) for base in file.classes[name].bases)
+            return next((one for one in origins if one is not None and one.library in LIBRARIES), None)
+        bound = file.names.get(name)
+        if bound is None:
+            return None
+        node = next((n for n in ast.walk(file.tree) if isinstance(n, ast.Name) and n.id == name), ast.Name(name))
+        return self.origin(file, node, seen)
+
+    def _read(self, path: Path) -> ScriptFile:
+        text = path.read_bytes().decode("utf-8-sig")
+        tree = ast.parse(text, str(path))
+        file = ScriptFile(path, text, tree)
+        self.files[path] = file
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                for one in node.names:
+                    module = one.name if one.asname else one.name.split(".")[0]
+                    local = self._locate(file, one.name, 0)
+                    file.names[one.asname or module] = Binding("" if local else module, "", local, node)
+            elif isinstance(node, ast.ImportFrom):
+                self._bind(file, node)
+            elif isinstance(node, ast.ClassDef):
+                file.classes[node.name] = node
+        _bind_constants(file)
+        return file
+
+    def _bind(self, file: ScriptFile, node: ast.ImportFrom) -> None:
+        local = self._locate(file, node.module or "", node.level)
+        for one in node.names:
+            inside = self._locate(file, f"{node.module or ''}.{one.name}".strip("."), node.level)
+            if inside is not None and inside != local:  # a file of a package
+                bound = Binding("", "", inside, node)
+            elif local is not None or node.level:
+                bound = Binding("", one.name, local, node)
+            else:
+                bound = Binding(node.module or "", one.name, None, node)
+            file.names[one.asname or one.name] = bound
+
+    def _imported(self, file: ScriptFile) -> Iterator[Path]:
+        for bound in list(file.names.values()):
+            if bound.local is not None and bound.local not in self.files:
+                yield bound.local
+
+    def _locate(self, file: ScriptFile, module: str, level: int) -> Path | None:
+        """The file of a module of the project."""
+        parts = module.split(".") if module else []
+        if level:
+            above = file.path.parent
+            for _ in range(level - 1):
+                above = above.parent
+            roots = [above]
+        elif not parts or parts[0] in LIBRARIES:
+            return None
+        else:
+            roots = [self.folder, *list(self.folder.absolute().parents)[: _ROOTS - 1]]
+        for root in roots:
+            at = root.joinpath(*parts)
+            for path in (at.with_name(at.name + ".py") if parts else at / "__init__.py", at / "__init__.py"):
+                if path.is_file():
+                    return path
+        return None
+
+
+def _dotted(node: ast.expr) -> list[str] | None:
+    """The names of `a.b.c`; None for any other expression."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.insert(0, node.attr)
+        node = node.value
+    return [node.id, *names] if isinstance(node, ast.Name) else None
+
+
+def _bind_constants(file: ScriptFile) -> None:
+    """Names that one statement gives a constant, and no other statement anything."""
+    given: dict[str, list[ast.expr | None]] = {}
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            plain = None if isinstance(node, ast.AugAssign) else node.value
+            for target in targets:
+                if isinstance(target, ast.Name):
+                    given.setdefault(target.id, []).append(plain)
+    for name, values in given.items():
+        if len(values) == 1 and isinstance(values[0], ast.Constant) and values[0].value is not None:
+            file.constants[name] = values[0].value
+
 
 _ACCELERATOR = "Accelerator"
 Import = ast.Import | ast.ImportFrom
@@ -353,3 +539,142 @@ def _says(name: str) -> bool:
     return name.endswith("TrainingArguments") or name in (
         "SFTConfig", "DPOConfig", "GRPOConfig", "RLOOConfig", "RewardConfig", "KTOConfig"
     )  # fmt: skip
+
+
+_TRAINING = "TrainingArguments"
+_OF_TRL = {"gradient_checkpointing": True, "bf16": True}
+_KNOWN: dict[str, dict[str, Any]] = {  # where the library is not installed
+    _TRAINING: {"gradient_checkpointing": False, "bf16": False, "fp16": False, "per_device_train_batch_size": 8,
+                "gradient_accumulation_steps": 1},
+    "SFTConfig": {**_OF_TRL, "max_length": 1024, "packing": False},
+    "DPOConfig": {**_OF_TRL, "max_length": 1024},
+    "RewardConfig": {**_OF_TRL, "max_length": 1024},
+    "GRPOConfig": _OF_TRL,
+    "RLOOConfig": _OF_TRL,
+}  # fmt: skip
+
+
+class Said(NamedTuple):
+    """A value, and who says it; None: nobody does."""
+
+    value: Any
+    where: str
+
+
+@dataclass(frozen=True)
+class TrainingArgs:
+    """A script's training arguments."""
+
+    name: str  # of their class; empty for a loop that has none
+    in_code: Mapping[str, Any]
+    in_file: Mapping[str, Any]
+    file: str  # as the user named it
+    constants: Mapping[str, Any]  # that the script has for other uses, such as defaults of options
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of the installed class
+
+    def get(self, name: str) -> Said:
+        """The value of an argument."""
+        if name in self.in_code:
+            return Said(self.in_code[name], f"{self.name or 'the script'}({name}=...)")
+        if name in self.in_file:
+            return Said(self.in_file[name], self.file)
+        if not self.name:
+            return Said(self.constants.get(name), "the script")
+        known = {**_KNOWN[_TRAINING], **_KNOWN.get(self.name, {})}
+        value = self.defaults.get(name)
+        return Said(known.get(name) if value is None else value, f"{self.name}'s default")
+
+    def constant(self, name: str) -> Any:
+        """What the script, or the file that it is started with, says of a name, whatever it is for; None: nothing."""
+        return next((one[name] for one in (self.in_code, self.in_file, self.constants) if name in one), None)
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """That the file or the options name."""
+        named = (self.in_file.get(name) for name in ("model_name_or_path", "model", "base_model"))
+        return tuple(one for one in named if isinstance(one, str))
+
+    def precise(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """A config whose types are those that Trainer would fill in, where it leaves them to the arguments."""
+        if not self.name:
+            return dict(config)
+        fp16 = bool(self.get("fp16").value)
+        values = {"fp16": fp16, "bf16": bool(self.get("bf16").value) and not fp16}
+        return {
+            key: {**block, "enabled": values[key]}
+            if key in values and isinstance(block, Mapping) and block.get("enabled") == "auto" else block
+            for key, block in config.items()
+        }  # fmt: skip
+
+
+def training_args(swap: Swap, given: str | None) -> TrainingArgs:
+    """`given` is a YAML or JSON file, or options as on a command line. ConfigError for a file that cannot be read."""
+    name = ""
+    if swap.host == "trainer":
+        expected = _TRAINING if swap.kind == "Trainer" else swap.kind.replace("Trainer", "Config")
+        name = expected if expected in swap.arguments.classes else next(iter(swap.arguments.classes), expected)
+    return TrainingArgs(
+        name, swap.arguments.given, _read(given), given or "", swap.arguments.constants, _defaults(name)
+    )
+
+
+def _read(given: str | None) -> dict[str, Any]:
+    if given is None:
+        return {}
+    if given.lstrip().startswith("-"):
+        return _of_options(shlex.split(given))
+    try:
+        text = Path(given).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the script's arguments {given}: {error}") from error
+    try:
+        import yaml
+
+        found = yaml.safe_load(text)  # JSON is YAML, too
+    except ImportError:
+        found = json.loads(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{given} is no YAML: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{given} must have a key a line, such as `max_length: 4096`")
+    return {str(key).replace("-", "_"): _number(value) for key, value in found.items()}
+
+
+def _of_options(words: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    while words:
+        option, equals, value = words.pop(0).partition("=")
+        if not option.startswith("--"):
+            continue
+        if not equals:
+            value = words.pop(0) if words and not words[0].startswith("--") else "true"
+        name = option[2:].replace("-", "_")
+        found[name.removeprefix("no_")] = False if name.startswith("no_") and value == "true" else _number(value)
+    return found
+
+
+def _number(value: Any) -> Any:
+    """A text as what it says; YAML takes 1e-5 for one."""
+    if not isinstance(value, str):
+        return value
+    words = {"true": True, "false": False, "none": None, "null": None}
+    if value.lower() in words:
+        return words[value.lower()]
+    try:
+        return float(value) if set(value.lower()) & set(".e") else int(value)
+    except ValueError:
+        return value
+
+
+def _defaults(name: str) -> dict[str, Any]:
+    """Of the installed class; nothing where it is not installed."""
+    if name not in _KNOWN:
+        return {}
+    import dataclasses
+    from importlib import import_module
+
+    try:
+        found = getattr(import_module("transformers" if name == _TRAINING else "trl"), name)
+    except (ImportError, AttributeError, RuntimeError):
+        return {}
+    return {one.name: one.default for one in dataclasses.fields(found) if one.default is not dataclasses.MISSING}
