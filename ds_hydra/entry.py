@@ -44,9 +44,8 @@ def accept(config: Mapping[str, Any], ranks: int | None = None, host: str | None
 
     from ds_hydra.costs.cost_table import read_table_file
     from ds_hydra.data.lengths import read_lengths
-    from ds_hydra.host.batch_sizes import batch_sizes
     from ds_hydra.host.launch import check_launched_ranks
-    from ds_hydra.host.settings import check_updates, deepspeed_config, deepspeed_defaults
+    from ds_hydra.host.settings import batch_sizes, check_updates, deepspeed_config, deepspeed_defaults
 
     if ranks is None:
         check_environment()
@@ -139,8 +138,8 @@ def _engine(parsed: ParsedConfig, model: Any, of_group: Mapping[str, Any], **giv
     """The engine, of ranks that watch each other from when they have met; `of_group` as `init_distributed` has it."""
     from ds_hydra.engine.engine import HydraEngine
     from ds_hydra.engine.guard import Guard
+    from ds_hydra.host.devices import out_of_modes
     from ds_hydra.host.launch import init_distributed
-    from ds_hydra.host.modes import out_of_modes
 
     guards = list[Guard]()
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, PrefixTuningConfig, VeraConfig, get_peft_model
 
-from ds_hydra.engine.models import model_source
+from ds_hydra.engine.job import model_source
 from ds_hydra.pipe import adapters, token_sharding
 from ds_hydra.pipe.collectives import all_rows
 from ds_hydra.pipe.model_plan import ShardRule

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_hydra.config.hydra_block import HydraConfig
 from ds_hydra.engine.checked import _refuse_other_ways, check_candidates
-from ds_hydra.engine.fingerprint import attention_name
+from ds_hydra.engine.costs import attention_name
 from ds_hydra.host.devices import Flags
 from ds_hydra.pipe import ulysses
 from ds_hydra.pipe.attention import backends, interface

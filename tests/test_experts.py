@@ -21,9 +21,8 @@ from ds_hydra.config.hydra_block import HydraConfig
 from ds_hydra.costs.cost_table import CostTable, SchemeCost, TableFile
 from ds_hydra.costs.memory import JobMemory
 from ds_hydra.costs.shape_costs import of_one_kind, spreading_rows
-from ds_hydra.engine.fingerprint import model_fingerprint
-from ds_hydra.engine.job import Job
-from ds_hydra.engine.models import spread_where_cheaper
+from ds_hydra.engine.costs import model_fingerprint
+from ds_hydra.engine.job import Job, spread_where_cheaper
 from ds_hydra.pipe import expert_parallel
 from ds_hydra.pipe.expert_parallel import Routed, _own_experts, balanced, totals_of
 from ds_hydra.pipe.models import experts

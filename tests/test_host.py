@@ -33,16 +33,17 @@ import ds_hydra
 from ds_hydra.config.deepspeed_settings import KNOWN_SETTINGS, PRECISION, REFUSED, TOLD, ZERO_SETTINGS
 from ds_hydra.config.hosts import ACCELERATE, FILLED, TRAINER, filled_in
 from ds_hydra.entry import accept
-from ds_hydra.host import launch, refusals
-from ds_hydra.host.element_wise import is_element_wise
+from ds_hydra.host import launch
 from ds_hydra.host.optimizers import (
     ELEMENT_WISE,
     Lion,
+    is_element_wise,
     is_known,
     optimizer_of_block,
     optimizer_recipe,
     parameter_groups,
 )
+from ds_hydra.host.settings import refuse_metrics_scheduler
 from ds_hydra.zero_hetero.deepspeed_names import BOTH
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.public_configs import CONFIGS, Public
@@ -250,9 +251,9 @@ def test_an_optimizer_that_begins_with_a_state_has_it_for_the_shards() -> None:
 
 def test_schedulers_that_want_a_metric_are_refused() -> None:
     optimizer = torch.optim.SGD(small_model().parameters(), lr=1)
-    refusals.scheduler_of_metrics(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0))
+    refuse_metrics_scheduler(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0))
     with pytest.raises(ConfigError, match=r"ReduceLROnPlateau wants metrics in each step.* between steps"):
-        refusals.scheduler_of_metrics(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
+        refuse_metrics_scheduler(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
 
 
 @pytest.mark.parametrize(

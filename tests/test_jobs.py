@@ -24,8 +24,8 @@ from ds_hydra.data.sampler import StepLoader
 from ds_hydra.engine.prepare import tell_threads
 from ds_hydra.host import launch, uncaught
 from ds_hydra.host.environment import check_environment, launched_node_size, launched_number
-from ds_hydra.host.pending import Collected, PendingLoss, Term
 from ds_hydra.host.settings import deepspeed_config, deepspeed_defaults, with_model_settings
+from ds_hydra.host.three_calls import Collected, PendingLoss, Term
 from ds_hydra.hugging_face.trainer import Counted as Batches
 from ds_hydra.pipe.models.flow import arguments
 from ds_hydra.testing import free_port, rank_environment

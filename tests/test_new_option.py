@@ -15,9 +15,9 @@ from ds_hydra.config import hydra_block
 from ds_hydra.config.hydra_block import HydraConfig, parse_config
 from ds_hydra.costs import job_fingerprint
 from ds_hydra.costs.cost_table import CostTable, SchemeCost, TableFile, table_file_from_record
-from ds_hydra.engine import models
+from ds_hydra.engine import job as jobs
 from ds_hydra.engine.checked import check_candidates
-from ds_hydra.engine.fingerprint import describe_job
+from ds_hydra.engine.costs import describe_job
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.pipe.stage import StageModule, StagePlace
@@ -53,7 +53,7 @@ class Source(CausalLM):
 def added(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (hydra_block, job_fingerprint):
         monkeypatch.setattr(module, "StageOptions", Options)
-    for module in (models, subjects):
+    for module in (jobs, subjects):
         monkeypatch.setattr(module, "CausalLM", Source)
 
 
@@ -63,7 +63,7 @@ def test_a_new_option_travels_from_the_config_to_the_table_and_back() -> None:
     asked = parsed.hydra.stage_options
     assert asked == Options(functions="auto", token_sharding=True, sp_overlap=True, halved=True)
     job, other = (
-        describe_job(models.model_source(small_model(), options), torch.device("cpu"), torch.float32, 2)
+        describe_job(jobs.model_source(small_model(), options), torch.device("cpu"), torch.float32, 2)
         for options in (asked, replace(asked, halved=False))
     )
     (line,) = job.differences(other)
@@ -76,7 +76,7 @@ def test_a_new_option_travels_from_the_config_to_the_table_and_back() -> None:
 def test_the_self_check_tries_it_and_gives_it_up_where_it_is_wrong() -> None:
     asked = Options(token_sharding=True, halved=True)
     model, strategies = small_model(), [StrategyShape.parse("pp2")]
-    source = models.model_source(model, asked)
+    source = jobs.model_source(model, asked)
     job: Any = SimpleNamespace(source=source, model=model, config=HydraConfig(), checked=None)
     world: Any = SimpleNamespace(channel=None, node_size=None, rank=0)
     checked, other = check_candidates(job, world, strategies)

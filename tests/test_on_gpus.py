@@ -21,9 +21,8 @@ from torch.utils.file_baton import FileBaton
 
 from ds_hydra.commands import profile_session
 from ds_hydra.config.hydra_block import FaultsConfig, HydraConfig
-from ds_hydra.engine.costs import least_memory
-from ds_hydra.engine.fits import rank_memory
-from ds_hydra.host import compile_locks, devices, launch
+from ds_hydra.engine.costs import least_memory, rank_memory
+from ds_hydra.host import devices, launch
 from ds_hydra.host.devices import Flags, before_devices_start
 from ds_hydra.pipe.attention import backends
 from ds_hydra.pipe.attention.backends import torch_varlen
@@ -312,9 +311,9 @@ LONG_AGO_S = 7200
 def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """One that was left two hours ago."""
     monkeypatch.setattr(FileBaton, "wait", FileBaton.wait)  # to be put back
-    monkeypatch.setattr(compile_locks, "_QUIET_S", 0.2)
-    monkeypatch.setattr(compile_locks, "_LOOK_S", 0.1)
-    compile_locks.tell_locks()
+    monkeypatch.setattr(launch, "_QUIET_S", 0.2)
+    monkeypatch.setattr(launch, "_LOOK_S", 0.1)
+    launch.tell_locks()
     folder = tmp_path / "deepspeed_shm_comm"
     folder.mkdir()
     path = folder / "lock"

@@ -26,8 +26,8 @@ from transformers import (
 import ds_hydra
 import ds_hydra.engine.engine
 from ds_hydra.config.hydra_block import HydraConfig
-from ds_hydra.engine.models import model_source
-from ds_hydra.host.model_limits import arguments_of, limits_of
+from ds_hydra.engine.job import model_source
+from ds_hydra.host.user_model import arguments_of, limits_of
 from ds_hydra.pipe.contexts import Context, Contexts
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.models.meta_copy import drawn_parameter, set_buffers, unset_buffers

@@ -37,7 +37,7 @@ from ds_hydra.costs.memory import Activations, JobMemory
 from ds_hydra.data.lengths import read_lengths, sample_batches
 from ds_hydra.data.sampler import TokenBudgetSampler
 from ds_hydra.emulate.cluster import emulate_plans
-from ds_hydra.engine.fits import within_memory
+from ds_hydra.engine.costs import within_memory
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.rank_order import crossings
 from ds_hydra.plan.schemes import feasible_schemes

@@ -33,7 +33,7 @@ from ds_hydra.commands.figures import chosen_parts, finish, guarded, print_table
 from ds_hydra.config.hydra_block import HydraConfig, PlannerConfig
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.data.lengths import read_lengths, sample_batches
-from ds_hydra.engine.plan_source import PlanSource
+from ds_hydra.engine.plans import PlanSource
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.planner import PlanRecipe
 from ds_hydra.ranks.channel import Channel

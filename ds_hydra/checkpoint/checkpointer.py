@@ -30,9 +30,9 @@ from ds_hydra.checkpoint.owner import Owner
 from ds_hydra.checkpoint.read_manifest import check_saved_text
 from ds_hydra.checkpoint.universal import weights_of_deepspeed
 from ds_hydra.checkpoint.write import Saving, Writer, try_writing, warn_of_little_space
-from ds_hydra.host.loss_scale import LossScale
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.step.model_masters import ModelMasters
+from ds_hydra.step.update import LossScale
 from ds_hydra.zero_hetero.errors import CheckpointError
 
 logger = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from ds_hydra.checkpoint import optimizer_state, state
 from ds_hydra.checkpoint.format import Manifest, OtherJobError
 from ds_hydra.data.sampler import RESUME_WEIGHTS, Order
-from ds_hydra.host.loss_scale import LossScale
 from ds_hydra.step.model_masters import ModelMasters
+from ds_hydra.step.update import LossScale
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError
 
 _COUNTS = ("last_epoch", "last_batch_iteration", "_step_count")  # of schedules; they begin at -1 or 0

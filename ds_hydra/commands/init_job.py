@@ -20,7 +20,7 @@ from ds_hydra.config.hydra_block import HydraConfig
 from ds_hydra.costs.analytic import ASSUMED, AssumedDevice, ModelShape, analytic_cost_table, assumed_device, model_shape
 from ds_hydra.costs.cost_table import MOST_TOKENS, CostTable, TableFile, peak_tflops, read_table_file, told
 from ds_hydra.costs.memory import JobMemory
-from ds_hydra.engine.fits import job_memory, within_memory
+from ds_hydra.engine.costs import job_memory, within_memory
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.plan.schemes import feasible_schemes
 from ds_hydra.planner import PlannerOptions

@@ -26,7 +26,7 @@ from ds_hydra.commands.figures import figures_parser, finish, guarded, new_file,
 from ds_hydra.commands.profile_request import make_request
 from ds_hydra.commands.profile_session import Session, measure
 from ds_hydra.costs.cost_table import TableFile, read_table_file, told
-from ds_hydra.engine.fits import rank_memory
+from ds_hydra.engine.costs import rank_memory
 from ds_hydra.profiling.fit import Point, entry_from_record
 
 MEDIAN_AIM, P90_AIM = 0.05, 0.12  # held-out error

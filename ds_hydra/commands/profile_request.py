@@ -15,7 +15,7 @@ from ds_hydra.commands.job_config import read_job
 from ds_hydra.config.hydra_block import FLASH_3, HydraConfig
 from ds_hydra.costs.job_fingerprint import JobFingerprint
 from ds_hydra.costs.shape_costs import stage_schemes
-from ds_hydra.engine.fingerprint import describe_job
+from ds_hydra.engine.costs import describe_job
 from ds_hydra.pipe.attention.backends import use_flash_3
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape

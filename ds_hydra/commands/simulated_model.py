@@ -8,7 +8,7 @@ import torch
 
 from ds_hydra.commands.job_config import read_job
 from ds_hydra.costs.cost_table import TableFile
-from ds_hydra.engine.fits import job_memory
+from ds_hydra.engine.costs import job_memory
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.pipe.stage_options import AS_WRITTEN
 from ds_hydra.profiling.stage_timer import hollow_source

@@ -31,7 +31,6 @@ from ds_hydra.engine.guard import Guard
 from ds_hydra.engine.job import Job
 from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.model_plan import ModelPlan, ShardRule
-from ds_hydra.pipe.models.facts import ModelFacts
 from ds_hydra.pipe.placement import Pipeline, Strategy
 from ds_hydra.pipe.rows import AT_ONCE, MicroBatch
 from ds_hydra.pipe.schedules.registry import splits_backward, weighs
@@ -478,7 +477,7 @@ class EmulatedEngine(HydraEngine):
 
     module: EmulatedModel
 
-    def source_of(self, model: EmulatedModel, facts: ModelFacts | None = None) -> EmulatedSource:
+    def source_of(self, model: EmulatedModel, *_: Any, **__: Any) -> EmulatedSource:
         """See `HydraEngine`."""
         self.clock = VirtualClock()
         values = {name: parameter.detach() for name, parameter in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""A crew's states in; the same on the host, with the device's memory freed, and back again: the engine's `to`.
+"""Moves parameters, optimizer states and gradients of a job to the host's memory and back: the engine's `to`.
 
 [Note: states on the host]
 An inference engine on the same devices needs the memory that training has. Of the masters each rank has 1/N, so what it
@@ -11,38 +11,28 @@ keeps on the host is small; parameters and gradients of a step are not kept at a
 Thousands of tensors are views of this memory: shards, pieces, parameters of stages and of the optimizer. The memory
 below them shrinks to nothing and comes back, in another place, with the same numbers.
 
-Such a view must not be read meanwhile. So the optimizer's parameters show zeros, and in the place of each part of the
-crew that reads it stands one that brings the states back when it is asked for anything. `log_probs` brings no states of
-the optimizer back, which only an update needs.
+Such a view must not be read meanwhile. So the optimizer's parameters show zeros, and a crew brings back the states that
+a part of it reads before it hands this part out. `log_probs` brings no states of the optimizer back, which only an
+update needs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
-from inspect import getattr_static
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
+from torch.optim import Optimizer
 
+from ds_hydra.step.model_masters import ModelMasters
+from ds_hydra.step.stepper import Stepper
 from ds_hydra.zero_hetero.errors import ConfigError
 from ds_hydra.zero_hetero.masters import MasterShards, as_tensors
 
-if TYPE_CHECKING:
-    from ds_hydra.engine.crew import Crew
-
 MODEL, OPTIMIZER, GRAD = KINDS = ("model", "optimizer", "grad")
-_ALL, _OF_STEPS, _NOTHING = frozenset(KINDS), frozenset({MODEL, GRAD}), frozenset[str]()
-_READERS = (
-    ("crew", "masters", _OF_STEPS, _NOTHING),
-    ("crew", "stepper", _OF_STEPS, frozenset({"close", "plans"})),
-    ("crew", "real_sequences", frozenset({MODEL}), _NOTHING),
-    ("crew", "checkpoints", _ALL, frozenset({"writer", "stage"})),
-    ("update", "optimizer", frozenset({OPTIMIZER}), _NOTHING),
-)
-"""Parts of a crew or its update, what states they read, and what may be asked of them without."""
 
 
 def kinds_of(**asked: bool) -> tuple[str, ...]:
@@ -69,16 +59,9 @@ def wants_host(device: Any, own: torch.device) -> bool:
 class Away:
     """States of one crew that are on the host [Note: states on the host]. No rank waits for another one."""
 
-    def __init__(self, crew: Crew):
-        if crew.copy is not None:
-            raise ConfigError(
-                "engine.to(): hydra.elastic keeps what other ranks may ask for at any time: leave one of the two out"
-            )
-        self.crew = crew
-        self._masters, self._stepper = crew.masters, crew.stepper
-        self._optimizer = crew.update.optimizer
+    def __init__(self, masters: ModelMasters, stepper: Stepper, optimizer: Optimizer):
+        self._masters, self._stepper, self._optimizer = masters, stepper, optimizer
         self._held: dict[str, list[Callable[[], None]]] = {}  # what brings each kind back, piece by piece
-        self._absent: list[tuple[Any, str, frozenset[str], Any]] = []
 
     @property
     def kinds(self) -> frozenset[str]:
@@ -88,7 +71,6 @@ class Away:
     def put(self, kinds: Collection[str]) -> None:
         """Move these kinds to the host. Nothing of the crew may be under way. Where memory of the host is short, what
         was moved so far comes back like all else."""
-        self.crew.coming.forget()
         _synchronize(self._device)
         waiting, masters = bool(self._stepper.plans), self._masters.trained
         if waiting and MODEL in kinds and not {MODEL, GRAD} & self.kinds:
@@ -97,7 +79,6 @@ class Away:
         for kind in KINDS:
             if kind in kinds and kind not in self._held:
                 pieces = self._held[kind] = []
-                self._replace()
                 for piece in movers[kind]():
                     pieces.append(piece)  # one by one, for where the next one fails
         if MODEL in kinds and not waiting:
@@ -108,6 +89,8 @@ class Away:
 
     def bring_back(self, kinds: Collection[str] = KINDS) -> None:
         """Move these kinds back to the device; where its memory is short, a later call goes on."""
+        if not self._held:
+            return
         for kind in KINDS:
             pieces = self._held.get(kind)
             if kind not in kinds or pieces is None:
@@ -117,25 +100,10 @@ class Away:
                 pieces.pop(0)
             del self._held[kind]
         _synchronize(self._device)
-        self._replace()
 
     @property
     def _device(self) -> torch.device:
         return self._masters.trained.flat.device
-
-    def _replace(self) -> None:
-        """Put stand-ins in the place of what reads states that are away, and the parts themselves of others."""
-        for owner, name, kinds, real in self._absent:
-            if not kinds & self.kinds:
-                setattr(owner, name, real)
-        self._absent = [one for one in self._absent if one[2] & self.kinds]
-        known = {(id(owner), name) for owner, name, *_ in self._absent}
-        for of, name, kinds, free in _READERS:
-            owner = self.crew.update if of == "update" else self.crew
-            real = getattr(owner, name)
-            if kinds & self.kinds and (id(owner), name) not in known:
-                self._absent.append((owner, name, kinds, real))
-                setattr(owner, name, _Absent(real, partial(self.bring_back, kinds), free))
 
     def _model(self) -> Iterator[Callable[[], None]]:
         with as_tensors():
@@ -168,26 +136,6 @@ class Away:
                 span.param.grad = _nothing(span.param)
         yield from _moved(masters.grads[0], kept=True)
         yield partial(_show_grads, masters)
-
-
-class _Absent:
-    """In the place of an object whose states are away: asked for anything but what is `free`, it brings them back."""
-
-    __slots__ = ("brings_back", "is_free", "stands_for")
-
-    def __init__(self, real: Any, bring_back: Callable[[], None], free: frozenset[str]):
-        for name, value in (("stands_for", real), ("brings_back", bring_back), ("is_free", free)):
-            object.__setattr__(self, name, value)
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in self.is_free:
-            getattr_static(self.stands_for, name)  # AttributeError for what there is not, which asks for no state
-            self.brings_back()
-        return getattr(self.stands_for, name)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        self.brings_back()
-        setattr(self.stands_for, name, value)
 
 
 def _moved(of: Tensor, *, kept: bool) -> Iterator[Callable[[], None]]:

@@ -28,7 +28,7 @@ def _same(found: Any) -> Any:
 
 
 @dataclass
-class Call(Generic[Result]):
+class EngineCall(Generic[Result]):
     """One that a script makes on all ranks."""
 
     part: Callable[[], Result]
@@ -52,7 +52,7 @@ class Call(Generic[Result]):
         return found
 
 
-def gathered(part: Callable[[], Result], meet: Callable[[], object]) -> Call[Result]:
+def gathered(part: Callable[[], Result], meet: Callable[[], object]) -> EngineCall[Result]:
     """One whose result is no JSON, and is found by each rank. All `meet` when they have it: a rank that others have
     left behind has it, too."""
     found: list[Result] = []
@@ -62,7 +62,7 @@ def gathered(part: Callable[[], Result], meet: Callable[[], object]) -> Call[Res
         meet()
         return found[0]
 
-    return Call(whole, close=lambda _: None, read=lambda _: found[0])
+    return EngineCall(whole, close=lambda _: None, read=lambda _: found[0])
 
 
 def taken_once(

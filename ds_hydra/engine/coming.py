@@ -29,11 +29,10 @@ from torch import Tensor
 
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.data.tokens import Sequences
-from ds_hydra.engine.plan_source import PlanSource
+from ds_hydra.engine.plans import PlanSource
 from ds_hydra.planner import PlannedStep
 from ds_hydra.ranks.world import World
-from ds_hydra.step.agreement import FAILED, LATER, row_of, row_without_plan
-from ds_hydra.step.built import Built, settled
+from ds_hydra.step.batching import FAILED, LATER, Built, row_of, row_without_plan, settled
 from ds_hydra.step.stepper import Stepper
 from ds_hydra.watchdog import Activity
 from ds_hydra.zero_hetero.told import release, told_of

@@ -1,4 +1,4 @@
-"""A rank's copy of another rank's masters and optimizer state: made whole once, then updated as the owner updates.
+"""A rank's copy of another rank's masters, on devices or hosts, and the new cut of all masters after a loss.
 
 [Note: copies] Of each step the owner sends its summed gradient, one message a bucket, and who keeps the copy makes the
 same update: of the same spans, by the same optimizer, with the same numbers, which all ranks know. That moves 4 bytes a
@@ -7,18 +7,31 @@ instructions treat the end of an interval otherwise ends it at the same place he
 last push of the step is over, while others are still pushed [Note: order of pushes]; of a step in parts nobody knows
 which push is the last, so there all leave before the update. The whole state moves only when the masters have got their
 values from elsewhere: at the start, from a checkpoint, after a loss.
+
+[Note: copies on the host]
+An update on the host would be made by other instructions than the device's, so it would not be equal to the bit. So
+each run of elements that the optimizer knows as one parameter goes to the device with its states, is updated there by
+the same optimizer, and goes back. Its gradient has come to the device, and stays there. With Adam that moves 12 bytes a
+parameter each way, and takes no more of the device than the gradients and one run. It has a stream of its own, so the
+next step's forward runs beside it; who reads the copy, and the next gradient, waits for it.
+
+[Note: cutting anew]
+The source are the shards of the survivors and, of lost ranks alone, the copies that survivors keep; the target is the
+even cut among those left. Each bucket of values and of every optimizer state moves by one transfer plan, into masters
+of a new crew: what was held stays as it was until all ranks have all of the new. A rank that knows this proves it for
+all others, so a further loss meanwhile leaves no mix of two cuts.
 """
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ds_hydra.checkpoint.format import SavedGroup, SavedScalar
@@ -29,14 +42,23 @@ from ds_hydra.checkpoint.optimizer_state import (
     install_optimizer,
     merge_groups,
 )
+from ds_hydra.elastic.buddies import held_layout, wards_first
+from ds_hydra.elastic.resume import newest_layout
+from ds_hydra.ranks.host_memory import available_bytes
 from ds_hydra.step.model_masters import ModelMasters
-from ds_hydra.zero_hetero.errors import NumericsError
+from ds_hydra.zero_hetero.errors import ConfigError, NumericsError
+from ds_hydra.zero_hetero.layout import even_layout
+from ds_hydra.zero_hetero.link import Link
+from ds_hydra.zero_hetero.masters import MasterShards, OptimizerSpan
+from ds_hydra.zero_hetero.nodes import node_of
+from ds_hydra.zero_hetero.transfer_plan import plan_transfer
+from ds_hydra.zero_hetero.transport import DeviceLane, HostLane, Lane
 
 if TYPE_CHECKING:
+    from ds_hydra.elastic.view import View
     from ds_hydra.pipe.stage import ModelSource
     from ds_hydra.ranks.channel import Channel
     from ds_hydra.ranks.world import World
-    from ds_hydra.zero_hetero.masters import MasterShards
     from ds_hydra.zero_hetero.transport import Work
 
 _TAG = 1 << 25  # of gradients; those of the state follow
@@ -63,15 +85,6 @@ class Copy:
         self._put_grads(self.masters.trained)
         self._revision = -1
         self._leaving: dict[int, Work] = {}  # of this step, by bucket
-
-    @classmethod
-    def kept_on(cls, place: str) -> type[Copy]:
-        """The kind of copies that `hydra.elastic.redundancy` asks for."""
-        if place != "host":
-            return cls
-        from ds_hydra.engine.host_copies import HostCopy
-
-        return HostCopy
 
     @property
     def stale(self) -> bool:
@@ -220,3 +233,179 @@ def _checksum(masters: ModelMasters, optimizer: Optimizer, device: torch.device)
         odd = torch.arange(at, at + 2 * len(bits), 2, device=bits.device)
         total, at = total + int(odd.mul_(bits).sum()), at + 2 * len(bits)
     return (total + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+_STATES = 2  # of each element, such as Adam's moments: as many as the memory model counts
+
+
+class HostCopy(Copy):
+    """Updated on the device, kept on the host [Note: copies on the host]."""
+
+    def __init__(
+        self,
+        source: ModelSource,
+        groups: Sequence[Mapping[str, Any]],
+        masters: ModelMasters,
+        optimizer: Optimizer,
+        world: World,
+        shift: int,
+    ):
+        """As a `Copy`. ConfigError where the host has no memory for those of its ranks."""
+        self._pinned = world.device.type == "cuda"
+        self._lane: Lane = DeviceLane(world.device) if self._pinned else HostLane()
+        self._updated: Any = None  # a mark of the lane: when the last update is done
+        super().__init__(source, groups, masters, optimizer, world, shift)
+        vars(self.optimizer)["step"] = self._step
+
+    def settle(self) -> None:
+        if self._updated is not None:
+            self._updated.synchronize()
+            self._updated = None
+
+    def leave(self, bucket: int) -> None:
+        if self._updated is not None:  # by gradients that lie where the next ones come
+            self._lane.wait(self._updated)
+        super().leave(bucket)
+
+    def _allocated(self, source: ModelSource) -> ModelMasters:
+        own, world = self._own, self._world
+        trained, frozen = own.trained.flat, own.frozen.flat
+        _check_room((1 + _STATES) * trained.nbytes + frozen.nbytes, world)
+        host, dtypes = torch.device("cpu"), (trained.dtype, frozen.dtype)
+        return ModelMasters(source, self.ward, world.num_ranks, host, *dtypes, pinned=self._pinned)
+
+    def _put_grads(self, masters: MasterShards) -> None:
+        sizes, dtype = [shard.numel() for shard in masters.shards], masters.flat.dtype
+        masters.grads = list(torch.zeros(sum(sizes), dtype=dtype, device=self._world.device).split(sizes))
+
+    def _beside(self, shard: Tensor, dtype: torch.dtype) -> Tensor:
+        return torch.empty_like(shard, dtype=dtype, device="cpu", pin_memory=self._pinned)
+
+    def _take(self, sent: Sequence[Tensor], came: Sequence[Tensor]) -> None:
+        # One after the other: messages pass between devices, which may have no room for all of a copy.
+        for at, (mine, place) in enumerate(zip(sent, came, strict=True)):
+            passed = torch.empty_like(place, device=self._world.device)
+            wait([self.exchange(mine, passed, self.tag_of(at))])
+            place.copy_(passed)
+
+    def _step(self) -> None:
+        """A step of the optimizer, one of its parameters after the other."""
+        spans = {id(span.param): span for span in self.masters.trained.spans}
+        with self._lane.aside():
+            for group in self.optimizer.param_groups:
+                for param in group["params"]:
+                    self._update(group, spans[id(param)])
+            self._updated = self._lane.mark()
+
+    def _update(self, group: Mapping[str, Any], span: OptimizerSpan) -> None:
+        masters, kept = self.masters.trained, self.optimizer.state[span.param]
+        home = masters.shards[span.bucket][span.start : span.stop]
+        value = self._there(home)
+        param = nn.Parameter(value)
+        param.grad = masters.grads[span.bucket][span.start : span.stop]
+        made = like(self.optimizer, [[] for _ in self.optimizer.param_groups])
+        made.param_groups = [{**group, "params": [param]}]
+        # torch keeps numbers of a whole parameter on the host, but for kernels that read them on the device.
+        numbers_too = bool(group.get("fused") or group.get("capturable"))
+        made.state[param] = {
+            key: self._there(held) if isinstance(held, Tensor) and (held.dim() or numbers_too) else held
+            for key, held in kept.items()
+        }
+        made.step()
+        home.copy_(value, non_blocking=True)
+        for key, new in made.state[param].items():
+            if isinstance(new, Tensor) and new.dim():
+                if not isinstance(kept.get(key), Tensor):
+                    kept[key] = self._beside(new, new.dtype)
+                kept[key].copy_(new, non_blocking=True)
+            else:
+                kept[key] = new
+
+    def _there(self, held: Tensor) -> Tensor:
+        """A copy on the device, for which the host does not wait."""
+        return held.to(self._world.device, non_blocking=True, copy=True)
+
+
+def _check_room(each: int, world: World) -> None:
+    """ConfigError where the ranks of this node cannot keep so many bytes each."""
+    node = node_of(world.rank, world.node_size)
+    ranks = sum(node_of(rank, world.node_size) == node for rank in range(world.num_ranks))
+    free = available_bytes()
+    if ranks * each > free:
+        raise ConfigError(
+            f'hydra.elastic.redundancy "host": the copies of the {ranks} ranks of rank {world.rank}\'s node take '
+            f"{ranks * each / 2**30:.1f} GiB of its memory, of which {free / 2**30:.1f} are free: set it to "
+            '"device" or "off", or use more nodes'
+        )
+
+
+@dataclass
+class Held:
+    """A rank's masters and its copy of another one's, as they were cut in `epoch` for `members`, ids by rank."""
+
+    epoch: int
+    members: tuple[int, ...]
+    shift: int
+    masters: ModelMasters | None  # None, as the optimizer: of a process that joins
+    optimizer: Optimizer | None
+    copy: Copy | None
+
+    @classmethod
+    def of_joiner(cls, view: View, shift_of: Callable[[Sequence[str]], int]) -> Held:
+        """What a process holds that joins: nothing of a cut that the others have."""
+        former = view.former
+        shift = shift_of([one.host for one in former])
+        return cls(newest_layout(view.reports.values()), tuple(one.id for one in former), shift, None, None, None)
+
+    def cut_anew(
+        self, own: int, members: Sequence[int], masters: ModelMasters, optimizer: Optimizer, world: World
+    ) -> None:
+        """Give the masters of the present world, and their optimizer, what those left hold; every rank must call it.
+
+        `own` is this rank's id, `members` those of all ranks of the world.
+        """
+        held, states_of = self.masters or masters, self.optimizer or optimizer
+        keys, groups = told_state(held.trained, states_of, world.channel)
+        with_copy = len(wards_first(own, self.members, members, self.shift)) > 1
+        copied = self.copy if with_copy else None
+        if copied is not None:
+            copied.settle()
+        states: dict[str, list[Tensor]] = {}
+        with torch.no_grad():
+            for new, old, kept in (
+                (masters.trained, held.trained, copied and copied.masters.trained),
+                (masters.frozen, held.frozen, copied and copied.masters.frozen),
+            ):
+                values = self._moved(members, old.shards, kept.shards if kept else None, new, world)
+                for shard, value in zip(new.shards, values, strict=True):
+                    shard.copy_(value)
+            for key, dtype in keys.items():
+                mine = [state.to(dtype) for state in held.trained.optimizer_state(states_of, key)]
+                theirs = None
+                if copied is not None:
+                    theirs = [s.to(dtype) for s in copied.masters.trained.optimizer_state(copied.optimizer, key)]
+                states[key] = self._moved(members, mine, theirs, masters.trained, world)
+        masters.revision += 1
+        install_optimizer(optimizer, build_state(masters.trained, optimizer, states, groups))
+
+    def _moved(
+        self,
+        members: Sequence[int],
+        own: Sequence[Tensor],
+        copied: Sequence[Tensor] | None,
+        new: MasterShards,
+        world: World,
+    ) -> list[Tensor]:
+        """Values per bucket as the present ranks hold them."""
+        moved = []
+        for index, bucket in enumerate(new.buckets):
+            source = own[index].detach() if self.masters is not None else own[index].new_empty(0)
+            if copied is not None:
+                source = torch.cat((source, copied[index].detach().to(source.device)))
+            plan = plan_transfer(
+                held_layout(bucket.numel, self.members, members, self.shift), even_layout(bucket.numel, len(members))
+            )
+            target = torch.empty(new.layouts[index].sizes[world.rank], dtype=source.dtype, device=source.device)
+            Link(plan, world.rank, world.links).pull(source.contiguous(), target).wait()
+            moved.append(target)
+        return moved

@@ -1,29 +1,266 @@
-"""Costs and memory of a job before step 0: a measured table or an estimated one, its MaxLen within the memory."""
+"""Costs and memory of a job: tables before step 0, MaxLen within the memory, and errors of memory that is full."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+import os
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from ds_hydra.config.hydra_block import HydraConfig
-from ds_hydra.costs.analytic import ASSUMED, ModelShape, analytic_cost_table
+from ds_hydra.costs.analytic import ASSUMED, ModelShape, analytic_cost_table, estimate_activations, layer_sizes
 from ds_hydra.costs.cost_table import CostTable, TableFile, check_job, read_table_file, told
 from ds_hydra.costs.job_fingerprint import JobFingerprint
-from ds_hydra.costs.memory import JobMemory, gibibytes
+from ds_hydra.costs.memory import EXPERT_IMBALANCE, Activations, JobMemory, Shape, gibibytes
 from ds_hydra.costs.shape_costs import of_one_kind, spreading_rows, used_schemes, with_shapes
-from ds_hydra.engine.fingerprint import describe_job
-from ds_hydra.engine.fits import job_memory, rank_memory, within_memory
-from ds_hydra.engine.job import Job
-from ds_hydra.pipe.shape import ParallelScheme, StageShape
+from ds_hydra.pipe.attention.backends import NAME as FLASH_3
+from ds_hydra.pipe.attention.backends import choose_backend, flash_3_runs, torch_varlen
+from ds_hydra.pipe.model_plan import ModelPlan
+from ds_hydra.pipe.shape import ParallelScheme, StageShape, StrategyShape
+from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.plan.schemes import feasible_schemes
-from ds_hydra.ranks.world import World
+from ds_hydra.planner.cutting import counts_more, longest_of
 from ds_hydra.zero_hetero.errors import ConfigError
-from ds_hydra.zero_hetero.nodes import Cluster, largest_node
+from ds_hydra.zero_hetero.nodes import Cluster, NodeSize, largest_node
+
+if TYPE_CHECKING:
+    from ds_hydra.engine.job import Job
+    from ds_hydra.plan.step_plan import StepPlan
+    from ds_hydra.ranks.world import World
+    from ds_hydra.step.stepper import Running
 
 logger = logging.getLogger(__name__)
+
+
+def describe_job(source: ModelSource, device: torch.device, dtype: torch.dtype, num_ranks: int) -> JobFingerprint:
+    """The fingerprint of a job on this machine."""
+    return JobFingerprint(
+        model=model_fingerprint(source.plan),
+        device=device_name(device),
+        dtype=str(dtype).removeprefix("torch."),
+        attention=attention_name(source, device, dtype),
+        stages=source.options,
+        num_ranks=num_ranks,
+        threads=torch.get_num_threads() if device.type == "cpu" else 0,
+        versions=_versions(),
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """The device's model, as its driver or the operating system calls it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def attention_name(source: ModelSource, device: torch.device, dtype: torch.dtype) -> str:
+    """The attention backend that a layer of this model would choose."""
+    config = getattr(source, "text_config", None)
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    head = getattr(config, "__dict__", {}).get("head_dim")  # some configs refuse to be asked where layers differ
+    if head is None:
+        heads = max(1, source.plan.num_heads)
+        head = max(1, source.width(min(1, source.plan.num_layers - 1)) // heads)
+    # An empty tensor has what the choice depends on, device, type and head size, and takes no memory to speak of.
+    probe = torch.empty((1, 1, head), device=device, dtype=dtype)
+    name = choose_backend(probe, probe, softcap).__name__
+    return f"{name} ({FLASH_3})" if name == torch_varlen.__name__ and flash_3_runs() else name
+
+
+@functools.cache
+def _versions() -> tuple[tuple[str, str], ...]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found: list[tuple[str, str]] = [("python", platform.python_version())]
+    for name in ("torch", "transformers", "deepspeed", "flash_attn"):
+        try:
+            found.append((name, version(name)))
+        except PackageNotFoundError:
+            continue
+    return tuple(found)
+
+
+def model_fingerprint(plan: ModelPlan) -> str:
+    """Hash of names, shapes and shard rules of all parameters, and of the heads: equal for equally shaped models."""
+    rules = ((p, *(p.rule.by_width or (p.rule.dim, p.rule.parts))) for b in plan.buckets for p in b.params)
+    shapes = [(p.name, p.shape, p.trainable, dim, parts) for p, dim, parts in rules]
+    text = repr((shapes, plan.num_heads, plan.num_kv_heads, plan.num_layers))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def job_memory(
+    source: ModelSource,
+    schemes: Sequence[ParallelScheme | StageShape],
+    num_ranks: int,
+    device_bytes: float,
+    dtype: torch.dtype,
+    *,
+    grad_dtype: torch.dtype | None = None,
+    wire_dtype: torch.dtype | None = None,
+    node_size: NodeSize | None = None,
+    optimizer_states: int = 2,
+    measured: Mapping[tuple[int, int], Activations] | None = None,
+    serial: bool = True,
+    phases: bool = False,
+    copies: bool = False,
+    copies_on_host: bool = False,
+    expert_imbalance: float = EXPERT_IMBALANCE,
+) -> JobMemory:
+    """The memory model of a job for all (tp, sp) of the schemes, with activations measured or else estimated.
+
+    `dtype` is computed in, gradients add up in `grad_dtype` (None: FP32 or wider) and travel in `wire_dtype` (None: as
+    computed in); `serial` as in `Transport`; `phases`: whether a step may have several; `copies`: whether a rank keeps
+    another one's masters, too, and whether on its host; `expert_imbalance` as in `JobMemory`. The layers of a pipeline
+    module do not say what is inside them, so their activations count as 0 bytes.
+    """
+    config, functions = (getattr(source, name, None) for name in ("text_config", "functions"))
+    figures: dict[tuple[int, int], Activations] = {}
+    for tp, sp in {(scheme.tp, scheme.sp) for scheme in schemes}:
+        if measured and (tp, sp) in measured:
+            figures[tp, sp] = measured[tp, sp]
+            continue
+        if config is None:
+            figures[tp, sp] = Activations(0.0, 0.0, 0.0)
+            continue
+        heads, hidden = max(1, source.plan.num_heads), config.hidden_size
+        sizes = layer_sizes(source.plan, hidden, config)
+        figures[tp, sp] = estimate_activations(
+            hidden, sizes.inner, heads, source.plan.num_kv_heads or heads, dtype.itemsize, tp, sp,
+            width=sizes.width, boxes=source.plan.boxes,
+            checkpointing=source.options.activation_checkpointing, token_sharding=source.plan.token_sharding,
+            short_norms=bool(getattr(functions, "norms", None)), short_gates=bool(getattr(functions, "gates", None)),
+            node_size=node_size,
+        )  # fmt: skip
+    return JobMemory(
+        source.plan, num_ranks, figures, dtype.itemsize, max(4, dtype.itemsize), optimizer_states,
+        device_bytes=device_bytes, vocab=source.vocab_size or 1, outputs=1 if source.valued else None,
+        grad_bytes=grad_dtype.itemsize if grad_dtype else None,
+        wire_bytes=wire_dtype.itemsize if wire_dtype else None, node_size=node_size,
+        plain_head=getattr(source, "token_loss", None) is None, serial=serial, phases=phases,
+        copies=copies, copies_on_host=copies_on_host, expert_imbalance=expert_imbalance,
+    )  # fmt: skip
+
+
+def rank_memory(device: torch.device, ranks_per_node: int) -> float:
+    """Bytes that one rank may use: of its GPU what is free or its own already, or its share of the node's memory."""
+    if device.type == "cuda":
+        # Not all that the device has: its context, kernels, communicators and other processes take theirs.
+        free, _ = torch.cuda.mem_get_info(device)
+        return float(free + torch.cuda.memory_reserved(device))
+    # On CPU the ranks of a node share its memory, where each GPU has its own.
+    pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    return float(pages * size) / max(1, ranks_per_node)
+
+
+def within_memory(table: CostTable, memory: JobMemory) -> CostTable:
+    """The table with MaxLen lowered to what the memory model allows, without the schemes whose states do not fit.
+
+    Raises ConfigError when no scheme is left.
+    """
+    costs = []
+    for cost in table.costs:
+        limit = min(cost.max_length, memory.max_length(cost.scheme))
+        if limit >= 1:
+            costs.append(replace(cost, max_length=limit, util_length=min(cost.util_length, limit)))
+    if not costs:
+        least = min((cost.scheme for cost in table.costs), key=lambda scheme: memory.fullest(scheme, 1).total(1))
+        needs = memory.fullest(least, 1)
+        capacity = gibibytes(memory.capacity_of(least, needs.stage))
+        raise ConfigError(
+            f"no scheme fits: the least, {least}, needs {gibibytes(needs.total(1))} of a rank's {capacity} for its "
+            "model states and one token; use more ranks or a smaller model"
+        )
+    return CostTable(tuple(costs), table.source)
+
+
+def check_memory(
+    table: CostTable,
+    memory: JobMemory,
+    strategies: Sequence[StrategyShape],
+    longest: int,
+    place: str,
+    *,
+    no_slices: str,
+) -> None:
+    """Refuse a job that cannot run: ConfigError names what does not fit, by how much, and the key to change.
+
+    `place` says which sequence is the longest, `no_slices` why plans hold it whole; empty: they may cut it. The table's
+    own MaxLen counts, measured or estimated.
+    """
+    lines = []
+    for index, strategy in enumerate(strategies):
+        for scheme in dict.fromkeys(pipeline.cost_key for pipeline in strategy.pipelines):
+            needs = memory.fullest(scheme, 1)
+            least, capacity = needs.total(1), memory.capacity_of(scheme, needs.stage)
+            if least > capacity:
+                lines.append(
+                    f"hydra.strategies[{index}] {str(strategy)!r}: stage {needs.stage} of {scheme} needs "
+                    f"{gibibytes(least)} for its model states and one token, {gibibytes(least - capacity)} more "
+                    f"than the {gibibytes(capacity)} that a rank may use"
+                )
+    if lines:
+        raise ConfigError(
+            "these strategies do not fit the devices' memory:\n  " + "\n  ".join(lines) + "\nTake them out of "
+            "hydra.strategies, use a larger tp or pp in them, or more ranks"
+        )
+    # One pipeline that holds the longest sequence is enough: the planner puts a sequence only where it fits, so the
+    # other pipelines get the shorter ones.
+    candidates = {pipeline.cost_key for strategy in strategies for pipeline in strategy.pipelines}
+    num_layers = 0 if no_slices else memory.plan.num_layers
+    limits = {scheme: _longest(table, scheme, num_layers, slices=not no_slices) for scheme in candidates}
+    best = max(candidates, key=limits.__getitem__)
+    if longest > limits[best]:
+        raise ConfigError(
+            f"{place} {longest} tokens but no candidate strategy holds more than {limits[best]} "
+            + _too_long(table, memory, best, longest, no_slices)
+        )
+
+
+def _longest(table: CostTable, scheme: Shape, num_layers: int, *, slices: bool) -> int:
+    """Tokens of the longest sequence that a pipeline can run: as a whole, or in slices if it may be cut, with layers of
+    the model computed again."""
+    cost = table[scheme]
+    layers = num_layers // scheme.pp
+    return max(int(cost.max_length), longest_of(cost, table.shares(scheme), layers=layers) if slices else 0)
+
+
+def _too_long(table: CostTable, memory: JobMemory, best: Shape, longest: int, no_slices: str) -> str:
+    """What a sequence would need under the scheme that holds the most, and the ways out."""
+    max_length = int(table[best].max_length)
+    if no_slices:
+        needs = memory.fullest(best, longest)
+        total = needs.total(longest)
+        limit, what = "in one micro-batch", "that sequence"
+        in_slices = _longest(table, best, memory.plan.num_layers, slices=True)
+        hint = f"Sequences are not cut: {no_slices}. "
+        hint += f"In slices that scheme would hold {in_slices} tokens. " if in_slices > max_length else ""
+    else:
+        shares = table.shares(best)
+        kept = longest * (min(1.0, shares.recomputed) + counts_more(shares, max_length))
+        needs = max(memory.stages(best), key=lambda needs: needs.held(kept, max_length))
+        total = needs.held(kept, max_length)
+        limit = f"in slices of up to {max_length}, which live together on each stage, with all layers computed again"
+        states = ", and their states" if shares.state else ""
+        what, hint = f"all slices of that sequence and the gradients of their keys and values{states}", ""
+    capacity = memory.capacity_of(best, needs.stage)
+    over = f", {gibibytes(total - capacity)} more than a rank may use" if total > capacity else ""
+    return (
+        f"{limit}: with {what} stage {needs.stage} of {best} needs about {gibibytes(total)}{over}. {hint}Add a "
+        "strategy with larger tp, sp or pp, set hydra.activation_checkpointing, or lower hydra.context_length"
+    )
+
 
 # Bytes of buffers of communicators and pairs, which connect when the candidates are known: 6 to 13 of the ones and 42
 # to 128 of the others, with 4 to 10 MiB for a channel and peer.
@@ -183,3 +420,61 @@ def planned_whole(table: CostTable) -> str:
     if any(cost.shares is not None for cost in table.costs):
         return ""
     return "the cost table has no measured shares of forward and backward; `ds-hydra profile` measures them"
+
+
+@contextmanager
+def explained(
+    plan: StepPlan, memory: JobMemory, rank: int, running: Callable[[], Running | None], allocated: Callable[[], int]
+) -> Iterator[None]:
+    """Within it torch.OutOfMemoryError says what a step was about when it came.
+
+    `running` is the phase that this rank is in, None: it is in none; `allocated` gives the most bytes that the
+    allocator has given out in the step.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        # The same type: who catches it still does.
+        raise torch.OutOfMemoryError(_text(plan, memory, rank, running(), allocated()) + f"\n{error}") from error
+
+
+def _text(plan: StepPlan, memory: JobMemory, rank: int, running: Running | None, allocated: int) -> str:
+    if running is None:
+        where, pipeline = "between the passes of a step, where nothing depends on its tokens", None
+    else:
+        pipeline = plan.phases[running.phase].pipelines[running.pipeline]
+        stage = f"stage {running.stage} of {pipeline.shape} under {plan.phases[running.phase].shape}"
+        if running.action is None:
+            where = f"outside of micro-batches, in {stage}"
+        else:
+            kind, number, _ = running.action
+            batch = pipeline.microbatches[number]
+            ids = [plan.sequence_ids[span.sequence] for span in batch.spans]
+            more = f" and {len(ids) - 8} more" if len(ids) > 8 else ""
+            where = (
+                f"in the {kind.replace('_', ' ')} of micro-batch {number} ({batch.num_tokens} tokens, sequences "
+                f"{', '.join(map(str, ids[:8]))}{more}), in {stage}"
+            )
+    lines = [f"rank {rank} has no memory left {where}: {gibibytes(allocated)} were given out at the most"]
+    remedy = "Take the most demanding strategy out of hydra.strategies: its parameters and gradients have room always"
+    if pipeline is not None and pipeline.microbatches:
+        assert running is not None, "it has a pipeline"
+        needs = memory.needs(pipeline.shape.cost_key, running.stage)
+        most = max(batch.num_tokens for batch in pipeline.microbatches)
+        predicted = needs.total(most)
+        lines.append(
+            f"{gibibytes(predicted)} are predicted for its micro-batches of up to {most} tokens, "
+            f"{gibibytes(needs.states)} of them for parameters, gradients and optimizer"
+        )
+        if allocated > predicted:
+            remedy = (
+                "The prediction is too low: measure this model with `ds-hydra profile` and name its table in "
+                "hydra.cost_table, or lower hydra.context_length"
+            )
+        else:
+            remedy = (
+                "Others hold memory of this device, or it is in pieces: end them, or set "
+                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or lower hydra.context_length"
+            )
+        remedy += "; hydra.activation_checkpointing and a larger tp, sp or pp in hydra.strategies need less"
+    return "; ".join(lines) + f". {remedy}"

@@ -34,31 +34,28 @@ import atexit
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ds_hydra.checkpoint.checkpointer import Checkpointer
 from ds_hydra.checkpoint.write import Writer
+from ds_hydra.engine.away import GRAD, MODEL, Away
 from ds_hydra.engine.coming import Coming
-from ds_hydra.engine.copies import Copy
 from ds_hydra.engine.guard import Guard
-from ds_hydra.engine.initial import give_masters
-from ds_hydra.engine.job import Job
-from ds_hydra.engine.learned import Learned
-from ds_hydra.engine.plan_source import PlanSource
-from ds_hydra.engine.pre_step import start_producer
-from ds_hydra.engine.prepare import Prepared, planner_options, prepare
+from ds_hydra.engine.job import Job, give_masters
+from ds_hydra.engine.plans import Learned, PlanSource, start_producer
+from ds_hydra.engine.prepare import PreparedJob, exposed_of, planner_options, prepare, simulated_job
 from ds_hydra.engine.real_sequences import RealSequences
-from ds_hydra.engine.signals import Signals
-from ds_hydra.engine.simulated import exposed_of, simulated_job
-from ds_hydra.engine.tracing import Tracing
+from ds_hydra.engine.record import Tracing
+from ds_hydra.host.devices import out_of_modes
 from ds_hydra.host.host_engine import HostEngine
-from ds_hydra.host.loss_scale import LossScale
-from ds_hydra.host.modes import out_of_modes
+from ds_hydra.pipe.placement import Strategy
 from ds_hydra.pipe.shape import StrategyShape
+from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner import PlanRecipe
 from ds_hydra.planner.composing import budget_of, typical_batch
 from ds_hydra.planner.producer_process import ProducerProcess
@@ -67,12 +64,15 @@ from ds_hydra.ranks.world import World
 from ds_hydra.report.record import StepWatch
 from ds_hydra.simulate.job import job_record
 from ds_hydra.step.model_masters import ModelMasters
-from ds_hydra.step.runtimes import build_stages
 from ds_hydra.step.stepper import Stepper
-from ds_hydra.step.update import Update
+from ds_hydra.step.strategy_runtime import build_stages
+from ds_hydra.step.update import LossScale, Update
 from ds_hydra.watchdog.host import end_process
 from ds_hydra.watchdog.watchdog import FINISH_S
-from ds_hydra.zero_hetero.errors import OWN_FAULT
+from ds_hydra.zero_hetero.errors import OWN_FAULT, ConfigError
+
+if TYPE_CHECKING:
+    from ds_hydra.engine.copies import Copy
 
 logger = logging.getLogger(__name__)
 
@@ -83,9 +83,18 @@ class Crew:
     """All parts that train a job on one world. All ranks of the world make it together, and close it together."""
 
     def __init__(
-        self, job: Job, world: World, host: HostEngine, signals: Signals, guard: Guard, *, initial: bool, shift: int = 1
+        self,
+        job: Job,
+        world: World,
+        host: HostEngine,
+        request: Callable[[], int],
+        guard: Guard,
+        *,
+        initial: bool,
+        shift: int = 1,
     ):
-        """Assemble everything, in the order of [Note: order of assembly]. `host` is given the optimizer.
+        """Assemble everything, in the order of [Note: order of assembly]. `host` is given the optimizer; `request`
+        gives what this rank tells the others with its figures of a step.
 
         `shift` says who keeps whose copy [Note: buddies]. With `initial` the masters take their first values; otherwise
         they must be given some. Raises ConfigError or PlanError when the job does not fit the world.
@@ -95,26 +104,24 @@ class Crew:
         world.channel.calling = guard.activity.calling
         try:
             with guard.assembling():
-                self._assemble(host, signals, initial=initial)
+                self._assemble(host, request, initial=initial)
         except BaseException:
             if not initial:
                 self.drop()  # others may go on, and assemble once more
             raise
-        writer: weakref.ref[Writer] = weakref.ref(
-            self.checkpoints.writer
-        )  # the watchdog's thread must not hold this crew
+        writer: weakref.ref[Writer] = weakref.ref(self.writer)  # the watchdog's thread must not hold this crew
         self.watchdog.finishes = lambda: (of := writer()) is not None and of.busy
         self._at_exit = partial(_close_at_exit, weakref.ref(self))
         atexit.register(self._at_exit)
 
-    def _assemble(self, host: HostEngine, signals: Signals, *, initial: bool) -> None:
+    def _assemble(self, host: HostEngine, request: Callable[[], int], *, initial: bool) -> None:
         job, world = self.job, self.world
         with together(world.channel, "starting the planner's process"):
             producer = start_producer(job.config, world.rank, own=job.pre_step is not None)
             if producer is not None:
                 # Also where something below is refused; not at exit, which forks of this process may come to first.
                 weakref.finalize(self, producer.stop).atexit = False
-        self.prepared: Prepared = prepare(job, world)
+        self.prepared: PreparedJob = prepare(job, world)
         self.job = job = replace(job, source=self.prepared.source, checked=self.prepared.checked)
         plan = job.source.plan
         with together(world.channel, "building the stages of all strategies"):
@@ -129,18 +136,18 @@ class Crew:
                 expert_imbalance=job.config.expert_imbalance,
             )
         with together(world.channel, "allocating the master shards"):
-            self.masters = ModelMasters(
+            self._masters = ModelMasters(
                 job.source, world.rank, world.num_ranks, world.device, job.types.masters, job.types.compute
             )
-        self.real_sequences = RealSequences(job, world, self.masters, self.prepared.hidden)
+        self._real_sequences = RealSequences(job, world, self._masters, self.prepared.hidden)
         if initial:
-            give_masters(self.masters, job, world)
-            self.real_sequences.before_training()
+            give_masters(self._masters, job, world)
+            self._real_sequences.before_training()
         self._make_update(host)
         with together(world.channel, "allocating parameters and gradients"):
-            self.stepper = Stepper(
+            self._stepper = Stepper(
                 job.source,
-                self.masters,
+                self._masters,
                 world,
                 strategies={str(shape): placed for shape, placed in self.prepared.strategies.items()},
                 compute_dtype=job.types.compute,
@@ -152,16 +159,17 @@ class Crew:
                 loss_scale=self.loss_scale,
                 update=self.update,
                 activity=self.activity,
-                request=signals.asked,
+                request=request,
                 least_arena=self.prepared.room.arena[world.rank],
             )
-        self.stepper.runtimes.connect()
+        self._stepper.runtimes.connect()
+        self.away = Away(self._masters, self._stepper, self.update.optimizer)
         with together(world.channel, "starting the planner"):
             self._start_planner(producer)
-        self.coming = Coming(self.plans, self.stepper, world, self.activity)
+        self.coming = Coming(self.plans, self._stepper, world, self.activity)
         self.learned = Learned(self.watch, self.plans)
-        self.checkpoints: Checkpointer = Checkpointer(
-            host, self.masters, job.source.aliases, world.background, self.loss_scale, self.learned
+        self._checkpoints = Checkpointer(
+            host, self._masters, job.source.aliases, world.background, self.loss_scale, self.learned
         )
 
     def _make_update(self, host: HostEngine) -> None:
@@ -170,25 +178,27 @@ class Crew:
         names = [{"names": group.names} for group in job.recipe.groups]
         with together(world.channel, "making the optimizer"):
             # Its parameters are views of the masters: its step changes what the next pull sends, with no copy.
-            groups = self.masters.trained.param_groups(names)
+            groups = self._masters.trained.param_groups(names)
             optimizer = host.install_optimizer([group["params"] for group in groups])
             self.loss_scale = LossScale(host)
             unread = job.source.plan.unread
             self.update = Update(
-                self.masters.trained, optimizer, job.clipping, self.loss_scale, world, job.config.faults, unread
+                self._masters.trained, optimizer, job.clipping, self.loss_scale, world, job.config.faults, unread
             )
         self.copy: Copy | None = None
         if job.config.elastic is not None and self.shift:
             with together(world.channel, "allocating the copy of another rank's masters"):
-                kind = Copy.kept_on(job.config.elastic.redundancy)
-                self.copy = self.update.copy = kind(job.source, names, self.masters, optimizer, world, self.shift)
+                from ds_hydra.engine.copies import Copy, HostCopy
+
+                kind = HostCopy if job.config.elastic.redundancy == "host" else Copy
+                self.copy = self.update.copy = kind(job.source, names, self._masters, optimizer, world, self.shift)
 
     def _start_planner(self, producer: ProducerProcess | None) -> None:
         job, world = self.job, self.world
         config, strategies, room = job.config, tuple(self.prepared.strategies), self.prepared.room
         exposed, found = self._exposed(), self.prepared.found  # links are read wherever there are some, so refused too
         cluster = simulated_job(job, world, found) if found.links or config.trace.steps else None
-        self.tracing = Tracing(config.trace, Path(config.steps_file or "").parent, world, self.stepper, cluster)
+        self.tracing = Tracing(config.trace, Path(config.steps_file or "").parent, world, self._stepper, cluster)
         options = replace(
             planner_options(job, world), no_slices=self.prepared.no_slices, layers=job.source.plan.num_layers
         )
@@ -215,6 +225,54 @@ class Crew:
             return None
         return exposed_of(job, self.world, self.prepared.found)
 
+    # Parts that read states of the job, which are brought back where they are on the host [Note: states on the host].
+
+    @property
+    def masters(self) -> ModelMasters:
+        self.away.bring_back((MODEL, GRAD))
+        return self._masters
+
+    @property
+    def stepper(self) -> Stepper:
+        """For an update bring the optimizer's states back, too."""
+        self.away.bring_back((MODEL, GRAD))
+        return self._stepper
+
+    @property
+    def real_sequences(self) -> RealSequences:
+        self.away.bring_back((MODEL,))
+        return self._real_sequences
+
+    @property
+    def checkpoints(self) -> Checkpointer:
+        self.away.bring_back()
+        return self._checkpoints
+
+    # What may be asked wherever the states are.
+
+    @property
+    def writer(self) -> Writer:
+        """Of checkpoints."""
+        return self._checkpoints.writer
+
+    @property
+    def waiting(self) -> tuple[StepPlan, ...]:
+        """Plans of the parts of a step whose gradients wait for an update."""
+        return self._stepper.plans
+
+    def strategies_of(self, plan: StepPlan) -> list[Strategy]:
+        """Of a plan's phases, placed on the ranks."""
+        return [self._stepper.runtimes.strategy_of(phase) for phase in plan.phases]
+
+    def put_away(self, kinds: Collection[str]) -> None:
+        """Move states of these kinds to the host. ConfigError in an elastic job."""
+        if self.copy is not None:
+            raise ConfigError(
+                "engine.to(): hydra.elastic keeps what other ranks may ask for at any time: leave one of the two out"
+            )
+        self.coming.forget()
+        self.away.put(kinds)
+
     @contextmanager
     def calling(self, name: str) -> Iterator[None]:
         """A call of all ranks, which is out of the modes that the script has around it."""
@@ -224,7 +282,7 @@ class Crew:
     def close(self) -> None:
         """Wait for a save that is under way; end threads and the planning process. The world stays open."""
         # The save is waited for while heartbeats still go: a rank that dies during the wait must end it on the others.
-        self.checkpoints.writer.close()
+        self.writer.close()
         self.coming.forget()
         atexit.unregister(self._at_exit)
         self.watchdog.close()
@@ -237,14 +295,14 @@ class Crew:
         are shut [Note: freeing a thread].
         """
         parts = vars(self)
-        if "checkpoints" in parts:
-            self.checkpoints.writer.drop()
+        if "_checkpoints" in parts:
+            self.writer.drop()
         if "coming" in parts:
             self.coming.drop()
         if "_at_exit" in parts:
             atexit.unregister(self._at_exit)
         self.watchdog.close()
-        for name in ("plans", "stepper", "world"):  # those that an assembly came to
+        for name in ("plans", "_stepper", "world"):  # those that an assembly came to
             if name in parts:
                 parts[name].close()
         parts.clear()
@@ -258,7 +316,7 @@ def _close_at_exit(of: weakref.ref[Crew]) -> None:
     if crew.watchdog.reported:
         # It has told the error by which it ends, and the others stay until the save is whole [Note: who ends when].
         # A thread that Python ends within gloo aborts the process, so none may be left there.
-        waits = crew.checkpoints.writer.ended(within=FINISH_S)
+        waits = crew.writer.ended(within=FINISH_S)
         if not (waits and crew.coming.ended(within=_COMING_S)):
             end_process(crew.watchdog.code)
         return

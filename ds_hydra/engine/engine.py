@@ -1,64 +1,79 @@
 """The engine: what users of a DeepSpeed engine call, each handed to the part that does it.
 
-Start reading at `train_batch`. A step is planned (`plan_source`), run, applied and recorded (`steps`), and saved when
-that is due (`saving`); `crew` assembles these parts for one set of ranks.
+Start reading at `train_batch`. A step is planned (`plans`), run, applied and recorded (`steps`), and saved when that is
+due (`saving`); `crew` assembles these parts for one set of ranks.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
 
-from ds_hydra.config.hydra_block import HydraConfig, ParsedConfig
-from ds_hydra.engine.calls import Call
+from ds_hydra.checkpoint.loading import PartsToLoad
+from ds_hydra.config.hydra_block import ParsedConfig
+from ds_hydra.engine.away import kinds_of, wants_host
+from ds_hydra.engine.calls import EngineCall, gathered, taken_once
+from ds_hydra.engine.costs import device_name
 from ds_hydra.engine.crew import Crew
-from ds_hydra.engine.evaluation import Evaluation
-from ds_hydra.engine.fingerprint import device_name
+from ds_hydra.engine.data import read_twice, scan_together
 from ds_hydra.engine.guard import Guard
-from ds_hydra.engine.initial import give_buffers
-from ds_hydra.engine.job import Job
-from ds_hydra.engine.models import look_once, model_source, spread_where_cheaper
+from ds_hydra.engine.job import Job, give_buffers, look_once, model_source, spread_where_cheaper
+from ds_hydra.engine.losses import SequenceLoss
 from ds_hydra.engine.own_loss import same_on_all, try_loss
-from ds_hydra.engine.part_by_part import EngineInParts
-from ds_hydra.engine.pre_step import Callback, PreStepCallback
-from ds_hydra.engine.saving import Saving
-from ds_hydra.engine.scanning import read_twice, scan_together
-from ds_hydra.engine.sequence_loss import SequenceLoss
+from ds_hydra.engine.plans import Callback, PreStepCallback
+from ds_hydra.engine.saving import EngineCheckpoints
+from ds_hydra.engine.scoring import Evaluation, RoutedScores, TokenScores
 from ds_hydra.engine.signals import Signals
-from ds_hydra.engine.steps import Handed, Steps
-from ds_hydra.host.cut_model import make_whole
+from ds_hydra.engine.steps import Handed, TrainingSteps
+from ds_hydra.engine.weights import Weights
 from ds_hydra.host.environment import launched_node_size, longest_wait_s
-from ds_hydra.host.model_limits import limits_of
-from ds_hydra.pipe.loss import TokenFunction, TokenLoss
-from ds_hydra.pipe.models.adapted import base_of
+from ds_hydra.host.host_engine import HostEngine
+from ds_hydra.host.released import give_back
+from ds_hydra.host.three_calls import PendingLoss, ThreeCalls
+from ds_hydra.host.user_model import limits_of, make_whole
+from ds_hydra.pipe.loss import ScoreLoss, TokenFunction, TokenLoss
+from ds_hydra.pipe.models.adapted import base_of, is_peft_model
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.models.facts import ModelFacts
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.ranks.groups import CONNECTING
 from ds_hydra.ranks.nodes import GivenNode, Standing, cluster_of
-from ds_hydra.ranks.together import Texts, first_channel, together
+from ds_hydra.ranks.together import first_channel, together
 from ds_hydra.ranks.world import World
-from ds_hydra.step.outcome import Outcome
+from ds_hydra.step.outcome import WANTED, StepOutcome
 from ds_hydra.watchdog.host import host
-from ds_hydra.zero_hetero.errors import ConfigError
+from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from ds_hydra.engine.going_on import GoingOn
 
 logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 
-class HydraEngine(EngineInParts):
+class HydraEngine(HostEngine):
     """Trains a model by heterogeneous strategies that change from step to step.
 
     Made by `ds_hydra.initialize`. The model's own parameters move to the meta device: from then on the master
-    shards are the parameters, and `fp32_state_dict` gathers them.
+    shards are the parameters, and `fp32_state_dict` gathers them. Every rank must make the same calls.
     """
+
+    job: Job
+    crew: Crew = None  # type: ignore[assignment]  # as `steps` and `saving` there between `assemble` and `drop`
+    steps: TrainingSteps = None  # type: ignore[assignment]
+    saving: EngineCheckpoints = None  # type: ignore[assignment]
+    weights: Weights = None  # type: ignore[assignment]  # after the first assembly
+    three_calls: ThreeCalls
+    going_on: GoingOn | None = None  # without lost ranks, where hydra.elastic asks for it
 
     def __init__(
         self,
@@ -72,12 +87,13 @@ class HydraEngine(EngineInParts):
     ) -> None:
         """`starting`: the guard of these ranks from before torch's groups were made, which ends here."""
         with first_channel() as channel:
-            guard = self._guard(channel, parsed.hydra)
+            guard = Guard(channel, parsed.hydra, self._coming_step)
             if starting is not None:
                 starting.watchdog.close(goes_on=True)
             with guard.assembling():
                 make_whole(model, channel)
-                self._read(channel, parsed, self.given_back(model), loss_fn, arguments)
+                give_back(model)  # plain parameters, where another engine has trained it
+                self._read(channel, parsed, model, loss_fn, arguments)
                 job = replace(self.job, pre_step=pre_step_callback)
                 self.job = job if parsed.hydra.shapes else spread_where_cheaper(job)
         with guard.assembling():
@@ -86,24 +102,25 @@ class HydraEngine(EngineInParts):
             if self.hydra_config.elastic is None:
                 self.assemble(guard=guard)
             else:
-                from ds_hydra.engine.going_on import first_assembly
+                from ds_hydra.engine.going_on import first_assembly  # elastic jobs alone
 
                 joined = first_assembly(self, self.hydra_config.elastic, guard)
             # The masters have taken the values. Else each rank would hold the whole model beside its share of it.
             self.job.source.values = {}
-            self.release_model()
-            self.watch_model()
+            self.weights = Weights(self, self.job.source, self.three_calls, lambda: self.crew, self.gradients_wait)
+            self.weights.watch_model()
             if self.job.config.checkpoint is not None:
                 self._signals.install()
             if not joined:
                 self.saving.resume()
 
-    def _guard(self, channel: Texts, config: HydraConfig) -> Guard:
-        return Guard(channel, config, self._coming_step, starts="job" not in vars(self))
-
     def _coming_step(self) -> int:
-        """As the watchdog asks for it, also before there are steps."""
-        return int(vars(self).get("global_steps", 0)) + 1
+        return self.global_steps + 1
+
+    def _asked(self) -> int:
+        """What this rank tells the others with its figures of a step: what a signal has asked it for, and whether a
+        process waits to join."""
+        return self._signals.request + WANTED * (self.going_on is not None and self.going_on.agent.wanted)
 
     def _read(
         self, channel: Channel, parsed: ParsedConfig, model: Any, loss_fn: TokenLoss | None, arguments: dict[str, Any]
@@ -115,10 +132,10 @@ class HydraEngine(EngineInParts):
         with together(channel, "reading the model and the data"):
             base = base_of(model)  # adapters lie within it; what PEFT has around it is not run
             super().__init__(parsed, base, **arguments, scanned=scanned)
-            self.__dict__["_loss_fn"] = loss_fn  # by way of __dict__: it may be a module, but is no part of this one
             self.module, config = model, self.hydra_config
+            self.three_calls = ThreeCalls(self.config, self.device, self.gradient_accumulation_steps)
             give_buffers(base, config.initial_weights)
-        make_source = look_once(partial(self.source_of, base), base, config.stage_options, channel)
+        make_source = look_once(partial(self.source_of, base, loss_fn=loss_fn), base, config.stage_options, channel)
         with together(channel, "reading the model and the data"):
             # The job is what stays the same when the ranks change; `assemble` adds what belongs to the present ranks.
             source, clipping = make_source(), self.gradient_clipping()
@@ -143,22 +160,22 @@ class HydraEngine(EngineInParts):
         with torch._C.DisableTorchFunctionSubclass():  # to it a released parameter is one of the meta device
             with nullcontext() if guard is None else guard.activity(f"{CONNECTING} groups of all ranks"):
                 world = self.world_of_process()
-            guard = guard or self._guard(world.background, self.job.config)
+            guard = guard or Guard(world.background, self.job.config, self._coming_step, starts=False)
             shift = 1 if self.going_on is None else self.going_on.shift
-            self.crew = Crew(self.job, world, self, self._signals, guard, initial=job is None, shift=shift)
+            self.crew = Crew(self.job, world, self, self._asked, guard, initial=job is None, shift=shift)
         self.job = self.crew.job
-        self.saving = Saving(self, self.crew, self._signals)
-        self.steps = Steps(self, self.crew)
+        self.saving = EngineCheckpoints(self, self.crew, self._signals)
+        self.steps = TrainingSteps(self, self.crew)
         world.wait_at_most(self.job.config.timeout_seconds)
-        if job is not None:
-            self.watch_model()
+        if self.weights is not None:
+            self.weights.watch_model()
 
-    def source_of(self, model: Any, facts: ModelFacts | None = None) -> ModelSource:
+    def source_of(self, model: Any, facts: ModelFacts | None = None, loss_fn: TokenLoss | None = None) -> ModelSource:
         """The model as a source of stages, with what is known of it. ConfigError if its layers cannot be found, or for
         a loss of its routers that hydra.loss_norm does not define."""
         config = self.hydra_config
         source = model_source(
-            model, config.stage_options, loss_fn=self._loss_fn, facts=facts, shapes=config.shapes,
+            model, config.stage_options, loss_fn=loss_fn, facts=facts, shapes=config.shapes,
             computed_in=self.types.compute,
         )  # fmt: skip
         if source.balances and config.loss_norm == "micro_batch":
@@ -178,7 +195,7 @@ class HydraEngine(EngineInParts):
             cluster = cluster_of([Standing.of_text(text) for text in told], node_size=config.node_size, given=given)
         if self.global_rank == 0:
             logger.info("%s", cluster)
-        wait = longest_wait_s(config, begun="crew" in vars(self))
+        wait = longest_wait_s(config, begun=self.crew is not None)
         aborting = None if self.going_on is None else self.going_on.freeing.aborting
         return World.of_process(self.device, cluster, timeout_s=wait, aborts=aborting)
 
@@ -186,6 +203,36 @@ class HydraEngine(EngineInParts):
     def pre_step_callback(self) -> PreStepCallback | Callback | None:
         """What rank 0 calls before each step for its plan [Note: the pre-step callback]; None on other ranks."""
         return self.crew.plans.pre_step_callback
+
+    def _train(self, name: str, handed: Handed | None) -> StepOutcome:
+        """Run the next step within the call `name` of all ranks, and save it if that is due."""
+        with self.crew.calling(name):
+            self.weights.lent.take_back()
+            if self.going_on is not None:
+                return self.going_on.train()
+            outcome = self.steps.train(handed)
+            self.saving.when_due(outcome.request)
+            return outcome
+
+    def on_all(self, name: str, call: EngineCall[Result], *, meets: bool = False) -> Result:
+        """What a call of all ranks returns; where some are lost in it, for those that are left [Note: calls].
+
+        `meets`: first with a message of its own that compares the calls of all ranks [Note: one call on all ranks].
+        """
+
+        def met() -> Result:
+            self.meet()
+            return call.part()
+
+        made = replace(call, part=met) if meets else call
+        with self.crew.calling(name):
+            return made.part() if self.going_on is None else self.going_on.call(made)
+
+    def meet(self) -> None:
+        """Return when all ranks have come to it."""
+        self.crew.world.channel.texts("")
+
+    # A step in one call.
 
     def train_batch(self, data_iter: Any = None, *, sequence_loss: SequenceLoss | None = None) -> Tensor:
         """Run one step and return its loss, a scalar in FP32. Every rank must call it.
@@ -205,28 +252,138 @@ class HydraEngine(EngineInParts):
         handed = None if data_iter is None else step
         return torch.tensor(self._train("train_batch()", handed).loss, dtype=torch.float32, device="cpu")
 
-    def _train(self, name: str, handed: Handed | None) -> Outcome:
-        with self.crew.calling(name):
-            return self._trained(handed)
+    # A step in parts [Note: a step in parts].
 
-    def _trained(self, handed: Handed | None) -> Outcome:
-        self.lent.take_back()
-        if self.going_on is not None:
-            return self.going_on.train()
-        outcome = self.steps.train(handed)
+    def forward_backward(
+        self,
+        sequences: Any,
+        loss: ScoreLoss | None = None,
+        *,
+        normaliser: float | None = None,
+        temperature: float | None = None,
+        mixes_tokens: bool | None = None,
+    ) -> Tensor:
+        """Add the gradient of the loss of some sequences to those that wait for `optimizer_step`; returns the loss, a
+        scalar in FP32, equal on all ranks.
+
+        `sequences` are this rank's, a list or a collated batch as for `train_batch`, or an empty list; it may be called
+        any number of times before an update. `loss` is called as loss(log_probs, entropy, fields) and returns one loss
+        for each token [Note: losses of log-probabilities]: `log_probs` (T,) are those of the tokens that are learnt,
+        `entropy` (T,) that of the distribution which each is drawn from, and `fields` the items' other columns by name,
+        (T,) or (T, k) [Note: fields]. Without one it is the job's own, such as the cross entropy. Of a model whose head
+        gives one number for each token it is called as loss(values, fields), and there must be one.
+
+        Their sum over all ranks is divided by `normaliser`, a number that is equal on all of them; without one by the
+        number of targets that all ranks hand in with this call, or by what the loss names (`ds_hydra.losses`). So a
+        step of several calls gives them the count of all its tokens. `temperature` divides the logits; a column of that
+        name does so for each sequence or token.
+
+        A loss that needs other tokens too, of the sequence or of its group, says so by `mixes_tokens`, or by an
+        attribute of that name: it is called once on each rank, with all targets of the sequences that the rank hands
+        in, `fields["sequence"]` numbering these, and may return any number of losses (n,); their number on all ranks is
+        the normaliser, unless one is given. It costs one more forward.
+
+        A column `routed_experts`, (tokens, routers, chosen), has the experts that the routers are to use in place of
+        their own choices, of each token at its own place, as `log_probs` gives them [Note: replayed routers]; no loss
+        sees it.
+
+        Where a step has several calls, or an evaluation follows one of them, each rank keeps its 1/N of the gradients
+        in memory of their own from then on, one number a parameter, which predictions of memory do not count.
+
+        ConfigError on all ranks, which names rank and item, and nothing has changed: for sequences that cannot be
+        trained on; for a field of another length than the tokens, that some items or ranks lack, or that is not finite;
+        and for a loss that looks at other tokens and does not say so, reads the model, or draws random numbers.
+        """
+        self.steps.begin_training("forward_backward()")
+        with self.crew.calling("forward_backward()"):
+            found = self.steps.parts.forward_backward(sequences, loss, normaliser, temperature, mixes_tokens)
+        return torch.tensor(found, dtype=torch.float32, device="cpu")
+
+    def optimizer_step(self) -> float:
+        """Update the parameters by the gradients of all `forward_backward` calls since the last update; returns their
+        norm before clipping. If that is not finite, nothing changes and the step counts as skipped.
+
+        It counts as a step and is recorded as one; the LR schedule moves by `lr_scheduler.step()` alone. ConfigError if
+        there are no gradients.
+        """
+        self.weights.lent.take_back()
+        with self.crew.calling("optimizer_step()"):
+            outcome = self.steps.parts.optimizer_step()
         self.saving.when_due(outcome.request)
-        return outcome
+        return outcome.grad_norm
 
-    def train_collected(self, batches: Sequence[tuple[Any, float]]) -> list[float]:
-        """See `ThreeCallEngine`."""
-        whole = self.batches_of_update() * self.world_size
-        step = partial(self.steps.handed.collected, self.global_steps, batches, whole)
-        return self._train("step()", step).batch_losses
+    def zero_grad(self, *_: Any, **__: Any) -> None:
+        """Drop the gradients of `forward_backward` calls since the last update; a step of `train_batch` or of the three
+        calls begins with gradients of its own, and ConfigError is raised between `backward` and the boundary's `step`,
+        where plain DeepSpeed would drop some."""
+        self.three_calls.refuse_dropping("engine.zero_grad()")
+        self.three_calls.shows_gradients = False
+        self.steps.parts.forget()
+
+    def gradients_wait(self) -> bool:
+        """Whether gradients of some `backward` or `forward_backward` wait for their update."""
+        return self.three_calls.wait or self.steps.parts.count > 0
+
+    # DeepSpeed's loop of three calls [Note: three calls].
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> PendingLoss:
+        """Collect a batch for the coming step and return its loss, which is pending until then.
+
+        The batch is one argument, a mapping or anything else that `train_batch` takes, or the keyword arguments of a
+        Hugging Face model. After `eval()` the batches of all ranks run at once, and the loss is there: the mean over
+        the targets of this rank's batch. Then every rank must call it, with an empty list where it has no batch.
+        """
+        batch = self.three_calls.batch(inputs, kwargs)
+        if self.three_calls.evaluating:
+            return self.three_calls.known(self.evaluate_collected(batch)[0])
+        return self.three_calls.collect(batch, self.backward, kwargs.get("num_items_in_batch"))
+
+    def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True, **unused: Any) -> Tensor:
+        """Let a loss of `engine(batch)` count in the coming step, with the factors that were put on it.
+
+        Returns what DeepSpeed's returns: the loss over gradient_accumulation_steps, unless `scale_wrt_gas` is False.
+        """
+        return self.three_calls.backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+
+    def step(self, lr_kwargs: Any = None) -> None:
+        """At the gradient accumulation boundary plan and run all that was collected; elsewhere only count. `lr_kwargs`
+        go to the LR schedule's step."""
+        self.micro_steps, self._step_applied = self.micro_steps + 1, False
+        if (batches := self.three_calls.taken()) is None:
+            return
+        self._lr_kwargs, micro_steps = dict(lr_kwargs or {}), self.micro_steps
+        given = [(entry.batch, entry.factor or 0.0) for entry in batches]
+        whole = self.three_calls.batches_of_update() * self.world_size
+        step = partial(self.steps.handed.collected, self.global_steps, given, whole)
+        losses = self._train("step()", step).batch_losses
+        self._lr_kwargs, self.micro_steps = {}, micro_steps
+        for entry, loss in zip(batches, losses, strict=True):
+            entry.settle(loss)
+
+    def train(self, mode: bool = True) -> HydraEngine:
+        """From now on `engine(batch)` collects; with mode False it evaluates at once."""
+        self.three_calls.evaluating = not mode
+        super().train(mode)
+        return self
+
+    def eval(self) -> HydraEngine:
+        """From now on `engine(batch)` evaluates at once."""
+        return self.train(False)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the coming `step` makes an update."""
+        return self.three_calls.at_boundary
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """From now on `step` makes an update if this is true, and none if it is false."""
+        self.three_calls.boundary = is_boundary
+
+    # Without an update.
 
     def evaluate_collected(self, batch: Any) -> tuple[float, float]:
-        """See `ThreeCallEngine`."""
+        """Mean losses of what the ranks hand in: over the targets of this rank's batch, and over those of all ranks."""
         with self.crew.calling("engine(batch) after eval()"):
-            return self.steps.evaluate_handed(batch)
+            return self.steps.scoring.handed(batch)
 
     def eval_batch(self, data_iter: Any = None) -> Tensor:
         """Mean loss of a batch of sequences, without an update: a scalar in FP32, equal on all ranks.
@@ -237,7 +394,7 @@ class HydraEngine(EngineInParts):
         batch = next(data_iter) if hasattr(data_iter, "__next__") else data_iter
         if batch is None:
             raise ConfigError("eval_batch() needs sequences: a dataset, a list of token lists, or an iterator of them")
-        part = Call(lambda: self.steps.evaluate_batch(batch))
+        part = EngineCall(lambda: self.steps.scoring.batch(batch))
         return torch.tensor(self.on_all("eval_batch()", part, meets=True), dtype=torch.float32, device="cpu")
 
     def evaluate(self, dataset: Any) -> Evaluation:
@@ -245,7 +402,7 @@ class HydraEngine(EngineInParts):
 
         About hydra.tokens_per_step tokens run at a time. Every rank must call it with the same dataset.
         """
-        part = Call(lambda: self.steps.evaluate(dataset), Evaluation.to_json, Evaluation.from_json)
+        part = EngineCall(lambda: self.steps.scoring.evaluate(dataset), Evaluation.to_json, Evaluation.from_json)
         return self.on_all("evaluate()", part, meets=True)
 
     def predict(self, batch: Any, function: TokenFunction) -> tuple[Tensor, Tensor]:
@@ -258,17 +415,218 @@ class HydraEngine(EngineInParts):
         """
         if not isinstance(self.job.source, CausalLM):
             raise ConfigError("predict() needs a Hugging Face model: the layers of a PipelineModule end in its loss")
-        part = Call(lambda: self.steps.predict_handed(batch, function), once="predict")
+        part = EngineCall(lambda: self.steps.scoring.predict(batch, function), once="predict")
         loss, found = self.on_all("predict()", part)
         return torch.tensor(loss, dtype=torch.float32, device="cpu"), torch.from_numpy(found)
 
+    @overload
+    def log_probs(
+        self,
+        sequences: Any,
+        *,
+        entropy: bool = False,
+        temperature: float | None = None,
+        routed_experts: Literal[False] = False,
+    ) -> TokenScores: ...
+
+    @overload
+    def log_probs(
+        self, sequences: Any, *, entropy: bool = False, temperature: float | None = None, routed_experts: Literal[True]
+    ) -> RoutedScores: ...
+
+    def log_probs(
+        self, sequences: Any, *, entropy: bool = False, temperature: float | None = None, routed_experts: bool = False
+    ) -> TokenScores | RoutedScores:
+        """The log-probability of each token of this rank's sequences, given those before it, and the entropy of what it
+        is drawn from, in the mode of an evaluation; see `TokenScores`.
+
+        `sequences` and `temperature` as of `forward_backward`; other columns than those for tokens, labels and masks
+        are not read, but for `routed_experts`. With that argument it returns `RoutedScores`, which has the experts that
+        the routers of a mixture have chosen. ConfigError where a sequence would be truncated or left out, and for
+        routers that choose by other means than `torch.topk` [Note: replayed routers].
+        """
+
+        def score() -> TokenScores | RoutedScores:
+            return self.steps.scoring.log_probs(sequences, temperature, entropy=entropy, routed_experts=routed_experts)
+
+        return self.on_all("log_probs()", EngineCall(score, once="log_probs"))
+
+    def values(self, sequences: Any) -> list[Tensor]:
+        """Of a model whose head has one output: the value of each of this rank's sequences before each of its tokens,
+        in the mode of an evaluation; one tensor (tokens,) each, in FP32 or, for a model in FP64, in that.
+
+        At place i stands what the head makes of the tokens before i; 0 at the first, and where `labels` or a mask say
+        that nothing is to be learnt. `sequences` as of `log_probs`.
+        """
+        return self.on_all("values()", EngineCall(lambda: self.steps.scoring.values(sequences), once="values"))
+
+    # Weights and checkpoints.
+
+    def fp32_state_dict(self) -> dict[str, Tensor]:
+        """Full parameters on CPU by the model's own names, tied ones under each of theirs; FP64 for an FP64 model.
+
+        Every rank must call it, and gets all of them.
+        """
+        part = EngineCall(lambda: self.saving.fp32_state_dict())
+        if self.going_on is not None:
+            part = gathered(part.part, self.meet)
+        return self.on_all("fp32_state_dict()", part, meets=True)
+
+    def full_parameters(
+        self, *, dtype: torch.dtype | None = None, ranks: Sequence[int] | None = None, adapters: str = "merged"
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The weights for an inference engine: (name, whole tensor on the device) one after the other, in the type that
+        the model is computed in, or in `dtype`; no rank has more than one bucket (some layers) at a time.
+
+        Names are those of the model's Hugging Face folder, as `save_16bit_model` writes it, with experts one by one;
+        tied parameters come once. The order is the same on all ranks, and all must take all of them; `ranks` are those
+        that get them (default: all), others get none. Of a PEFT model `adapters` are "merged" into their layers, under
+        the names of the model without them, or come "alone", as a folder of adapters holds them. ConfigError for
+        adapters that cannot be merged.
+        """
+
+        def every() -> Iterator[tuple[str, Tensor]]:
+            with self.crew.calling("full_parameters()"):
+                self.meet()
+            return self.saving.full_parameters(dtype, ranks, adapters)
+
+        return every() if self.going_on is None else taken_once(every, "full_parameters", self.going_on.by_fault)
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: object = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save everything that training needs to go on, under `save_dir`/`tag` ("global_stepN" by default).
+
+        `client_state` is any JSON. With hydra.checkpoint.asynchronous this returns when the state is copied to host
+        memory; an error of that save is raised by the next. Raises CheckpointError on all ranks, and while
+        gradients wait for an update, which no checkpoint holds. Every rank must call it.
+        """
+        how = {"save_latest": save_latest, "with_frozen": not exclude_frozen_parameters}
+        self._on_weights("save_checkpoint", lambda: self.saving.save(save_dir, tag, client_state, **how), once=False)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: object = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Load the checkpoint `tag`, or the one that the file `latest` names; return its path and its client_state.
+
+        Any number of ranks can load what any other number saved. `load_module_only` loads the parameters and leaves
+        optimizer, schedule, steps and data as they are. Returns (None, {}) if nothing was ever saved. Raises
+        CheckpointError on all ranks if the checkpoint is damaged or ambiguous, or gradients wait for an update; then
+        nothing has changed. Every rank must call it.
+        """
+        # Trainer asks for a load that is not strict where it has adapters.
+        if custom_load_fn is not None or not (load_module_strict or is_peft_model(self.module)):
+            raise CheckpointError(
+                "load_checkpoint(custom_load_fn=..., load_module_strict=False) is not supported: a checkpoint holds "
+                "exactly the model's parameters; load others with load_16bit_model()"
+            )
+        parts = PartsToLoad(load_optimizer_states, load_lr_scheduler_states, not load_module_only)
+        return self._on_weights("load_checkpoint", lambda: self.saving.load(load_dir, tag, parts))
+
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str | None = None,
+        exclude_frozen_parameters: bool = False,
+        *,
+        max_shard_size: str = "5GB",
+        tokenizer: Any = None,
+    ) -> bool:
+        """Write the model, in the types that it is computed in, as a folder that `from_pretrained` loads.
+
+        Rank 0 gathers and writes safetensors shards, config and tokenizer (the one given, or the one beside the model
+        that was loaded). The folder's file names are Hugging Face's. Of a PEFT model the adapters are written, as
+        `PeftModel.from_pretrained` loads them. Every rank must call it.
+        """
+        if save_filename is not None or exclude_frozen_parameters:
+            raise CheckpointError(
+                "save_16bit_model(save_filename=..., exclude_frozen_parameters=True) is not supported: it writes a "
+                "whole Hugging Face folder under its usual names; leave these arguments out"
+            )
+        how = {"max_shard_size": max_shard_size, "tokenizer": tokenizer}
+        self.on_all("save_16bit_model()", EngineCall(lambda: self.saving.save_pretrained(save_dir, **how)), meets=True)
+        return True
+
+    def load_16bit_model(self, load_dir: str | Path) -> None:
+        """Load the parameters of a Hugging Face folder; steps, optimizer and data stay. Every rank must call it.
+
+        A rank reads only the part of each parameter that it owns, so no rank holds the whole model. CheckpointError
+        while gradients wait for an update.
+        """
+        self._on_weights("load_16bit_model", lambda: self.saving.load_pretrained(load_dir))
+
+    def _on_weights(self, name: str, part: Callable[[], Result], *, once: bool = True) -> Result:
+        """A call of all ranks on a whole model; CheckpointError while gradients wait for an update."""
+        self.steps.parts.refuse_if_any(f"{name}()", CheckpointError)
+        return self.on_all(f"{name}()", EngineCall(part, once=name if once else ""), meets=True)
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until no save is under way. Raises the error of the last save in the background, if it had one."""
+        self.saving.wait()
+
+    def to(self, device: Any, model: bool = True, optimizer: bool = True, grad: bool = True) -> Any:  # type: ignore[override]  # moves no module
+        """Move states to the host ("cpu") or back to the engine's device; returns the engine. Ranks need not agree.
+
+        `model`: the parameters, and all memory that steps use; `optimizer`: its states; `grad`: gradients that wait for
+        an update. The host keeps this rank's 1/N in pinned memory, and training goes on as if nothing had been moved,
+        to the bit. A call that needs what is on the host brings it back by itself: bring it back before, where others
+        use the memory of the device. On CPUs "cpu" does the same, by copies. ConfigError for another device or a type.
+        """
+        kinds = kinds_of(model=model, optimizer=optimizer, grad=grad)
+        if not wants_host(device, self.device):
+            self.crew.away.bring_back(kinds)
+            return self
+        self.weights.lent.take_back()
+        if not self.crew.away.kinds and self.crew.masters.trained.dropped_grads:  # by the optimizer's own zero_grad
+            self.zero_grad()
+        self.crew.put_away(kinds)
+        return self
+
+    def offload_states(self, include: Any = None, device: Any = "cpu", **_: Any) -> None:
+        """DeepSpeed's name of `to("cpu")`; `include` are members of its OffloadStateTypeEnum (default: all)."""
+        names = ["hp_params", "lp_params", "optim_states", "lp_grads", "contiguous_grad_buffer"]
+        kinds = zip(names, ("model", "model", "optimizer", "grad", "grad"), strict=True)
+        asked = {getattr(one, "value", one) for one in (names if include is None else include)}
+        wanted = {kind for name, kind in kinds if name in asked}
+        self.to(getattr(device, "value", device), **{kind: kind in wanted for kind in ("model", "optimizer", "grad")})
+
+    def reload_states(self, **_: Any) -> None:
+        """DeepSpeed's name of what brings all states back to the device."""
+        self.crew.away.bring_back()
+
+    # The engine's life.
+
+    def drop(self) -> None:
+        """Let go of the present ranks' parts and groups, in whatever state an error has left them; after torch's own
+        group has been destroyed `assemble` may follow.
+
+        The caller must have left the `except` block of that error, and released it (`zero_hetero.told.release`).
+        """
+        (steps, crew), self.saving = (self.steps, self.crew), None  # type: ignore[assignment]
+        self.steps = self.crew = None  # type: ignore[assignment]
+        if steps is not None:
+            steps.drop()
+        if crew is not None:
+            crew.drop()
+
     def destroy(self) -> None:
         """Finish a save that is under way, print the summary, release all that this engine and DeepSpeed's hold."""
-        # By way of __dict__: if the constructor failed there is no crew, and nn.Module's lookup would raise instead.
-        crew = self.__dict__.get("crew")
-        if crew is not None:
+        if self.crew is not None:  # unless the constructor failed
             self._signals.remove()
-            crew.close()
+            self.crew.close()
             if self.going_on is not None:
                 self.going_on.close()
         super().destroy()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import copy
 import json
 import logging
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from ds_hydra.engine.crew import Crew
     from ds_hydra.engine.engine import HydraEngine
     from ds_hydra.engine.steps import OpenStep
-    from ds_hydra.step.outcome import Outcome
+    from ds_hydra.step.outcome import StepOutcome
     from ds_hydra.step.update import Update
 
 _LEAST_RANKS = 2
@@ -40,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Carried:
+class CarriedState:
     """What a crew leaves to the next one beside masters and optimizer, as a checkpoint would."""
 
     schedule: dict[str, Any] | None
@@ -52,7 +51,7 @@ class Carried:
     complete: bool = False  # but for planning, and where it saves
 
     @classmethod
-    def left_by(cls, crew: Crew) -> Carried:
+    def left_by(cls, crew: Crew) -> CarriedState:
         """What is to be read of it before it is dropped."""
         return cls(None, None, crew.learned.saved(), 0, crew.checkpoints.stage, crew.checkpoints.writer.last)
 
@@ -71,7 +70,7 @@ class Carried:
         left = self
         if joins:
             take_progress(engine, crew, told)
-            left = Carried(told["schedule"], told["loss_scale"], told["planning"], told["skipped_in_a_row"],
+            left = CarriedState(told["schedule"], told["loss_scale"], told["planning"], told["skipped_in_a_row"],
                            told["stage"], told["saved"])  # fmt: skip
         if left.schedule is not None:
             engine.lr_scheduler.load_state_dict(left.schedule)
@@ -138,18 +137,7 @@ def detached(optimizer: Optimizer, client: Any) -> Optimizer:
     return held
 
 
-def take_rank(engine: HydraEngine, rank: int, num_ranks: int) -> None:
-    """From now on this process is another rank, of so many: step lines, files and monitors are rank 0's."""
-    was_first, first = engine.global_rank == 0, rank == 0
-    engine.__dict__["global_rank"], engine.__dict__["world_size"] = rank, num_ranks
-    if first and not was_first:
-        atexit.unregister(engine.step_log.close)
-        engine.configure_reports()
-        if (package := logging.getLogger("ds_hydra")).level == logging.WARNING:  # as `show_log` has set other ranks'
-            package.setLevel(logging.INFO)
-
-
-def record_voted(engine: HydraEngine, update: Update, opened: OpenStep) -> Outcome:
+def record_voted(engine: HydraEngine, update: Update, opened: OpenStep) -> StepOutcome:
     """Record a step that was completed by the vote alone, unless it was recorded before; its outcome."""
     assert update.last is not None, "it was voted for"
     outcome = opened.voted(update.last, update.loss_scale.value)
@@ -177,12 +165,12 @@ def drop(engine: HydraEngine, crew: Crew | None, calls: Calls, *, faulty: bool) 
 
 
 def complete(
-    engine: HydraEngine, update: Update | None, opened: OpenStep | None, left: Carried | None
-) -> tuple[Carried, Outcome | None]:
+    engine: HydraEngine, update: Update | None, opened: OpenStep | None, left: CarriedState | None
+) -> tuple[CarriedState, StepOutcome | None]:
     """What the old crew has `left`, whole; and what a step came to that the vote has completed, if there is one, which
     is recorded unless it was before. `update` is None for a process that joins: it takes rank 0's."""
     if update is None:
-        return Carried(None, None, {}, 0, 0, {}), None
+        return CarriedState(None, None, {}, 0, 0, {}), None
     assert left is not None, "it has left a crew"
     if left.complete:
         return left, None

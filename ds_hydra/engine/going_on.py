@@ -31,18 +31,14 @@ from ds_hydra.elastic.agent import MemberAgent
 from ds_hydra.elastic.buddies import shift_of
 from ds_hydra.elastic.view import View
 from ds_hydra.engine import epochs, joining
-from ds_hydra.engine.calls import Call, Calls
+from ds_hydra.engine.calls import Calls, EngineCall
 from ds_hydra.engine.default_group import make_default_group
-from ds_hydra.engine.guard import stacks_folder
-from ds_hydra.engine.standing import Standing
-from ds_hydra.engine.stands import Stands
+from ds_hydra.engine.standing import SurvivingState
 from ds_hydra.engine.steps import OpenStep
 from ds_hydra.host.environment import joins
 from ds_hydra.ranks.freeing import Freeing
 from ds_hydra.ranks.together import first_channel
 from ds_hydra.watchdog.host import host
-from ds_hydra.watchdog.progress import Progress
-from ds_hydra.watchdog.words import as_line, timed_out
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from ds_hydra.zero_hetero.told import release, told_of
 
@@ -50,11 +46,10 @@ if TYPE_CHECKING:
     from ds_hydra.config.hydra_block import ElasticConfig
     from ds_hydra.engine.engine import HydraEngine
     from ds_hydra.engine.guard import Guard
-    from ds_hydra.step.outcome import Outcome
+    from ds_hydra.step.outcome import StepOutcome
 
 logger = logging.getLogger(__name__)
 
-_STILL_S = 10.0  # within which members are known that stand still
 _KNOWN_S = 5.0  # within which a fault is known that has ended a rank's wait
 Result = TypeVar("Result")
 
@@ -84,23 +79,15 @@ class GoingOn:
             self.freeing.adopt(channel)
         self.shift = 0  # who keeps whose copy [Note: buddies]
         self._shift_of = partial(shift_of, copies=config.redundancy != "off")
-        self._standing = Standing(self._shift_of)
+        self._standing = SurvivingState(self._shift_of)
         self._open: OpenStep | None = None
-        self._carried: epochs.Carried | None = None
-        self._voted: Outcome | None = None  # of a step that was completed by the vote
+        self._carried: epochs.CarriedState | None = None
+        self._voted: StepOutcome | None = None  # of a step that was completed by the vote
         self._began_at = 0  # the steps that were made when the present call began
         self._calls = Calls()
         self._stopped = 0.0  # when training stopped last, by `time.perf_counter`
-        folder, limit_s = stacks_folder(engine.hydra_config), engine.hydra_config.timeout_seconds
-        self._progress = Progress(-1, self._where, limit_s, folder)
-        self._stands = Stands(self._progress, agent)
         agent.on_abort(self.freeing.begin, self.freeing.resume)
-        engine._signals.wanted = lambda: agent.wanted
         atexit.register(agent.close)  # a script that ends by itself leaves in good order
-
-    def _where(self) -> tuple[int, str]:
-        crew = vars(self._engine).get("crew")
-        return self._engine.global_steps + 1, "assembly" if crew is None else crew.activity.told
 
     def begin(self, guard: Guard) -> None:
         """The first assembly."""
@@ -136,14 +123,13 @@ class GoingOn:
         """Leave the members in good order."""
         atexit.unregister(self.agent.close)
         self.agent.close()
-        self._stands.close()
 
-    def train(self) -> Outcome:
+    def train(self) -> StepOutcome:
         """The next step, and its save if it is due."""
-        outcome: Outcome | None = None
+        outcome: StepOutcome | None = None
         self._began_at, self._voted = self._engine.global_steps, None
 
-        def step() -> Outcome:
+        def step() -> StepOutcome:
             nonlocal outcome
             engine, calls = self._engine, self._calls
             outcome, self._voted = outcome or self._voted, None
@@ -165,7 +151,7 @@ class GoingOn:
         self._calls.left()
         return found
 
-    def call(self, call: Call[Result]) -> Result:
+    def call(self, call: EngineCall[Result]) -> Result:
         """What a call of all ranks comes to, which is begun again after each fault [Note: calls]."""
         found = self.run(lambda: call.begin(self._calls, lambda: self._engine.crew.world.meet()))
         self._calls.left(None if call.once else call.close(found))
@@ -203,13 +189,7 @@ class GoingOn:
         # Those of gloo, of torch's stores and of sockets; any other is known to be this rank's own at once, where no
         # device goes on with numbers that never came, and may fail in any way [Note: aborting].
         waited = isinstance(error, (RuntimeError, OSError)) or self._engine.device.type != "cpu"
-        if not timed_out(error):
-            return self.agent.fault(within=_KNOWN_S if waited else 0.0)
-        with self._progress.settled():  # those for which it has waited may stand still, and are lost then
-            found = self.agent.fault(within=_STILL_S)
-            if not found:
-                self._progress.write(as_line(error))
-            return found
+        return self.agent.fault(within=_KNOWN_S if waited else 0.0)
 
     def _parked(self) -> View:
         """Let go of all that belongs to the present ranks; the view with which to go on."""
@@ -221,11 +201,11 @@ class GoingOn:
         """Let go of the world."""
         engine = self._engine
         self.freeing.aborting.abort()
-        steps, crew = vars(engine).get("steps"), vars(engine).get("crew")
+        steps, crew = engine.steps, engine.crew
         if steps is not None:
             self._open = steps.open or self._open
         if crew is not None and crew.update is self._standing.update:
-            self._carried = epochs.Carried.left_by(crew)
+            self._carried = epochs.CarriedState.left_by(crew)
         epochs.drop(engine, crew, self._calls, faulty=self.agent.faulty)
         self.freeing.park()
         self.freeing.forget()
@@ -240,7 +220,7 @@ class GoingOn:
         with self.freeing.making(len(ids)):
             wait = engine.job.config.timeout_seconds
             make_default_group(view, ids.index(own), wait, lambda: self.agent.faulty, engine.device)
-            epochs.take_rank(engine, ids.index(own), len(ids))
+            engine.take_rank(ids.index(own), len(ids))
             carried, outcome = epochs.complete(engine, update, self._open, self._carried)
             if update is not None:
                 self._carried = carried

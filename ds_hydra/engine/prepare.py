@@ -1,10 +1,10 @@
-"""Before step 0: a job and its ranks in; cost table and candidate strategies out, checked against model and data."""
+"""Before step 0: cost table and candidate strategies of a job on its ranks, checked against model and data."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,27 +16,98 @@ from ds_hydra.costs.memory import JobMemory
 from ds_hydra.costs.shape_costs import with_shapes
 from ds_hydra.data.lengths import assumed_lengths, lengths_of_job
 from ds_hydra.engine.checked import check_candidates, listed_for_others, taught
-from ds_hydra.engine.costs import costs_and_memory, least_memory, limited, planned_whole, without_the_largest
-from ds_hydra.engine.fits import check_memory
+from ds_hydra.engine.costs import (
+    check_memory,
+    costs_and_memory,
+    least_memory,
+    limited,
+    planned_whole,
+    without_the_largest,
+)
 from ds_hydra.engine.job import Job
-from ds_hydra.engine.proposed import propose
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.placement import Strategy, place_strategy
+from ds_hydra.pipe.schedules.registry import proposed_schedules, weighs
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.plan.rank_order import crossings, ordered
 from ds_hydra.planner.arena_room import ArenaRoom, room_beside
 from ds_hydra.planner.options import PlannerOptions
+from ds_hydra.planner.proposal.propose import Wider, propose_strategies, wider_shapes
 from ds_hydra.ranks.together import together
 from ds_hydra.ranks.world import World
 from ds_hydra.self_check.verdicts import CheckResult
+from ds_hydra.simulate.job import SimulatedJob
+from ds_hydra.simulate.links import LinkModel
+from ds_hydra.simulate.step import exposed_ms
 
 logger = logging.getLogger(__name__)
 
 
+def simulated_job(job: Job, world: World, found: TableFile) -> SimulatedJob:
+    """The job as simulations see it, by these costs and the links that the table file holds."""
+    links, types = LinkModel.of_table(found.links, world.node_size, devices=world.cluster.devices), job.types
+    return SimulatedJob(
+        job.source.plan,
+        job.source.width(min(1, job.source.plan.num_layers - 1)),
+        found,
+        links,
+        world.num_ranks,
+        element_bytes=types.compute.itemsize,
+        gradient_bytes=types.wire.itemsize,
+        sum_bytes=types.grads.itemsize,
+        lanes=world.lane.early,
+        cluster=world.cluster if world.cluster.devices else None,
+    )
+
+
+def exposed_of(job: Job, world: World, found: TableFile) -> Callable[[StrategyShape], float] | None:
+    """What the messages of a strategy add to a step, in ms; None where no links were measured."""
+    if found.links is None:
+        return None
+    cluster, tokens = simulated_job(job, world, found), job.config.tokens_per_step
+    return lambda strategy: exposed_ms(cluster, strategy, tokens)
+
+
+def propose(
+    job: Job, found: TableFile, memory: JobMemory, lengths: Sequence[int], world: World
+) -> tuple[StrategyShape, ...]:
+    """Every rank must call it. Rank 0 proposes them, so that only one process compiles and searches."""
+    config, num_layers, table = job.config, job.source.plan.num_layers, found.table
+    proposed: str | None = None
+    if world.rank == 0 and world.cluster.mixed:
+        from ds_hydra.engine.classes import propose_for
+
+        proposed = propose_for(world.cluster, table, memory, lengths, config)
+    elif world.rank == 0:
+        schedules = proposed_schedules()
+        if any(map(weighs, schedules)) and all(cost.shares is None for cost in table.costs):
+            logger.info(
+                "sequences stay whole and backwards are not split: the costs have no measured shares of forward and "
+                "backward. Measure them with `ds-hydra profile`"
+            )
+        shapes = wider_shapes(table, schedules, num_layers)
+        slices = config.chunks == "auto" and not job.source.plan.no_slices
+        strategies = propose_strategies(
+            table,
+            world.num_ranks,
+            lengths,
+            config.tokens_per_step,
+            max(lengths),
+            node_size=world.node_size,
+            seed=config.planner_options().seed,
+            wider=Wider(shapes, slices, num_layers, plain=not all(map(weighs, schedules))),
+            exposed=exposed_of(job, world, found),
+        )
+        proposed = "\n".join(str(strategy) for strategy in strategies)
+    if proposed is not None:
+        logger.info("strategies proposed for these lengths:\n  %s", proposed.replace("\n", "\n  "))
+    return tuple(StrategyShape.parse(line) for line in world.channel.tell(proposed).split("\n"))
+
+
 @dataclass(frozen=True)
-class Prepared:
+class PreparedJob:
     """The decisions that are made before anything is allocated."""
 
     source: ModelSource  # the job's, or one that gives up options with which its stages would train otherwise
@@ -54,7 +125,7 @@ class Prepared:
         return self.found.table
 
 
-def prepare(job: Job, world: World) -> Prepared:
+def prepare(job: Job, world: World) -> PreparedJob:
     """Decide cost table and candidates. Every rank must call it; ConfigError or PlanError is raised on all of them."""
     config = job.config
     if config.elastic is not None:
@@ -102,7 +173,7 @@ def prepare(job: Job, world: World) -> Prepared:
     with together(world.channel, "counting the room for composed strategies"):
         room = room_beside(memory, found.table, composing=planner_options(job, world).highs == "composes")
     elements = shape.params // world.num_ranks
-    return Prepared(source, found, memory.strategies, elements, no_slices, shape.hidden, room, memory, checked)
+    return PreparedJob(source, found, memory.strategies, elements, no_slices, shape.hidden, room, memory, checked)
 
 
 def _lengths_to_come(config: HydraConfig, longest: int) -> list[int]:

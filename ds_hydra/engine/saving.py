@@ -19,7 +19,7 @@ from ds_hydra.config.hydra_block import WEIGHTS
 from ds_hydra.engine.crew import Crew
 from ds_hydra.engine.signals import LEAVE, NOTHING, SAVE, Signals
 from ds_hydra.host.host_engine import HostEngine
-from ds_hydra.pipe.models.adapted import base_of, is_peft_model, names_with_adapters
+from ds_hydra.pipe.models.adapted import NAMES_OF_PEFT, base_of, is_peft_model, names_with_adapters
 from ds_hydra.pipe.stage import dtype_of
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError
 from ds_hydra.zero_hetero.told import release
@@ -30,7 +30,7 @@ _TRIES = 7  # of a save that is due, over 64 steps
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0)  # between the tries of the last one
 
 
-class Saving:
+class EngineCheckpoints:
     """Saves and loads what a crew trains. Every rank calls the same methods, with the same arguments."""
 
     def __init__(self, host: HostEngine, crew: Crew, signals: Signals):
@@ -64,7 +64,7 @@ class Saving:
         if due != self._due:
             self.wait()  # so that what has failed is raised as what it was
         self._due = due
-        self._crew.checkpoints.writer.on_failure = partial(_ask_again, self._signals) if due else None
+        self._crew.writer.on_failure = partial(_ask_again, self._signals) if due else None
         with self._crew.together("saving"):
             self._crew.checkpoints.save(
                 Path(folder),
@@ -129,7 +129,7 @@ class Saving:
             self._save(folder, due=True)
         except CheckpointError as error:
             failed = error
-            failures = self._crew.checkpoints.writer.failures
+            failures = self._crew.writer.failures
             if not error.passing or failures >= _TRIES:
                 raise
             self._again = self._host.global_steps + 2 ** (failures - 1)
@@ -155,7 +155,7 @@ class Saving:
 
     def wait(self) -> None:
         """Wait until no save is under way. Raises the error of the last save in the background, if it had one."""
-        self._crew.checkpoints.writer.wait()
+        self._crew.writer.wait()
 
     def save_pretrained(self, folder: str | Path, *, max_shard_size: str, tokenizer: Any) -> None:
         """Rank 0 gathers the model, or PEFT's adapters, in its compute type and writes what `from_pretrained` loads."""
@@ -187,7 +187,7 @@ class Saving:
     def full_parameters(
         self, dtype: torch.dtype | None, ranks: Sequence[int] | None, adapters: str
     ) -> Iterator[tuple[str, Tensor]]:
-        """See `EngineInParts.full_parameters`."""
+        """See `HydraEngine.full_parameters`."""
         crew, model, computed_in = self._crew, self._host.module, self._crew.job.types.compute
         dtype_in = partial(dtype_of, dtype=computed_in) if dtype is None else lambda _: dtype
         masters, links, aliases = crew.masters, crew.world.links, crew.job.source.aliases
@@ -205,6 +205,12 @@ class Saving:
         names = names_with_adapters(base, aliases)
         values = masters.gather(links, frozenset(names.values()), ranks)
         return adapters_alone(model, values, names, dtype or computed_in, crew.world.device)
+
+    def fp32_state_dict(self) -> dict[str, Tensor]:
+        """See `HydraEngine.fp32_state_dict`."""
+        full = self._crew.masters.gather(self._crew.world.links)
+        before = NAMES_OF_PEFT if is_peft_model(self._host.module) else ""
+        return {before + path: full[name] for path, name in self._crew.job.source.aliases.items()}
 
     def load_pretrained(self, folder: str | Path) -> None:
         """Load the parameters of a Hugging Face folder; each rank reads only what it owns."""

@@ -1,27 +1,83 @@
-"""Sequences that ranks hand in, in; log-probabilities, entropies or values of their tokens, on those ranks, out."""
+"""Forward only: log-probabilities, entropies and values of sequences that ranks hand in, and losses of datasets."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ds_hydra.data.sequences import SequenceData
 from ds_hydra.data.tokens import Float64Array, LeftOut, Reads
 from ds_hydra.engine.crew import Crew
-from ds_hydra.engine.shares import Gathered, Mine, Shares
-from ds_hydra.pipe.loss import ENTROPY, LOG_PROB, VALUE, Objective
+from ds_hydra.engine.data import Gathered, Mine, SequenceExchange
+from ds_hydra.host.host_engine import HostEngine
+from ds_hydra.pipe.loss import ENTROPY, LOG_PROB, VALUE, Objective, TokenFunction, width_of
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.models.experts import find_routing
 from ds_hydra.pipe.rows import ROUTED_EXPERTS, TEMPERATURE, FieldLayout, Routing
-from ds_hydra.step.collecting import collect, pieces_of
+from ds_hydra.step.delivery import collect, pieces_of
+from ds_hydra.step.outcome import Floats, mean_of
 from ds_hydra.zero_hetero.errors import ConfigError
 
 if TYPE_CHECKING:
     from ds_hydra.pipe.stage import ModelSource
     from ds_hydra.plan.step_plan import StepPlan
     from ds_hydra.step.delivery import Delivered
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Losses of a dataset, equal on all ranks."""
+
+    sums: npt.NDArray[np.float64]  # (sequences,) of its targets' losses
+    num_targets: npt.NDArray[np.int64]  # (sequences,) 0 for a sequence that was left out, or has none
+
+    def to_json(self) -> list[Any]:
+        """As JSON holds it."""
+        return [self.sums.tolist(), self.num_targets.tolist()]
+
+    @classmethod
+    def from_json(cls, told: Sequence[Any]) -> Evaluation:
+        """What `to_json` made."""
+        sums, counts = told
+        return cls(np.array(sums, dtype=np.float64), np.array(counts, dtype=np.int64))
+
+    @property
+    def loss(self) -> float:
+        """Mean over all targets; NaN where there are none."""
+        return float(self.sums.sum() / count) if (count := int(self.num_targets.sum())) else math.nan
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the loss, where that is a cross entropy."""
+        return float(np.exp(self.loss))
+
+    @property
+    def sequence_losses(self) -> npt.NDArray[np.float64]:
+        """(sequences,) mean over each one's targets; NaN where it has none."""
+        return np.divide(self.sums, self.num_targets, out=np.full(len(self.sums), np.nan), where=self.num_targets > 0)
+
+
+def _parts(data: SequenceData, tokens: int) -> Iterator[tuple[int, ...]]:
+    """Ids of consecutive sequences that together reach that many tokens."""
+    part: list[int] = []
+    held = 0
+    for index, length in enumerate(data.lengths.tolist()):
+        if length:
+            part.append(index)
+            held += length
+        if held >= tokens:
+            yield tuple(part)
+            part, held = [], 0
+    if part:
+        yield tuple(part)
 
 
 class TokenScores(NamedTuple):
@@ -47,8 +103,58 @@ class RoutedScores(NamedTuple):
 class Scoring:
     """Of one crew. Every rank must call the same methods."""
 
-    def __init__(self, crew: Crew, shares: Shares, device: torch.device):
-        self._crew, self._shares, self._device = crew, shares, device
+    def __init__(self, host: HostEngine, crew: Crew, shares: SequenceExchange):
+        self._host, self._crew, self._shares, self._device = host, crew, shares, host.device
+
+    def handed(self, batch: Any) -> tuple[float, float]:
+        """Mean losses of what the ranks hand in: over this rank's targets, and over all; NaN where there are none."""
+        plan, data, own = self._evaluated(batch)
+        with self._crew.together("evaluation"):
+            found = self._crew.stepper.forwards.sequence_losses(plan, data, self._crew.plans.table)
+        return mean_of(found, own), mean_of(found)
+
+    def predict(self, batch: Any, function: TokenFunction) -> tuple[float, Floats]:
+        """Mean loss of the batches that the ranks hand in, and what a function of logits gives for each token of this
+        rank's: (tokens, k), sequence after sequence."""
+        refuse_without_loss(self._crew.job.source)
+        width = width_of(function, self._crew.job.source.vocab_size or 2)
+        plan, data, own = self._evaluated(batch)
+        with self._crew.together("evaluation"):
+            loss, found = self._crew.stepper.forwards.predictions(plan, data, self._crew.plans.table, function, width)
+        begin = sum(plan.lengths[: own.start])
+        return loss, found[begin : begin + sum(plan.lengths[own])]
+
+    def _evaluated(self, batch: Any) -> tuple[StepPlan, Delivered, slice]:
+        """Plan and deliver a batch of this rank; the slice says which of the plan's sequences it holds."""
+        refuse_without_loss(self._crew.job.source)
+        with self._crew.activity("evaluation"):
+            mine = self._shares.read([(batch, 1.0)])
+            gathered = self._shares.gather(mine, "evaluation")
+            plan = self._crew.plans.plan_once(tuple(range(len(gathered.lengths))), gathered.lengths)
+            return plan, self._shares.deliver(plan, mine.sequences, gathered), gathered.own(self._crew.world.rank)
+
+    def batch(self, batch: Any) -> float:
+        """Mean loss of a dataset that all ranks have, run at once."""
+        refuse_without_loss(self._crew.job.source)
+        data = self._host.sequences(batch)
+        with self._crew.together("evaluation"):
+            plan = self._plan_of(data, tuple(i for i, length in enumerate(data.lengths) if length))
+            return self._crew.stepper.forwards.evaluate(plan, data, self._crew.plans.table)
+
+    def evaluate(self, dataset: Any) -> Evaluation:
+        """The loss of each sequence of a dataset that all ranks have, about hydra.tokens_per_step tokens at a time."""
+        refuse_without_loss(self._crew.job.source)
+        data = self._host.sequences(dataset)
+        sums, counts = np.zeros(len(data)), np.zeros(len(data), dtype=np.int64)
+        with self._crew.together("evaluation"):
+            for ids in _parts(data, self._host.hydra_config.tokens_per_step):
+                plan = self._plan_of(data, ids)
+                found = self._crew.stepper.forwards.sequence_losses(plan, data, self._crew.plans.table)
+                sums[list(ids)], counts[list(ids)] = found
+        return Evaluation(sums, counts)
+
+    def _plan_of(self, data: SequenceData, ids: tuple[int, ...]) -> StepPlan:
+        return self._crew.plans.plan_once(ids, tuple(int(data.lengths[i]) for i in ids))
 
     @property
     def valued(self) -> bool:
@@ -78,7 +184,7 @@ class Scoring:
     def log_probs(
         self, batch: Any, temperature: float | None, *, entropy: bool, routed_experts: bool
     ) -> TokenScores | RoutedScores:
-        """See `EngineInParts.log_probs`."""
+        """See `HydraEngine.log_probs`."""
         self.check_model()
         if self.valued:
             raise ConfigError("the model gives a value for each token and no log-probabilities: call values()")
@@ -94,7 +200,7 @@ class Scoring:
         return RoutedScores(*scores, experts)
 
     def values(self, batch: Any) -> list[Tensor]:
-        """See `EngineInParts.values`."""
+        """See `HydraEngine.values`."""
         self.check_model()
         if not self.valued:
             raise ConfigError(
@@ -142,9 +248,12 @@ class Scoring:
         )
         costs = crew.plans.table if step is None else crew.plans.table_of(step - 1)
         mine, chosen = crew.stepper.forwards.scores(plan, delivered, costs, objective, step=step)
-        strategies = [crew.stepper.runtimes.strategy_of(phase) for phase in plan.phases]
         pieces = partial(
-            pieces_of, plan, strategies, crew.world.num_ranks, token_sharding=crew.job.source.plan.token_sharding
+            pieces_of,
+            plan,
+            crew.strategies_of(plan),
+            crew.world.num_ranks,
+            token_sharding=crew.job.source.plan.token_sharding,
         )
 
         def collected(of_rank: Float64Array, *, all_stages: bool) -> list[Float64Array]:

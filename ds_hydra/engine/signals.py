@@ -12,11 +12,9 @@ import os
 import signal
 import threading
 import weakref
-from collections.abc import Callable
 from types import FrameType
 
 from ds_hydra.ranks.screen import flush
-from ds_hydra.step.outcome import WANTED
 from ds_hydra.zero_hetero.errors import INTERRUPTED
 
 logger = logging.getLogger(__name__)
@@ -44,13 +42,8 @@ class Signals:
 
     def __init__(self, rank: int = 0) -> None:
         self.request, self._says = NOTHING, rank == 0
-        self.wanted: Callable[[], bool] = bool  # whether a process waits to join, as far as this rank knows
         self._interrupts = 0
         self._before: dict[int, object] = {}
-
-    def asked(self) -> int:
-        """What this rank tells the others with its figures of a step."""
-        return self.request + WANTED * self.wanted()
 
     def install(self) -> None:
         """Turn signals into requests from now on. Python allows that in the main thread only; elsewhere do nothing."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from ds_hydra.elastic.buddies import check_nothing_lost
 from ds_hydra.elastic.resume import newest_layout, table_to_apply, usable
 from ds_hydra.elastic.view import NOTHING_HELD, Report, View
+from ds_hydra.engine.copies import Held
 from ds_hydra.engine.epochs import end_lost
-from ds_hydra.engine.held import Held
 from ds_hydra.zero_hetero.errors import PlanError
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ds_hydra.step.update import Update
 
 
-class Standing:
+class SurvivingState:
     """Masters and their update, and those of a further cut that may not be whole on all ranks; none where it joins."""
 
     def __init__(self, shift_of: Callable[[Sequence[str]], int]) -> None:

@@ -1,42 +1,394 @@
-"""The next step of a job in, from its training data or handed in; the step planned, run, applied and recorded out.
+"""The next step of a job, from its training data or handed in, whole or in parts: planned, run, applied and recorded.
 
-Start reading at `Steps.train`, whose lines stand in the order in which a step happens.
+[Note: a step that is handed in]
+Nothing is known of such a step before the call, so nothing of it can be planned ahead. In order:
+
+  read      each rank reads its own share; an error of one is raised on all, with the rank and the item
+  gather    one small message: every rank learns all lengths, and with them whose the sequences are
+  plan      rank 0 plans, by compiled kernels in milliseconds, and tells the others
+  deliver   token ids go from the rank that has them to those that run them (`step.delivery`)
+
+Until the last of these nothing of the engine has changed: a script may catch the error and hand in something else.
+
+A step may come in parts, by `Parts.forward_backward`: see [Note: a step in parts], [Note: losses of log-probabilities].
+
+Start reading at `TrainingSteps.train`, whose lines stand in the order in which a step happens.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate, pairwise, starmap
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ds_hydra.costs.analytic import flops_of
-from ds_hydra.data.stream import StreamSampler
-from ds_hydra.data.tokens import Sequences
+from ds_hydra.data.columns import IGNORE_INDEX
+from ds_hydra.data.stream import StreamSampler, is_stream
+from ds_hydra.data.tokens import LeftOut, Sequences, TokenSequence, with_targets
 from ds_hydra.elastic.view import NormTable
+from ds_hydra.engine.costs import explained
 from ds_hydra.engine.crew import Crew
-from ds_hydra.engine.evaluation import Evaluation, evaluate
-from ds_hydra.engine.handed import HandedSteps, ReadyStep
-from ds_hydra.engine.out_of_memory import explained
-from ds_hydra.engine.parts import Parts
+from ds_hydra.engine.data import Gathered, Mine, SequenceExchange, deliver_streamed
+from ds_hydra.engine.losses import (
+    LossRequest,
+    Mixed,
+    SequenceLoss,
+    Weighed,
+    check_objective,
+    checked_normaliser,
+    counted,
+    mix,
+    of_mixed,
+    weigh,
+)
 from ds_hydra.engine.record import Measured, stage_times, step_record
-from ds_hydra.engine.scoring import refuse_without_loss
-from ds_hydra.engine.shares import deliver_streamed
+from ds_hydra.engine.scoring import Scoring, check_all, refuse_without_loss
+from ds_hydra.host.devices import refuse_without_gradients
 from ds_hydra.host.host_engine import HostEngine
-from ds_hydra.host.modes import refuse_without_gradients
-from ds_hydra.pipe.loss import TokenFunction, width_of
+from ds_hydra.pipe.loss import Objective
 from ds_hydra.pipe.models.refusals import in_evaluation
 from ds_hydra.pipe.placement import Strategy
+from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner import PlannedStep
+from ds_hydra.planner.recipe import joined_steps
 from ds_hydra.ranks.rank_stats import RankStats
-from ds_hydra.step.built import Built
-from ds_hydra.step.outcome import Floats, Outcome, PhaseOutcome, mean_of
+from ds_hydra.ranks.together import agree
+from ds_hydra.step.batching import Built
+from ds_hydra.step.delivery import Delivered
+from ds_hydra.step.outcome import PhaseOutcome, StepOutcome, mean_of
 from ds_hydra.zero_hetero.errors import ConfigError
 from ds_hydra.zero_hetero.masters import norm_of
 
 logger = logging.getLogger(__name__)
+
+
+class Intake:
+    """Takes the share of each step from what a script passes: the share itself, or an iterator or loader of shares."""
+
+    def __init__(self) -> None:
+        self._loader: Any = None
+        self._iterator: Iterator[Any] = iter(())
+
+    def take(self, handed: Any) -> Any:
+        """The share of the next step. Raises StopIteration when an iterator has none left.
+
+        A loader, which can be iterated but not indexed, is iterated again when it ends, as long as the script passes
+        the same one.
+        """
+        if hasattr(handed, "__next__"):
+            return next(handed)
+        if not is_stream(handed):
+            return handed
+        if handed is not self._loader:
+            self._loader, self._iterator = handed, iter(handed)
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            self._iterator = iter(handed)
+            return next(self._iterator)
+
+
+class ReadyStep(NamedTuple):
+    """A step that is ready to run."""
+
+    planned: PlannedStep
+    sequences: Sequences
+    loss: float | None = None  # the step's, where it is not that of its tokens
+    batches: tuple[slice, ...] | None = None  # the sequences of each of this rank's batches, where their losses count
+
+    def completed(self, outcome: StepOutcome) -> StepOutcome:
+        """The outcome of the step, with the losses that scripts are told."""
+        kept = outcome.of_sequences
+        # A model's own output has its routers' loss in it: a batch is told the whole step's.
+        own = [mean_of(kept, part) + outcome.router_loss for part in self.batches or ()] if kept else []
+        return replace(outcome, other_loss=self.loss, batch_losses=own)
+
+
+class HandedSteps:
+    """Makes steps of what scripts hand in [Note: a step that is handed in]. Every rank must call the same methods.
+
+    They raise on all ranks ConfigError for items that cannot be trained on, and PlanError where no strategy holds the
+    longest sequence.
+    """
+
+    def __init__(self, crew: Crew, shares: SequenceExchange):
+        self._crew, self._intake, self.shares = crew, Intake(), shares
+        self._by_batch, self._told_other = crew.job.config.loss_norm == "batch", False
+
+    def next(self, step: int, handed: Any, sequence_loss: SequenceLoss | None = None) -> ReadyStep:
+        """Plan and deliver `step`, counted from 0, from what this rank's script passed to `train_batch`.
+
+        With a `sequence_loss` the sequences run forward first [Note: losses of whole sequences]. Raises StopIteration
+        when the iterators of all ranks have ended.
+        """
+        mine = self._taken(handed)
+        if sequence_loss is None:
+            return self._planned(step, mine)
+        gathered = self.shares.gather(self._all_of(mine), f"step {step + 1}")
+        planned = self._crew.plans.given(step, gathered.lengths)
+        return self._weighed_by(sequence_loss, step, planned, mine, gathered)
+
+    def collected(self, step: int, batches: Iterable[tuple[Any, float]], whole: int) -> ReadyStep:
+        """Plan and deliver `step` from this rank's batches and the factors of their losses; `whole` batches of all
+        ranks make an update."""
+        mine = self.shares.read(batches)
+        model = self._crew.job.model
+        if (path := in_evaluation(model, self._crew.job.source.drawing)) is not None:
+            mine = Mine(error=ConfigError(
+                f"{path} is in evaluation mode, as from_pretrained makes a model: in DeepSpeed's loop it would train "
+                "as in an evaluation, without dropout and noise, and stages train as in training. Call engine.train() "
+                "before the first batch, or set the rates to 0 in the model's config"
+            ))  # fmt: skip
+        return self._planned(step, mine, whole)
+
+    def _taken(self, handed: Any) -> Mine:
+        try:
+            return self.shares.read([(self._intake.take(handed), 1.0)])
+        except StopIteration:
+            return Mine(ended=True)
+        except Exception as raised:  # of the script's own iterator: the other ranks wait for this one
+            return Mine(error=raised)
+
+    def _planned(self, step: int, mine: Mine, whole: int = 0) -> ReadyStep:
+        """`whole`: of the three calls, whose batches are told their losses; else as many as there are."""
+        empty = [number for number, (share, _) in enumerate(mine.batches) if share.num_items and not share.num_targets]
+        if self._by_batch and empty:
+            mine = Mine(error=ConfigError(
+                f"batch {empty[0]} has no target, so the mean over its targets is no number, but hydra.loss_norm is "
+                '"batch": hand in none without targets, or use "token"'
+            ))  # fmt: skip
+        gathered = self.shares.gather(mine, f"step {step + 1}")
+        planned = self._crew.plans.given(step, gathered.lengths)
+        sizes = (len(share.sequences) for share, _ in mine.batches)
+        begins = accumulate(sizes, initial=gathered.begins[self._crew.world.rank])
+        own = tuple(starmap(slice, pairwise(begins))) if whole else None
+        weighed = self._weighed(mine, gathered, whole or gathered.num_batches)
+        return ReadyStep(planned, self.shares.deliver(planned.plan, weighed, gathered), batches=own)
+
+    def _all_of(self, mine: Mine) -> Mine:
+        """An error in place of a share that a loss of whole sequences cannot be computed on."""
+        config = self._crew.job.config
+        if mine.left_out != LeftOut() and mine.error is None:
+            return Mine(
+                error=ConfigError(f"a sequence_loss is of all sequences that are handed in, but {mine.left_out}")
+            )
+        if config.loss_norm in ("sequence", "micro_batch"):
+            return Mine(error=ConfigError(
+                f'a sequence_loss says itself what sequences count, but hydra.loss_norm is "{config.loss_norm}": leave '
+                'it at "token"'
+            ))  # fmt: skip
+        if self._crew.job.source.balances:
+            return Mine(error=ConfigError(
+                "a sequence_loss may count a sequence negatively, and its routers' loss with it: set "
+                "output_router_logits to false in the model's config"
+            ))  # fmt: skip
+        return mine
+
+    def _weighed_by(
+        self, function: SequenceLoss, step: int, planned: PlannedStep, mine: Mine, gathered: Gathered
+    ) -> ReadyStep:
+        """Run a step's sequences forward, and let their tokens count what the function makes of the sums."""
+        crew, plan, channel = self._crew, planned.plan, self._crew.world.channel
+        delivered = self.shares.deliver(plan, mine.sequences, gathered)
+        with crew.together("evaluation"):
+            sums, _ = crew.stepper.forwards.sequence_losses(plan, delivered, crew.plans.table_of(step), step=step + 1)
+        own = gathered.own(channel.rank)
+        factors = torch.tensor([sequence.weight for sequence in mine.sequences], dtype=torch.float64)
+        weighed, error = Weighed(0.0, 0, factors), None
+        try:
+            if len(factors):
+                weighed = weigh(function, torch.from_numpy(sums[own]) * factors, crew.job.model)
+        except Exception as raised:  # of the script's own function: the other ranks wait for this one
+            error = raised
+        agree(channel, error, f"the sequence_loss of step {step + 1}", alike=True)
+        row = torch.zeros(2 + len(plan.lengths), dtype=torch.float64)
+        row[0], row[1] = weighed.total, weighed.num_groups
+        row[2:][own] = factors * weighed.gradients
+        total, num_groups, *counts = channel.rows(row).sum(dim=0).tolist()
+        # The step divides by all targets; this loss by all groups.
+        scale = gathered.num_targets / num_groups
+        weights = {number: count * scale for number, count in zip(plan.sequence_ids, counts, strict=True)}
+        return ReadyStep(planned, delivered.weighed(weights), total / num_groups)
+
+    def _weighed(self, mine: Mine, gathered: Gathered, whole: int) -> list[TokenSequence]:
+        """This rank's sequences, with what their losses count; `whole` batches make an update [Note: three calls]."""
+        weighed: list[TokenSequence] = []
+        if self._by_batch and gathered.num_batches != whole and not self._told_other:
+            self._told_other = True
+            if self._crew.world.rank == 0:
+                logger.warning(
+                    "an update of %d batches, where gradient_accumulation_steps and ranks make %d: by hydra.loss_norm "
+                    '"batch" each counts 1/%d as in DeepSpeed\'s loop, so it is %.3g of their mean; "token" takes the '
+                    "mean over the targets that there are (told once)",
+                    gathered.num_batches, whole, whole, gathered.num_batches / whole,
+                )  # fmt: skip
+        for share, factor in mine.batches:
+            # The step divides by all targets, 50. To count 1/4 in all, the 10 targets of one of 4 batches weigh
+            # 50 / (4 * 10) each: 10 * 1.25 / 50 is 1/4.
+            if self._by_batch:
+                factor *= gathered.num_targets / max(1, whole * share.num_targets)
+            weighed += [sequence._replace(weight=sequence.weight * factor) for sequence in share.sequences]
+        return weighed
+
+
+class Parts:
+    """Of one crew. Every rank must call the same methods."""
+
+    def __init__(self, steps: TrainingSteps):
+        self._steps, self._host, self._crew = steps, steps.host, steps.crew
+        self._shares, self._scoring = steps.shares, steps.scoring
+        self._planned: list[PlannedStep] = []
+        self.losses: list[float] = []  # of the parts that wait for an update
+        self._seconds = 0.0
+
+    @property
+    def count(self) -> int:
+        """Parts whose gradients wait for an update."""
+        return len(self._crew.waiting)
+
+    def refuse_if_any(self, what: str, error: type[Exception] = ConfigError) -> None:
+        """Raise where gradients wait for an update, with which `what` would not agree."""
+        if self.count:
+            raise error(
+                f"{what} cannot be called while the gradients of {self.count} forward_backward() calls wait for an "
+                "update: call optimizer_step() before it, or zero_grad() to drop them"
+            )
+
+    def forget(self) -> None:
+        """Drop what waits for an update."""
+        self._crew.stepper.forget()
+        self._planned, self.losses, self._seconds = [], [], 0.0
+
+    def forward_backward(
+        self, batch: Any, loss: Any, normaliser: float | None, temperature: float | None, mixes_tokens: bool | None
+    ) -> float:
+        """See `HydraEngine.forward_backward`."""
+        began = time.perf_counter()
+        crew, step = self._crew, self._host.global_steps + 1
+        self._steps.refuse(handed=True)
+        if not self.count or crew.masters.trained.dropped_grads:  # by the optimizer's own zero_grad
+            self.forget()
+        with crew.activity("reading sequences"):
+            asked, mine = self._asked(batch, loss, normaliser, temperature, mixes_tokens)
+            call = f"forward_backward with {asked or f'the loss of the job over {normaliser}'}"
+            gathered = self._shares.gather(mine, f"step {step}", call)
+            first = sum(len(planned.plan.lengths) for planned in self._planned)
+            planned = crew.plans.given(step - 1, gathered.lengths, first)
+            delivered = self._deliver(planned.plan, mine, gathered)
+        with crew.together("planning"):
+            crew.real_sequences.before_step(planned.plan, delivered, crew.stepper.runtimes.strategy_of)
+            of_loss, objective, divisor = None, None, normaliser and float(normaliser)
+            if asked is not None and asked.mixes:
+                of_loss, divisor, delivered = self._mix(asked, planned.plan, mine, gathered, delivered)
+                objective = of_mixed(gathered.layout, valued=asked.valued)
+            elif asked is not None:
+                objective, divisor = asked.objective(gathered.layout), _counted(asked, gathered)
+            if objective is not None:
+                objective = replace(objective, routing=self._scoring.routing_in(gathered.layout))
+            share = self._run(planned.plan, delivered, objective, divisor)
+            if of_loss is None:
+                of_loss = sum(crew.world.channel.rows(torch.tensor([share], dtype=torch.float64)).flatten().tolist())
+        self._planned.append(planned)
+        self.losses.append(of_loss)
+        self._seconds += time.perf_counter() - began
+        return of_loss
+
+    def _asked(
+        self, batch: Any, loss: Any, normaliser: float | None, temperature: float | None, mixes_tokens: bool | None
+    ) -> tuple[LossRequest | None, Mine]:
+        """What a call asks for, None for the job's own loss, and its sequences; or the error, which all ranks raise."""
+        try:
+            if loss is not None:
+                self._scoring.check_model(trains=True)
+                asked = LossRequest.of(loss, normaliser, mixes_tokens, valued=self._scoring.valued)
+                mine = self._shares.read([(batch, 1.0)], self._scoring.reads(temperature))
+                return asked, mine.checked(partial(self._check, asked))
+            refuse_without_loss(self._crew.job.source)
+            if temperature is not None or mixes_tokens:
+                raise ConfigError("temperature and mixes_tokens are for a loss of log-probabilities: pass one")
+            if normaliser is not None:
+                checked_normaliser(normaliser)
+        except ConfigError as error:
+            return None, Mine(error=error)
+        return None, self._shares.read([(batch, 1.0)])
+
+    def _run(self, plan: StepPlan, delivered: Delivered, objective: Objective | None, divisor: float | None) -> float:
+        """Train on a part; returns this rank's share of its loss."""
+        crew, step = self._crew, self._host.global_steps + 1
+        stepper, memory = crew.stepper, crew.prepared.memory
+        built, weight = stepper.build_together(plan, delivered, crew.plans.table_of(step - 1), step, objective)
+        with explained(plan, memory, crew.world.rank, lambda: stepper.running, lambda: stepper.peak_bytes):
+            stepper.forward_backward(built, weight, step, normaliser=divisor)
+            return stepper.loss_of_part
+
+    def optimizer_step(self) -> StepOutcome:
+        """Update the masters by the gradients of all parts since the last update, and record the step."""
+        crew, step = self._crew, self._host.global_steps + 1
+        if crew.masters.trained.dropped_grads:
+            self.forget()
+        if not self.count:
+            raise ConfigError("optimizer_step() has no gradients to apply: call forward_backward() before it")
+        began = time.perf_counter() - self._seconds
+        planned, loss = joined_steps(self._planned), sum(self.losses)
+        self._planned, self.losses, self._seconds = [], [], 0.0
+        with crew.together("planning"):
+            crew.away.bring_back()
+            with crew.tracing.step(step):
+                outcome = replace(crew.stepper.update(step), other_loss=loss)
+            self._steps.record(planned, outcome, time.perf_counter() - began, schedule=False)
+            crew.update.count(step, outcome.grad_norm)
+        return outcome
+
+    def _check(self, asked: LossRequest, mine: Mine) -> None:
+        if mine.layout is not None:
+            vocabulary = self._crew.job.source.vocab_size
+            check_objective(asked, mine.sequences, with_targets(mine.layout), vocabulary, self._crew.job.model)
+        if asked.mixes:
+            check_all(mine)
+            if any(sequence.weight != 1.0 for sequence in mine.sequences):
+                raise ConfigError(
+                    "a loss that mixes tokens says itself what sequences count: leave sequence_weight out"
+                )
+
+    def _deliver(self, plan: StepPlan, mine: Mine, gathered: Gathered) -> Delivered:
+        return self._shares.deliver(plan, mine.sequences, gathered, gathered.layout.num_columns)
+
+    def _mix(
+        self, asked: LossRequest, plan: StepPlan, mine: Mine, gathered: Gathered, delivered: Delivered
+    ) -> tuple[float, float, Delivered]:
+        """The loss, its normaliser, and the sequences with what their scores count in it."""
+        crew, sequences = self._crew, mine.sequences
+        scores, _ = self._scoring.of_sequences(plan, delivered, gathered, self._host.global_steps + 1)
+        nothing = [np.zeros((len(one.labels), 1 if asked.valued else 2)) for one in sequences]
+        mixed, error = Mixed(0.0, 0, list(map(counted, sequences, nothing))), None
+        try:
+            if any((sequence.labels != IGNORE_INDEX).any() for sequence in sequences):
+                mixed = mix(asked, gathered.layout, sequences, scores, crew.job.model, self._host.device)
+        except Exception as raised:  # of the script's own function: the other ranks wait for this one
+            error = raised
+        agree(crew.world.channel, error, f"the loss of step {self._host.global_steps + 1}", alike=True)
+        row = torch.tensor([mixed.total, mixed.num_losses], dtype=torch.float64)
+        total, count = crew.world.channel.rows(row).sum(dim=0).tolist()
+        divisor = float(asked.normaliser) if not isinstance(asked.normaliser, str) else count or 1.0
+        columns = of_mixed(gathered.layout, valued=asked.valued).layout.num_columns
+        again = self._shares.deliver(plan, mixed.sequences, gathered, columns)
+        return total / divisor, divisor, again
+
+
+def _counted(asked: LossRequest, gathered: Gathered) -> float:
+    """What the losses of a part are divided by."""
+    if not isinstance(asked.normaliser, str):
+        return asked.normaliser
+    return float(max(1, gathered.num_learnt if asked.normaliser == "sequences" else gathered.num_targets))
+
+
 Handed = Callable[[], ReadyStep]
 
 
@@ -49,23 +401,25 @@ class OpenStep(NamedTuple):
     began: float  # by `time.perf_counter`
     strategies: tuple[Strategy, ...]  # of its phases
 
-    def voted(self, table: NormTable, scale: float) -> Outcome:
+    def voted(self, table: NormTable, scale: float) -> StepOutcome:
         """What is known of it by the vote alone: loss and norm; `scale` was the loss scale [Note: the vote]."""
         nothing = dict.fromkeys(RankStats._fields, 0.0)
         stats = [tuple(RankStats(**nothing) for _ in table.rows) for _ in self.strategies]
         stats[0] = tuple(RankStats(**{**nothing, "loss": loss}) for _, _, loss in table.rows)
         norm = float(norm_of(torch.tensor(table.rows, dtype=torch.float64))) / scale
         phases = tuple(PhaseOutcome(*one) for one in zip(self.strategies, stats, strict=True))
-        return Outcome(phases, self.weight, norm, 0, 0, None)
+        return StepOutcome(phases, self.weight, norm, 0, 0, None)
 
 
-class Steps:
+class TrainingSteps:
     """Runs the steps and evaluations of a host on its crew. Every rank must call the same methods."""
 
     def __init__(self, host: HostEngine, crew: Crew):
         self.host, self.crew = host, crew
         self.open: OpenStep | None = None  # the last step that was begun
-        self.handed = HandedSteps(crew, host.limits())
+        self.shares = SequenceExchange(crew, host.limits())
+        self.scoring = Scoring(host, crew, self.shares)
+        self.handed = HandedSteps(crew, self.shares)
         self.parts = Parts(self)
 
     def drop(self) -> None:
@@ -88,7 +442,7 @@ class Steps:
                 "in the config", path, call,
             )  # fmt: skip
 
-    def train(self, handed: Handed | None = None) -> Outcome:
+    def train(self, handed: Handed | None = None) -> StepOutcome:
         """Run the next step: what `handed` gives, or of the training data where it is None.
 
         Raises NumericsError when too many steps in a row were skipped.
@@ -104,9 +458,10 @@ class Steps:
             with crew.activity("reading sequences"):
                 ready = handed()
         with crew.together("planning"):
+            crew.away.bring_back()
             self._protect()
             planned, (built, weight) = self._ready(ready)
-            step, strategies = host.global_steps + 1, map(crew.stepper.runtimes.strategy_of, planned.plan.phases)
+            step, strategies = host.global_steps + 1, crew.strategies_of(planned.plan)
             self.open = OpenStep(host.global_steps, planned, weight, began, tuple(strategies))
             self._begin_next()
             stepper, prepared = crew.stepper, crew.prepared
@@ -138,44 +493,6 @@ class Steps:
             crew.update.committed = step
         elif elastic.compare_every and step % elastic.compare_every == 0:
             crew.copy.compare(step)
-
-    def evaluate_handed(self, batch: Any) -> tuple[float, float]:
-        """Mean losses of what the ranks hand in, without an update: over this rank's targets, and over all; NaN where
-        there are none."""
-        refuse_without_loss(self.crew.job.source)
-        with self.crew.activity("evaluation"):
-            plan, data, own = self.handed.evaluated(batch)
-        with self.crew.together("evaluation"):
-            found = self.crew.stepper.forwards.sequence_losses(plan, data, self.crew.plans.table)
-        return mean_of(found, own), mean_of(found)
-
-    def predict_handed(self, batch: Any, function: TokenFunction) -> tuple[float, Floats]:
-        """Mean loss of the batches that the ranks hand in, and what a function of logits gives for each token of this
-        rank's: (tokens, k), sequence after sequence."""
-        refuse_without_loss(self.crew.job.source)
-        width = width_of(function, self.crew.job.source.vocab_size or 2)
-        with self.crew.activity("evaluation"):
-            plan, data, own = self.handed.evaluated(batch)
-        with self.crew.together("evaluation"):
-            loss, found = self.crew.stepper.forwards.predictions(plan, data, self.crew.plans.table, function, width)
-        begin = sum(plan.lengths[: own.start])
-        return loss, found[begin : begin + sum(plan.lengths[own])]
-
-    def evaluate_batch(self, batch: Any) -> float:
-        """Mean loss of a dataset that all ranks have, run at once."""
-        refuse_without_loss(self.crew.job.source)
-        data = self.host.sequences(batch)
-        ids = tuple(i for i, length in enumerate(data.lengths) if length)
-        with self.crew.together("evaluation"):
-            plan = self.crew.plans.plan_once(ids, tuple(int(data.lengths[i]) for i in ids))
-            return self.crew.stepper.forwards.evaluate(plan, data, self.crew.plans.table)
-
-    def evaluate(self, dataset: Any) -> Evaluation:
-        """The loss of each sequence of a dataset that all ranks have, some at a time."""
-        refuse_without_loss(self.crew.job.source)
-        data = self.host.sequences(dataset)
-        with self.crew.together("evaluation"):
-            return evaluate(self.crew, data, self.host.hydra_config.tokens_per_step)
 
     def refuse(self, *, handed: bool) -> None:
         """ConfigError where no step can come, or none that is handed in or of the training data."""
@@ -226,7 +543,7 @@ class Steps:
         assert host.data is not None, "data that are not streamed are map-style"
         return planned, host.data
 
-    def record(self, planned: PlannedStep, outcome: Outcome, seconds: float, *, schedule: bool = True) -> None:
+    def record(self, planned: PlannedStep, outcome: StepOutcome, seconds: float, *, schedule: bool = True) -> None:
         """Record a step that took `seconds` since it was asked for; `schedule` as of `HostEngine.finish_step`."""
         host, crew = self.host, self.crew
         step, measured = host.global_steps + 1, Measured.of(outcome, seconds)

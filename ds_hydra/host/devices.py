@@ -1,12 +1,21 @@
-"""What CUDA and NCCL read once, when they start, is set before; torch's flags for the process, while engines live."""
+"""What CUDA and NCCL read when they start, torch's flags for the process, and modes that a script has around a call.
+
+A step has types and devices of its own, and the three calls run it only at the update. So what a script has around a
+call cannot hold in it: it is left there, as DeepSpeed's engine leaves it, and told once. Where a plain loop could not
+train the call is refused.
+"""
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ds_hydra.config.hydra_block import FLASH_3, HydraConfig
 from ds_hydra.pipe.attention.backends import give_flash_3_back, use_flash_3
@@ -14,6 +23,7 @@ from ds_hydra.watchdog.host import abort_later
 from ds_hydra.zero_hetero.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+
 
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -165,3 +175,47 @@ def _reductions(kind: str) -> tuple[bool, ...]:
     """Whether parts of products may be added in 16 bit, and whether products may be split at all."""
     matmul, name = torch.backends.cuda.matmul, f"allow_{kind}_reduced_precision_reduction"
     return getattr(matmul, name), getattr(matmul, f"{name}_split_k")
+
+
+_DEVICES = ("cpu", "cuda")
+
+
+@contextmanager
+def out_of_modes(call: str) -> Iterator[None]:
+    """Out of autocast, inference mode and a default device, for `call`."""
+    tell_modes(call)
+    with ExitStack() as modes:
+        for kind in _DEVICES:
+            if torch.is_autocast_enabled(kind):
+                modes.enter_context(torch.autocast(kind, enabled=False))
+        if torch.is_inference_mode_enabled():
+            modes.enter_context(torch.inference_mode(False))
+        if torch.get_default_device().type != "cpu":
+            modes.enter_context(torch.device("cpu"))
+        yield
+
+
+def tell_modes(call: str) -> None:
+    """Say once of each mode around `call` that it has no effect there."""
+    for kind in _DEVICES:
+        if torch.is_autocast_enabled(kind):
+            _tell(
+                f"{call} is called within torch.autocast({kind!r}, {torch.get_autocast_dtype(kind)}), which has no "
+                "effect on it, as on DeepSpeed's engine: enable bf16 or fp16 in the config to train in 16 bit"
+            )
+    if (device := torch.get_default_device()).type != "cpu":
+        _tell(f"{call} does not use torch's default device {str(device)!r}: the engine's device is its own")
+
+
+def refuse_without_gradients(call: str, instead: str) -> None:
+    """RuntimeError where a plain loop would have no gradient to train by."""
+    if not torch.is_grad_enabled():
+        mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+        raise RuntimeError(f"{call} trains, and is called within torch.{mode}(), in which nothing has a gradient: "
+                           f"call it outside, or {instead}")  # fmt: skip
+
+
+@functools.cache
+def _tell(text: str) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logger.warning("%s (told once)", text)

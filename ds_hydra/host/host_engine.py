@@ -10,6 +10,7 @@ import atexit
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.monitor.monitor import MonitorMaster
-from deepspeed.runtime.engine import EngineTimers
+from deepspeed.runtime.engine import DeepSpeedEngine, EngineTimers
 from deepspeed.utils import set_log_level_from_string
 from deepspeed.utils.timer import SynchronizedWallClockTimer, ThroughputTimer
 from torch import Tensor, nn
@@ -32,23 +33,34 @@ from ds_hydra.data.sampler import Order, StepLoader
 from ds_hydra.data.sequences import SequenceData
 from ds_hydra.data.stream import StreamSampler, StreamSteps, is_stream
 from ds_hydra.data.tokens import Limits
-from ds_hydra.host import refusals
-from ds_hydra.host.any_deepspeed import AnyDeepSpeedEngine
-from ds_hydra.host.batch_sizes import BatchSizes, batch_sizes
 from ds_hydra.host.devices import Flags
 from ds_hydra.host.environment import JOINS
-from ds_hydra.host.model_limits import limits_of
 from ds_hydra.host.optimizers import OptimizerRecipe, optimizer_recipe
-from ds_hydra.host.precision import DataTypes, choose_dtype
-from ds_hydra.host.settings import NO_MONITORS, deepspeed_config, quietly, with_model_settings
-from ds_hydra.host.training_data import drawn_from, refuse_reordering, sized, streamed
+from ds_hydra.host.settings import (
+    NO_MONITORS,
+    BatchSizes,
+    batch_sizes,
+    deepspeed_config,
+    drawn_from,
+    quietly,
+    refuse_batch_size,
+    refuse_foreign_scheduler,
+    refuse_metrics_scheduler,
+    refuse_reordering,
+    refuse_step_beyond,
+    refused_call,
+    sized,
+    streamed,
+    with_model_settings,
+)
+from ds_hydra.host.user_model import DataTypes, choose_dtype, limits_of
 from ds_hydra.report.record import StepLog, StepRecord
 from ds_hydra.zero_hetero.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 
-class HostEngine(AnyDeepSpeedEngine):
+class HostEngine(DeepSpeedEngine):
     """The surface of a DeepSpeedEngine over an engine that plans whole steps.
 
     A subclass implements `train_batch`, `eval_batch` and `fp32_state_dict`, makes the master shards of `recipe.groups`
@@ -57,6 +69,7 @@ class HostEngine(AnyDeepSpeedEngine):
     """
 
     global_rank: int
+    global_steps = 0  # of which others may ask before the constructor has come to them
     # Of DeepSpeed's own mixtures of experts, which no engine here has.
     num_experts: list[int]
     gate_modules: list[nn.Module]
@@ -108,7 +121,7 @@ class HostEngine(AnyDeepSpeedEngine):
             model_parameters=model_parameters,
             allow_untested=bool(self.zero_allow_untested_optimizer()),
         )
-        refusals.foreign_scheduler(lr_scheduler, optimizer)
+        refuse_foreign_scheduler(lr_scheduler, optimizer)
         self._inputs = limits_of(self.hydra_config, model).inputs
         self._configure_data(training_data, scanned)
         self.configure_reports()
@@ -211,12 +224,12 @@ class HostEngine(AnyDeepSpeedEngine):
                 f"the LR scheduler cannot be made: {error}; correct scheduler.params, or the lr_scheduler given to "
                 "initialize()"
             ) from error
-        refusals.scheduler_of_metrics(self.lr_scheduler)
+        refuse_metrics_scheduler(self.lr_scheduler)
         return self.optimizer
 
     def refuse_further_steps(self) -> None:
         """Raise ConfigError when the job has made all steps that the config asks for."""
-        refusals.step_beyond(self.hydra_config.total_steps, self.global_steps + 1)
+        refuse_step_beyond(self.hydra_config.total_steps, self.global_steps + 1)
 
     def finish_step(self, record: StepRecord, *, schedule: bool = True) -> None:
         """Record a finished step: counters, gradient norm, LR schedule, log line, JSON line, monitors.
@@ -236,6 +249,41 @@ class HostEngine(AnyDeepSpeedEngine):
             self.lr_scheduler.step(**self._lr_kwargs)
         self.last_step = replace(record, total_steps=self.hydra_config.total_steps)
         self.step_log.add(self.last_step)
+
+    def take_rank(self, rank: int, num_ranks: int) -> None:
+        """From now on this process is another rank, of so many: step lines, files and monitors are rank 0's."""
+        was_first, first = self.global_rank == 0, rank == 0
+        self.global_rank, self.world_size = rank, num_ranks
+        if first and not was_first:
+            atexit.unregister(self.step_log.close)
+            self.configure_reports()
+            if (
+                package := logging.getLogger("ds_hydra")
+            ).level == logging.WARNING:  # as `show_log` has set other ranks'
+                package.setLevel(logging.INFO)
+
+    # What DeepSpeed's releases since 0.19 have, over those since 0.18.6 too.
+
+    def log_level(self) -> str | None:
+        """The config's `log_level`; None in releases that do not read one."""
+        return getattr(self._config, "log_level", None)
+
+    def _configure_python_gc(self) -> None:
+        """Python's garbage collection as the config asks for it, in releases that have such a setting."""
+        if configure := getattr(super(), "_configure_python_gc", None):
+            configure()
+
+    def __getattr__(self, name: str) -> Any:
+        """What neither the engine nor its class has, from the model. Before 0.19 a module of the engine, such as
+        `module` itself, was looked for without end."""
+        try:
+            return nn.Module.__getattr__(self, name)
+        except AttributeError:
+            model = self.__dict__.get("_modules", {}).get("module")
+        try:
+            return getattr(model, name)
+        except AttributeError:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}") from None
 
     # What users call.
 
@@ -260,7 +308,7 @@ class HostEngine(AnyDeepSpeedEngine):
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the batches of a step of the three calls; a batch stays as large. ConfigError beside training_data."""
         if self.sampler is not None:
-            refusals.batch_size_of_data(f"set_train_batch_size({train_batch_size})")
+            refuse_batch_size(f"set_train_batch_size({train_batch_size})")
         micro = self._batch_sizes().micro
         steps, left = divmod(train_batch_size, micro * self.world_size)
         if left or steps < 1:
@@ -273,7 +321,7 @@ class HostEngine(AnyDeepSpeedEngine):
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the sequences of a batch that the script hands in. ConfigError beside training_data."""
         if self.sampler is not None:
-            refusals.batch_size_of_data(f"set_train_micro_batch_size({micro_batch_size})")
+            refuse_batch_size(f"set_train_micro_batch_size({micro_batch_size})")
         steps = self._batch_sizes().accumulation
         whole = micro_batch_size * steps * self.world_size
         self._set_batch_sizes = dict(zip(BATCH_KEYS, (whole, micro_batch_size, steps), strict=True))
@@ -309,6 +357,24 @@ class HostEngine(AnyDeepSpeedEngine):
         """`module.generate`, with the whole model on every rank meanwhile. All ranks must call it."""
         model: Any = self.module
         return model.generate(*args, **kwargs)
+
+    def scale(self, loss: Any) -> Any:
+        """The loss itself, for `engine.scale(loss).backward()`: losses are scaled in the step, where FP16 needs it."""
+        return loss
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Nothing to do: batches are collected, and no gradient is computed before the boundary."""
+        return nullcontext()
+
+    compile = refused_call("compile", "stages are not compiled as a whole; leave it out")
+    allreduce_gradients = refused_call("allreduce_gradients", "engine.step() sums gradients over all ranks")
+    buffered_allreduce_fallback = refused_call("buffered_allreduce_fallback", "engine.step() sums gradients")
+    register_compile_pass = refused_call("register_compile_pass", "stages are not compiled as a whole; leave it out")
+    clip_fp32_gradients = refused_call("clip_fp32_gradients", "set gradient_clipping in the config")
+    set_data_post_process_func = refused_call("set_data_post_process_func", "change items in the dataset")
+    set_custom_curriculum_learning_schedule = refused_call(
+        "set_custom_curriculum_learning_schedule", "hand the sequences of each step in, by train_batch(sequences)"
+    )
 
     def destroy(self) -> None:
         """Print the summary, and release what DeepSpeed's engine would."""

@@ -1,4 +1,9 @@
-"""DeepSpeed's half of a config in; the settings as DeepSpeed itself reads them, or ConfigError, out."""
+"""A config's settings as DeepSpeed reads them, batch sizes and training data; and DeepSpeed's calls that are refused.
+
+A DeepSpeedEngine is driven from outside: the script hands it one micro-batch after the other and says when to step.
+Here a plan decides that, for all ranks and from all sequences of a step at once. Calls that contradict a plan are
+refused with what to do in their place, since to ignore them would train something else than the script says.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from deepspeed.monitor.config import DeepSpeedMonitorConfig
@@ -18,13 +23,179 @@ from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils import logger as deepspeed_logger
 from torch import nn
+from torch.optim import Optimizer
 
-from ds_hydra.config.checks import AUTO, nearest
-from ds_hydra.config.deepspeed_settings import stage_of
+from ds_hydra.config.checks import AUTO, as_number, integer, nearest
+from ds_hydra.config.deepspeed_settings import BATCH_KEYS, stage_of
 from ds_hydra.config.hydra_block import HydraConfig, ParsedConfig
-from ds_hydra.host import refusals
+from ds_hydra.data.lengths import assumed_tokens
+from ds_hydra.data.sampler import SortedPairs, StepLoader, TokenBudgetSampler
+from ds_hydra.data.sequences import SequenceData
+from ds_hydra.data.stream import StreamSampler, StreamSteps
+from ds_hydra.data.tokens import Limits
 from ds_hydra.host.optimizers import optimizer_of_block
 from ds_hydra.zero_hetero.errors import ConfigError
+
+
+def refuse_batch_size(call: str) -> NoReturn:
+    """A step that is drawn from training_data has a number of tokens, not of sequences."""
+    raise ConfigError(f"{call}: a step of training_data is sized by hydra.tokens_per_step: set that, and restart")
+
+
+def refuse_num_items(given: float) -> NoReturn:
+    """By which a Hugging Face model would divide its loss."""
+    raise ConfigError(
+        f"engine(batch, num_items_in_batch={given:g}) would have no effect: a step's losses are divided by the targets "
+        'of all its batches, or by each batch\'s own where hydra.loss_norm is "batch": leave it out, and put a factor '
+        "on the loss where it is to count otherwise"
+    )
+
+
+def refused_call(name: str, remedy: str) -> Callable[..., NoReturn]:
+    """A method of an engine that DeepSpeed's has, and that would change nothing here."""
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise ConfigError(f"engine.{name}() would have no effect on planned steps: {remedy}")
+
+    refuse.__name__, refuse.__doc__ = name, "Refused."
+    return refuse
+
+
+def refuse_foreign_scheduler(scheduler: Any, optimizer: Any) -> None:
+    """Raise ConfigError if an LR scheduler was made for another optimizer than the one that was passed.
+
+    It would go on setting the rates of an optimizer that makes no steps, while the engine's own keeps its first rate.
+    """
+    bound = getattr(scheduler, "optimizer", None)
+    if isinstance(bound, Optimizer) and bound is not optimizer:
+        raise ConfigError(
+            f"the LR scheduler {type(scheduler).__name__} belongs to an optimizer that was not "
+            "passed to initialize(): pass that optimizer too, or a callable that makes the scheduler"
+        )
+
+
+def refuse_metrics_scheduler(scheduler: Any) -> None:
+    """Raise ConfigError for an LR scheduler that wants more than to be told of a step, such as ReduceLROnPlateau."""
+    if scheduler is None:
+        return
+    wanted = [
+        one.name
+        for one in inspect.signature(scheduler.step).parameters.values()
+        if one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+    ]
+    if wanted:
+        raise ConfigError(
+            f"the LR scheduler {type(scheduler).__name__} wants {', '.join(wanted)} in each step, which the engine "
+            "does not know: give initialize() the optimizer alone, and call the scheduler's step() between steps"
+        )
+
+
+def refuse_step_beyond(total_steps: int | None, step: int) -> None:
+    """Raise ConfigError if `step` comes after the last one that the config asks for."""
+    if total_steps is not None and step > total_steps:
+        raise ConfigError(
+            f"step {step} was asked for, but training ends with hydra.total_steps {total_steps}: loop "
+            "with `for _ in loader`, which ends there after a restart too, or raise it"
+        )
+
+
+class BatchSizes(NamedTuple):
+    """Sequences, of scripts that hand batches in; nothing of a planned step follows from the first two."""
+
+    whole: int | None  # of an update, on all ranks; None where the config has no batch size
+    micro: int  # of a batch of one rank
+    accumulation: int  # batches of a rank in an update
+
+
+def batch_sizes(config: Mapping[str, Any], num_ranks: int) -> BatchSizes:
+    """What the config says; what it leaves out follows from the rest as in DeepSpeed. ConfigError for what is no number
+    of batches, and for "auto" that nobody has filled in."""
+    if AUTO in (config.get(key) for key in BATCH_KEYS):
+        raise ConfigError(
+            f'config: {", ".join(BATCH_KEYS)} say "{AUTO}", which transformers\' Trainer fills in: give '
+            "gradient_accumulation_steps as a number for a loop of engine(), backward() and step()"
+        )
+    whole, micro, steps = (_size(config.get(key), key) for key in BATCH_KEYS)
+    if steps is None and whole is not None and micro is not None:
+        steps, left = divmod(whole, micro * num_ranks)
+        if left:
+            raise ConfigError(
+                f"config: train_batch_size {whole} is not a multiple of train_micro_batch_size_per_gpu {micro} times "
+                f"{num_ranks} ranks: give gradient_accumulation_steps"
+            )
+    steps = steps or 1
+    if micro is None:
+        micro = 1 if whole is None else whole // (num_ranks * steps)
+    elif whole is None:
+        whole = micro * steps * num_ranks
+    return BatchSizes(whole, micro, steps)
+
+
+def _size(value: Any, key: str) -> int | None:
+    """A whole number of at least 1, also as a text or with a point; None where there is none."""
+    number = as_number(value)
+    whole = int(number) if isinstance(number, float) and number.is_integer() else number
+    return None if whole is None else int(integer(1)(whole, key))
+
+
+def sized(config: HydraConfig, training_data: Any, num_ranks: int) -> HydraConfig:
+    """A config with `tokens_per_step`, an estimate where steps are handed in and it is 0.
+
+    Raises ConfigError where training data need it, or nothing says how long a sequence may be.
+    """
+    if config.tokens_per_step:
+        return config
+    if training_data is not None:
+        raise ConfigError(
+            "hydra.tokens_per_step is missing: a step draws sequences of training_data until it holds so many tokens; "
+            "add it"
+        )
+    if config.context_length is None:
+        raise ConfigError(
+            "hydra.context_length is missing: steps are handed in, and nothing says how long a sequence may be; add "
+            "it, in tokens"
+        )
+    return replace(config, tokens_per_step=assumed_tokens(config.context_length, num_ranks))
+
+
+def streamed(
+    stream: Any, config: HydraConfig, limits: Limits, next_step: Callable[[], int], *, reads: bool
+) -> tuple[StreamSampler, StreamSteps]:
+    """Of data that are iterated; the rank that `reads` tells the others what comes."""
+    _refuse_batches(config)
+    refuse_reordering(config, "training_data is a stream, which is read in its own order")
+    sampler = StreamSampler(
+        stream, config.tokens_per_step, limits, config.planner.ahead, reads=reads, saves=config.checkpoint is not None
+    )
+    return sampler, StreamSteps(config.total_steps, next_step)
+
+
+def drawn_from(
+    data: SequenceData, config: HydraConfig, next_step: Callable[[], int]
+) -> tuple[TokenBudgetSampler | SortedPairs, StepLoader]:
+    """Of data that can be indexed, in an order that each rank knows."""
+    _refuse_batches(config)
+    drawn = TokenBudgetSampler(data.lengths, config.tokens_per_step, config.seed)
+    sampler = drawn if config.reorder_steps == 1 else SortedPairs(drawn)
+    return sampler, StepLoader(sampler, next_step, config.total_steps)
+
+
+def refuse_reordering(config: HydraConfig, why: str) -> None:
+    """ConfigError where steps are to be sorted two by two though the next one is not known."""
+    if config.reorder_steps != 1:
+        raise ConfigError(
+            f"hydra.reorder_steps {config.reorder_steps} needs sequences whose lengths are known ahead, but {why}: "
+            "pass training_data that can be indexed, or remove the setting"
+        )
+
+
+def _refuse_batches(config: HydraConfig) -> None:
+    if config.loss_norm == "batch":
+        raise ConfigError(
+            'hydra.loss_norm "batch" is of the batches that a script hands in, but training_data are drawn by '
+            'tokens: use "token", "sequence" or "micro_batch", or leave training_data out of initialize()'
+        )
+
 
 _OFFLOADS = frozenset(("offload_optimizer", "offload_param"))
 NO_MONITORS = DeepSpeedMonitorConfig()
@@ -105,7 +276,7 @@ def check_updates(parsed: ParsedConfig, config: DeepSpeedConfig) -> None:
     optimizer = make([{"params": [nn.Parameter(torch.zeros(1))]} for _ in range(max(1, groups))])
     with quietly():
         try:
-            refusals.scheduler_of_metrics(scheduler(optimizer, **params))
+            refuse_metrics_scheduler(scheduler(optimizer, **params))
         except (TypeError, ValueError, AssertionError, KeyError) as error:
             accepted = ", ".join(list(inspect.signature(scheduler).parameters)[1:])
             raise ConfigError(f"config: scheduler.params of {name}: {error}; it takes {accepted}") from None

@@ -22,81 +22,386 @@ the script has divided by gradient_accumulation_steps itself, as Accelerate does
 from __future__ import annotations
 
 import logging
-from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
-from ds_hydra.host import refusals
-from ds_hydra.host.host_engine import HostEngine
-from ds_hydra.host.modes import refuse_without_gradients, tell_modes
+from ds_hydra.host.asked import needs_no_value
+from ds_hydra.host.devices import refuse_without_gradients, tell_modes
 from ds_hydra.host.own_updates import refuse_dropping
-from ds_hydra.host.pending import Collected, PendingLoss, Term
+from ds_hydra.host.settings import refuse_num_items
 from ds_hydra.zero_hetero.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+
+
+_COPIES = frozenset((
+    "clone", "detach", "contiguous", "mean", "sum", "squeeze", "unsqueeze", "reshape", "view", "flatten",
+    "to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type_as",
+))  # fmt: skip
+"""Functions of one number whose result is that number, maybe in another type, shape or place."""
+
+_SIGNS = {"add": 1.0, "sub": -1.0, "subtract": -1.0, "rsub": -1.0}
+_FACTORS = {"mul": 1, "multiply": 1, "div": -1, "divide": -1, "true_divide": -1, "truediv": -1}  # powers of the factor
+
+
+_WAITING = "_ds_hydra_loss"  # attribute of a plain tensor to which a pending loss was added
+
+
+@dataclass(eq=False)
+class Collected:
+    """A batch that was handed to `engine(batch)`, and what has become of it."""
+
+    batch: Any
+    backward: Callable[..., Any] = field(repr=False)  # the engine's
+    factor: float | None = None  # what its loss counts; None: there was no backward() yet
+    is_freed: bool = False  # a plain loss has no graph any more after a backward() that does not retain it
+    value: float | None = None  # its mean loss, once its step has run
+    waiting: list[PendingLoss] = field(default_factory=list, repr=False)  # for the value
+    num_items: Any = None  # by which a plain model would divide its loss, as Trainer hands it on
+
+    def settle(self, value: float) -> None:
+        """The step has run: every loss that was made of this one gets its number."""
+        self.value, self.batch = value, None
+        waiting, self.waiting = {id(loss): loss for loss in self.waiting}, []
+        for loss in waiting.values():
+            loss.fill()
+
+
+@dataclass(frozen=True)
+class Term:
+    """A part of a loss: the loss of one batch times a factor, which `detach` leaves out of the backward."""
+
+    entry: Collected
+    factor: float
+    has_gradient: bool = True
+
+    def scaled(self, factor: float) -> Term:
+        """Times a factor."""
+        return Term(self.entry, self.factor * factor, self.has_gradient)
+
+    def detached(self) -> Term:
+        """The number alone."""
+        return Term(self.entry, self.factor, has_gradient=False)
+
+
+class PendingLoss(Tensor):
+    """A scalar tensor made of the losses of collected batches: sum of factor * loss, plus a constant.
+
+    It takes what scripts do with a loss before the step: `loss / n`, `loss += other`, `loss.detach()`,
+    `loss.backward()`. Its value, the mean over its batch's targets as the model's own forward gives it, is known after
+    the `engine.step()` at the gradient accumulation boundary; from then on it is a tensor in FP32 on the engine's
+    device in all that is done with it, collectives and functions that write to it among them. Read earlier, it raises
+    RuntimeError, for to compute it all ranks would have to read it. In a text it is "pending".
+
+    It also stands for the output that it came with: `.loss` and `[0]` are itself, and `.logits` is an error that says
+    how to train with a loss of one's own.
+    """
+
+    terms: tuple[Term, ...]  # of batches whose step has not run
+    _plain: Tensor
+    _constant: float | Tensor
+    _target: tuple[Tensor, int] | None  # a plain tensor that takes the value, and its version
+
+    @staticmethod
+    def __new__(cls, terms: Sequence[Term], constant: float | Tensor = 0.0, like: Tensor | None = None) -> PendingLoss:
+        made = torch.full((), torch.nan) if like is None else torch.full_like(like, torch.nan)
+        loss = Tensor._make_subclass(cls, made)
+        loss._plain, loss._target = made, None
+        loss._set(terms, constant)
+        return loss
+
+    def _set(self, terms: Sequence[Term], constant: float | Tensor) -> None:
+        self.terms, self._constant = tuple(terms), constant
+        for term in terms:
+            if term.entry.value is None:
+                term.entry.waiting.append(self)
+        self.fill()
+
+    def fill(self) -> None:
+        """Take the value, if the steps of all terms have run."""
+        # What is known is added up at once: a script that sums its losses over an epoch keeps no batch alive.
+        self._constant = sum(
+            (term.factor * term.entry.value for term in self.terms if term.entry.value is not None), self._constant
+        )
+        self.terms = tuple(term for term in self.terms if term.entry.value is None)
+        if self.is_known:
+            value = self._constant
+            self.tensor().fill_(value.to(self.tensor().device) if isinstance(value, Tensor) else value)
+            self._constant = 0.0
+            if self._target is not None:
+                (target, version), self._target = self._target, None
+                if target._version == version:
+                    target.copy_(self.tensor())
+                else:
+                    logger.warning("a tensor to which losses were added before their step was changed in other ways "
+                                   "before it too, and stays NaN: change it after engine.step()")  # fmt: skip
+
+    def write_into(self, target: Tensor) -> None:
+        """A script has added the loss to a tensor of its own, which is NaN until the value is there."""
+        if target._base is not None and target._base.numel() > 1:
+            _known(self)  # what else is written to the same memory could not be told from this
+        earlier = _written_into(target)
+        if earlier is not None:
+            earlier._target = None
+        target.fill_(torch.nan)
+        self._target = target, target._version
+        setattr(target, _WAITING, self)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the steps that it belongs to have run."""
+        return not self.terms
+
+    def tensor(self) -> Tensor:
+        """The plain tensor that shares its memory; NaN before the step."""
+        return self._plain
+
+    def backward(
+        self, gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None
+    ) -> None:
+        """`engine.backward(loss)`, times `gradient`."""
+        if self.is_known:
+            raise RuntimeError("backward() of a loss whose step has run already: call engine(batch) for another one")
+        if create_graph or inputs is not None:
+            raise ConfigError(
+                "loss.backward(create_graph=..., inputs=...): gradients are computed in engine.step(), for the whole "
+                "model; leave these out"
+            )
+        loss = self if gradient is None else self * gradient
+        self.terms[0].entry.backward(loss, retain_graph=bool(retain_graph))
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        return any(term.has_gradient for term in self.terms)
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        if self.requires_grad and not value:
+            raise RuntimeError("a loss of engine(batch) keeps its gradient: take loss.detach() for the number alone")
+
+    def requires_grad_(self, requires_grad: bool = True) -> PendingLoss:
+        """It does so until its step has run, and has nothing to give a gradient to afterwards."""
+        self.requires_grad = requires_grad
+        return self
+
+    def detach_(self) -> PendingLoss:
+        """From now on the number alone."""
+        self.terms = tuple(term.detached() for term in self.terms)
+        return self
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        return self.detach()
+
+    @property
+    def loss(self) -> Tensor:
+        return self.tensor() if self.is_known else self
+
+    @property
+    def logits(self) -> NoReturn:
+        raise ConfigError(
+            "logits are not handed out: the last stage of a pipeline has them, a block at a time, after all batches of "
+            "a step were collected. For a loss of log-probabilities, as policies have it, call "
+            "engine.forward_backward(batch, loss) and engine.optimizer_step(); for another one pass loss_fn(logits, "
+            "labels) to ds_hydra.initialize(); for metrics call engine.evaluate(dataset)"
+        )
+
+    def _part(self, key: Any) -> Tensor:
+        """What an output has under a key or at a place."""
+        return self.loss if not isinstance(key, slice) and key in (0, "loss") else self.logits
+
+    def __iter__(self) -> Any:
+        return self.logits  # of what unpacks an output
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return repr(self.tensor()) if self.is_known else "PendingLoss(pending)"
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        return format(self.tensor(), spec) if self.is_known else "pending"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _known(self).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return _known(self).clone()
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        # No method of the class stands for these: torch.tensor() would take its losses for sequences.
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", "")
+        if name == "__getitem__" and isinstance(args[0], cls) and isinstance(args[1], int | str | slice):
+            return args[0]._part(args[1])
+        if name == "__contains__" and isinstance(args[0], cls) and isinstance(args[1], str):
+            return args[1] == "loss"
+        losses = [value for value in tree_leaves((args, kwargs)) if isinstance(value, PendingLoss)]
+        unknown = [loss for loss in losses if not loss.is_known]
+        if unknown and (len(unknown) > 1 or unknown[0] is not args[0] or not needs_no_value(function)):
+            return _of_pending(name, function, args, kwargs)
+        plain = {id(loss): loss.tensor() for loss in losses}
+        found = function(*tree_map(lambda value: plain.get(id(value), value), args),
+                         **tree_map(lambda value: plain.get(id(value), value), kwargs))  # fmt: skip
+        # What writes to a loss returns that loss.
+        return next((loss for loss in losses if found is plain[id(loss)]), found)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        # For whoever reads the number past __torch_function__, as torch.tensor(loss) does.
+        args, kwargs = tree_map(
+            lambda value: _known(value) if isinstance(value, PendingLoss) else value, (args, kwargs or {})
+        )
+        return function(*args, **kwargs)
+
+
+def _written_into(target: Tensor) -> PendingLoss | None:
+    """The pending loss that a plain tensor waits for."""
+    loss: PendingLoss | None = getattr(target, _WAITING, None)
+    waits = loss is not None and loss._target is not None and loss._target[1] == target._version
+    return loss if waits else None
+
+
+def _known(loss: PendingLoss) -> Tensor:
+    if loss.is_known:
+        return loss.tensor()
+    raise RuntimeError(
+        "this loss is not computed yet: a step is planned from all its batches at once, and runs in the engine.step() "
+        "that ends gradient accumulation. Read the loss after that call, or engine.last_step.loss; engine.eval() makes "
+        "engine(batch) compute at once. A batch whose loss was not given to engine.backward() is never computed"
+    )
+
+
+def _of_pending(name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A function of numbers of which one at least is not known yet: linear ones give a pending loss."""
+    first: Any = args[0] if args else None
+    writes = name.endswith("_") and not name.endswith("__")
+    core = name.strip("_")
+    like: Tensor | None = None
+    if isinstance(first, PendingLoss) and (name in _COPIES or (name == "__getitem__" and args[1] in (None, ...))):
+        terms, constant, like = first.terms, first._constant, function(first.tensor(), *args[1:], **kwargs)
+    elif core in ("neg", "negative") and len(args) == 1:
+        terms, constant = _scaled(first, -1.0)
+    elif core in _SIGNS and len(args) == 2 and set(kwargs) <= {"alpha"}:
+        one, other = args[::-1] if core == "rsub" else args
+        terms, constant = _sum(one, other, _SIGNS[core] * kwargs.get("alpha", 1))
+    elif core in _FACTORS and len(args) == 2 and not kwargs:
+        loss, number = args if isinstance(first, PendingLoss) and not first.is_known else args[::-1]
+        if (isinstance(number, PendingLoss) and not number.is_known) or (_FACTORS[core] < 0 and loss is not first):
+            _refuse_reading(args)
+        terms, constant = _scaled(loss, float(_one_number(number)) ** _FACTORS[core])
+    else:
+        _refuse_reading((args, kwargs))
+    if name == "detach" or not torch.is_grad_enabled():
+        terms = tuple(term.detached() for term in terms)
+    if not writes:
+        return PendingLoss(terms, constant, _shape_of(args) if like is None else like)
+    if isinstance(first, PendingLoss):
+        first._set(terms, constant)
+        return first
+    PendingLoss(terms, constant, first).write_into(first)
+    return first
+
+
+def _refuse_reading(values: Any) -> NoReturn:
+    for value in tree_leaves(values):
+        if isinstance(value, PendingLoss):
+            _known(value)
+    raise AssertionError("one of the losses is pending")
+
+
+def _shape_of(args: Sequence[Any]) -> Tensor:
+    """A tensor like the pending one among the arguments."""
+    return next(value.tensor() for value in args if isinstance(value, PendingLoss) and not value.is_known)
+
+
+def _scaled(loss: PendingLoss, factor: float) -> tuple[tuple[Term, ...], float | Tensor]:
+    return tuple(term.scaled(factor) for term in loss.terms), loss._constant * factor
+
+
+def _sum(one: Any, other: Any, sign: float) -> tuple[tuple[Term, ...], float | Tensor]:
+    (terms, constant), (others, added) = map(_parts, (one, other))
+    return (*terms, *(term.scaled(sign) for term in others)), constant + sign * added
+
+
+def _parts(value: Any) -> tuple[tuple[Term, ...], Any]:
+    if isinstance(value, PendingLoss):
+        return (value.terms, value._constant) if value.terms else ((), value.tensor().clone())
+    if isinstance(value, Tensor) and (waiting := _written_into(value)) is not None:
+        return waiting.terms, waiting._constant
+    number = _one_number(value)
+    return (), number.detach().reshape(()).clone() if isinstance(number, Tensor) else float(number)
+
+
+def _one_number(value: Any) -> Any:
+    """What may stand beside a loss in a sum or a product."""
+    if isinstance(value, Tensor) and (value.requires_grad or value.numel() != 1):
+        raise ConfigError(
+            f"a tensor of shape {tuple(value.shape)}{' with a gradient' * value.requires_grad} stands beside this loss "
+            "in a sum or a product: nothing of the model runs in the script. Pass loss_fn(logits, labels) to "
+            "ds_hydra.initialize() for a loss of your own; take .detach() of a number that is to get no gradient"
+        )
+    return value
+
 
 _NOT_DATA = frozenset(("use_cache", "return_dict", "return_loss", "num_items_in_batch"))
 """Arguments of a Hugging Face model's forward that say nothing about what is trained on, or that "token" makes so."""
 
 
-class ThreeCallEngine(HostEngine):
-    """A host engine that scripts written for DeepSpeed can drive batch by batch [Note: three calls].
+class ThreeCalls:
+    """What a script hands in batch by batch for the coming step, and what its losses count [Note: three calls].
 
     Every rank must make the same calls; a rank may have no batch left for a step, as long as it calls `step`.
     """
 
-    _collected: list[Collected]
-    _calls: int  # of step()
-    _boundary: bool | None  # as set by hand
-    shows_gradients: bool  # whether a plain loop would have gradients though the update is made, as within Trainer's
-    accumulates: int | None  # batches of each rank in an update, where its caller counts them itself, as Trainer does
-    items_are_counted: bool  # whether its caller compares num_items_in_batch with the step's targets, as Trainer's does
-    _evaluating: bool  # since eval(); a model that from_pretrained made is in eval mode from the start, and trains
+    def __init__(self, config: Mapping[str, Any], device: torch.device, steps: Callable[[], int]):
+        """`steps` gives gradient_accumulation_steps."""
+        self._config, self._device, self._steps = config, device, steps
+        self._collected: list[Collected] = []
+        self._calls = 0  # of step()
+        self.boundary: bool | None = None  # as set by hand
+        # Since eval(). A model that from_pretrained made is in evaluation mode from the start, and trains.
+        self.evaluating = False
+        self.shows_gradients = False  # whether a plain loop has gradients though the update is made, as within Trainer
+        self.accumulates: int | None = None  # batches of each rank in an update, where its caller counts, as Trainer
+        self.items_are_counted = False  # whether its caller compares num_items_in_batch with the step's targets
 
-    @abstractmethod
-    def train_collected(self, batches: Sequence[tuple[Any, float]]) -> list[float]:
-        """Run one step of these batches of this rank and the factors of their losses; returns each batch's own loss:
-        the mean over its targets, NaN where it has none."""
-
-    @abstractmethod
-    def evaluate_collected(self, batch: Any) -> tuple[float, float]:
-        """Mean losses, without an update: over the targets of this rank's batch, and over those of all ranks."""
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> PendingLoss:
-        """Collect a batch for the coming step and return its loss, which is pending until then.
-
-        The batch is one argument, a mapping or anything else that `train_batch` takes, or the keyword arguments of a
-        Hugging Face model. After `eval()` the batches of all ranks run at once, and the loss is there: the mean over
-        the targets of this rank's batch. Then every rank must call it, with an empty list where it has no batch.
-        """
-        batch = _batch_of(inputs, kwargs)
-        num_items = kwargs.get("num_items_in_batch")
+    def batch(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The batch of a call engine(...). ConfigError or RuntimeError where it can have no effect."""
+        batch, num_items = _batch_of(inputs, kwargs), kwargs.get("num_items_in_batch")
         if num_items is not None and not self.items_are_counted:
-            refusals.num_items(float(num_items))
+            refuse_num_items(float(num_items))
         self.shows_gradients = False
         tell_modes("engine(batch)")
-        if not self._evaluating:
+        if not self.evaluating:
             refuse_without_gradients("engine(batch)", "call engine.eval() before it, and engine.train() after it")
-        number = torch.zeros((), device=self.device)
-        if self._evaluating:
-            return PendingLoss((), self.evaluate_collected(batch)[0], number)
-        entry = Collected(_as_it_is(batch), self.backward, num_items=num_items)
+        return batch
+
+    def known(self, loss: float) -> PendingLoss:
+        """The loss of a batch that has run."""
+        return PendingLoss((), loss, torch.zeros((), device=self._device))
+
+    def collect(self, batch: Any, backward: Callable[..., Any], num_items: Any) -> PendingLoss:
+        """Keep a batch for the coming step; its loss, whose own `backward` is the engine's."""
+        entry = Collected(_as_it_is(batch), backward, num_items=num_items)
         self._collected.append(entry)
-        return PendingLoss([Term(entry, 1.0)], like=number)
+        return PendingLoss([Term(entry, 1.0)], like=torch.zeros((), device=self._device))
 
-    def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True, **unused: Any) -> Tensor:
-        """Let a loss of `engine(batch)` count in the coming step, with the factors that were put on it.
-
-        Returns what DeepSpeed's returns: the loss over gradient_accumulation_steps, unless `scale_wrt_gas` is False.
-        """
+    def backward(self, loss: Any, *, retain_graph: bool, scale_wrt_gas: bool) -> Tensor:
+        """Let a loss count in the coming step, with the factors that were put on it."""
         ours = isinstance(loss, PendingLoss)
         pending = ours and bool(loss.terms) and all(term.entry in self._collected for term in loss.terms)
-        if self._evaluating and not pending:
+        if self.evaluating and not pending:
             raise RuntimeError(
                 "engine.backward() after engine.eval(), by which losses are there at once and nothing is trained on: "
                 "call engine.train() before engine(batch)"
@@ -126,20 +431,12 @@ class ThreeCallEngine(HostEngine):
             term.entry.is_freed = not retain_graph
         return loss / accumulation if scale_wrt_gas else loss
 
-    def scale(self, loss: Any) -> Any:
-        """The loss itself, for `engine.scale(loss).backward()`: losses are scaled in the step, where FP16 needs it."""
-        return loss
-
-    def step(self, lr_kwargs: Any = None) -> None:
-        """At the gradient accumulation boundary plan and run all that was collected; elsewhere only count. `lr_kwargs`
-        go to the LR schedule's step."""
-        boundary = self.is_gradient_accumulation_boundary()
+    def taken(self) -> list[Collected] | None:
+        """Count a call of step(): at the gradient accumulation boundary the batches to train on, elsewhere None."""
+        at_boundary = self.at_boundary
         self._calls += 1
-        self.micro_steps += 1
-        micro_steps = self.micro_steps
-        self._step_applied = False
-        if not boundary:
-            return
+        if not at_boundary:
+            return None
         entries, self._collected = self._collected, []
         trained = [entry for entry in entries if entry.factor is not None]
         if len(trained) < len(entries):
@@ -147,72 +444,30 @@ class ThreeCallEngine(HostEngine):
                 "%d of %d batches were given to engine() but their losses not to engine.backward(): they are not "
                 "trained on", len(entries) - len(trained), len(entries),
             )  # fmt: skip
-        self._lr_kwargs = dict(lr_kwargs or {})
-        losses = self.train_collected([(entry.batch, entry.factor or 0.0) for entry in trained])
-        self._lr_kwargs, self.micro_steps = {}, micro_steps
-        for entry, loss in zip(trained, losses, strict=True):
-            entry.settle(loss)
+        return trained
 
-    def train(self, mode: bool = True) -> ThreeCallEngine:
-        """From now on `engine(batch)` collects; with mode False it evaluates at once."""
-        self._evaluating = not mode
-        super().train(mode)
-        return self
-
-    def eval(self) -> ThreeCallEngine:
-        """From now on `engine(batch)` evaluates at once."""
-        return self.train(False)
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the coming `step` makes an update."""
-        if self._boundary is not None:
-            return self._boundary
-        if self.config.get("managed_gradient_accumulation") is False:
+    @property
+    def at_boundary(self) -> bool:
+        """Whether the coming step() makes an update."""
+        if self.boundary is not None:
+            return self.boundary
+        if self._config.get("managed_gradient_accumulation") is False:
             return True
-        return (self._calls + 1) % self.gradient_accumulation_steps() == 0
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """From now on `step` makes an update if this is true, and none if it is false."""
-        self._boundary = is_boundary
+        return (self._calls + 1) % self._steps() == 0
 
     def batches_of_update(self) -> int:
         """Of each rank, by which DeepSpeed's loop divides losses."""
-        return self.accumulates or self.gradient_accumulation_steps()
+        return self.accumulates or self._steps()
 
-    def zero_grad(self, *_: Any, **__: Any) -> None:
-        """Nothing to do: a step begins with gradients of its own. ConfigError between `backward` and the boundary's
-        `step`, where plain DeepSpeed would drop gradients."""
-        self.before_dropping("engine.zero_grad()")
-        self.shows_gradients = False
-
-    def before_dropping(self, call: str) -> None:
-        """ConfigError where a call would drop gradients of collected batches."""
-        if ThreeCallEngine.gradients_wait(self):
-            refuse_dropping(call)
-
-    def gradients_wait(self) -> bool:
+    @property
+    def wait(self) -> bool:
         """Whether some `backward` was called whose update has not been made."""
         return any(entry.factor is not None for entry in self._collected)
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Nothing to do: batches are collected, and no gradient is computed before the boundary."""
-        return nullcontext()
-
-    compile = refusals.call("compile", "stages are not compiled as a whole; leave it out")
-    allreduce_gradients = refusals.call("allreduce_gradients", "engine.step() sums gradients over all ranks")
-    buffered_allreduce_fallback = refusals.call("buffered_allreduce_fallback", "engine.step() sums gradients")
-    register_compile_pass = refusals.call("register_compile_pass", "stages are not compiled as a whole; leave it out")
-    clip_fp32_gradients = refusals.call("clip_fp32_gradients", "set gradient_clipping in the config")
-    set_data_post_process_func = refusals.call("set_data_post_process_func", "change items in the dataset")
-    set_custom_curriculum_learning_schedule = refusals.call(
-        "set_custom_curriculum_learning_schedule", "hand the sequences of each step in, by train_batch(sequences)"
-    )
-
-    def _set_deepspeed_defaults(self) -> None:
-        super()._set_deepspeed_defaults()
-        self._collected, self._calls, self._boundary, self._evaluating = [], 0, None, False
-        self.accumulates = None
-        self.shows_gradients = self.items_are_counted = False
+    def refuse_dropping(self, call: str) -> None:
+        """ConfigError where a call would drop gradients of collected batches."""
+        if self.wait:
+            refuse_dropping(call)
 
 
 def _as_it_is(value: Any) -> Any:

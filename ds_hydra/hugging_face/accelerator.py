@@ -101,7 +101,7 @@ class HydraAccelerator(Accelerator):
         super().backward(loss, **kwargs)
         engine = self._engine()
         if engine is not None and self.sync_gradients:
-            engine.shows_gradients = True
+            engine.three_calls.shows_gradients = True
 
     def clip_grad_norm_(self, parameters: Any, max_norm: Any, norm_type: Any = 2) -> Any:
         """The norm of the update's gradient. ConfigError unless the update was clipped so, by gradient_clipping."""

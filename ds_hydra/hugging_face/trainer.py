@@ -42,8 +42,8 @@ from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
 from ds_hydra.checkpoint.other_engines import other_checkpoint
-from ds_hydra.host.pending import Collected, PendingLoss
 from ds_hydra.host.released import give_back
+from ds_hydra.host.three_calls import Collected, PendingLoss
 from ds_hydra.hugging_face.accelerator import in_place_of_deepspeed
 from ds_hydra.pipe.loss import TokenFunction, TokenLoss
 from ds_hydra.report.record import StepRecord
@@ -217,7 +217,7 @@ class HydraTrainer(Trainer):
             self.accelerator.wait_for_everyone()
         found = super().train(*args, **kwargs)
         if self.plans_steps and self.deepspeed is not None:
-            self.deepspeed.lent.training_is_over = self._give_model_back
+            self.deepspeed.weights.lent.training_is_over = self._give_model_back
         return found
 
     def _give_model_back(self) -> Mapping[str, Any]:
@@ -289,7 +289,7 @@ class HydraTrainer(Trainer):
         if not self.plans_steps:
             return super().training_step(model, inputs, num_items_in_batch)
         model.train()
-        model.items_are_counted = True
+        model.three_calls.items_are_counted = True
         for name, value in self._taken.items():
             if getattr(self.args, name) != value:
                 raise ConfigError(
@@ -302,7 +302,7 @@ class HydraTrainer(Trainer):
             loss, num_items_in_batch, owner=type(self).__name__, norm=model.hydra_config.loss_norm,
             batches=self.args.world_size * self.current_gradient_accumulation_steps, last=updates,
         )  # fmt: skip
-        model.accumulates = self.current_gradient_accumulation_steps  # fewer at an epoch's end
+        model.three_calls.accumulates = self.current_gradient_accumulation_steps  # fewer at an epoch's end
         model.set_gradient_accumulation_boundary(updates)
         model.backward(loss)
         model.step()
@@ -323,7 +323,7 @@ class HydraTrainer(Trainer):
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         found = super()._get_grad_norm(model, grad_norm=grad_norm)
         if self.plans_steps:
-            model.shows_gradients = True  # to callbacks, until Trainer drops them
+            model.three_calls.shows_gradients = True  # to callbacks, until Trainer drops them
         return found
 
     def compute_loss(

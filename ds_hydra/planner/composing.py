@@ -10,7 +10,7 @@ training side connects it at its first use. HiGHS never makes a plan worse: the 
 
 Programs, nodes and tries are counted and no time is measured, so all of it is within the one function that plans are;
 see [Note: the same plans]. A strategy that was composed and used at step s is a candidate from step s + JOINS_AFTER on,
-however far ahead steps are planned, and checkpoints hold it (`engine.learned`).
+however far ahead steps are planned, and checkpoints hold it (`engine.plans`).
 """
 
 from __future__ import annotations

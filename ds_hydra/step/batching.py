@@ -1,11 +1,15 @@
-"""A step plan and the data in; this rank's packed micro-batches, as tensors, out."""
+"""This rank's micro-batches of a planned step as tensors, and all ranks' agreement on the step and its loss weight.
+
+Each rank makes a `row_of` these, all ranks gather the rows, and each reads them all by `agreed`.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -13,14 +17,20 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.data.tokens import Float64Array, TokenSequence
 from ds_hydra.pipe.contexts import Contexts
 from ds_hydra.pipe.dropout import sequence_key
-from ds_hydra.pipe.loss import IGNORED, Objective, Scored
+from ds_hydra.pipe.loss import IGNORED, Objective, Predictions, Scored, TokenFunction
 from ds_hydra.pipe.pinned import readable
 from ds_hydra.pipe.rows import ROUTED_EXPERTS, Balance, Chunk, MicroBatch, Pack, Routes, position_ids
+from ds_hydra.pipe.schedules.registry import weighs
 from ds_hydra.pipe.stage import StagePlace
-from ds_hydra.plan.step_plan import MicroBatchPlan, Span
+from ds_hydra.plan.step_plan import MicroBatchPlan, Span, StepPlan
+from ds_hydra.ranks.channel import Channel
+from ds_hydra.ranks.together import agree
+from ds_hydra.zero_hetero.errors import PlanError
+from ds_hydra.zero_hetero.told import Told, mark_told
 
 Tokens = npt.NDArray[np.int64]
 Load = Callable[[int], TokenSequence]  # of a sequence id
@@ -46,6 +56,10 @@ class RankBatches:
     def keeping_scores(self) -> RankBatches:
         """The same batches, on the device, with room for the scores of each token, where this rank has labels."""
         return replace(self, batches=tuple(map(_with_room_for_scores, self.batches)))
+
+    def predicting(self, function: TokenFunction) -> RankBatches:
+        """The same batches, on the device, with room for what a function gives for each token."""
+        return replace(self, batches=tuple(replace(b, predictions=Predictions(function)) for b in self.batches))
 
     def scores(self) -> list[Float64Array]:
         """The scores that were kept, (tokens, num_scores) of each micro-batch, without padding."""
@@ -300,3 +314,88 @@ def _fill(
         counted = int(in_row > 0)
     counts = place.is_last and place.tp_rank == 0 and (loss_norm == "token" or place.sp_rank == 0)
     return tokens, targets, scale, counted if counts else 0
+
+
+_DIGEST_WORDS = 4  # a SHA-256 as int64
+# In the place of a rank's weight: it could not load its sequences, or it has not built them yet, as all others.
+FAILED, LATER = -1, -2
+
+
+def row_of(plan: StepPlan, costs: CostTable, weight: int) -> Tensor:
+    """What a rank says of a step: (9,) int64, the digests of plan and costs and its weight."""
+    # Ranks whose plans differ would wait for messages that nobody sends, until a collective times out after minutes.
+    # One row of 72 bytes from each rank finds that before the first byte of a step moves: 4 words of each digest and
+    # the weight, which the ranks must add up anyway. Costs count where a schedule's order is made from them.
+    weighed = any(weighs(pipeline.schedule) for pipeline in plan.pipelines)
+    digests = plan.digest() + (_digest(costs) if weighed else bytes(8 * _DIGEST_WORDS))
+    return torch.cat((torch.frombuffer(bytearray(digests), dtype=torch.int64), torch.tensor([weight])))
+
+
+def row_without_plan() -> Tensor:
+    """The row of a rank that could not get its plan."""
+    return torch.full((2 * _DIGEST_WORDS + 1,), FAILED)
+
+
+def failed(rows: Tensor) -> bool:
+    """Whether a rank has no batches, because of an error."""
+    return bool((rows[:, 2 * _DIGEST_WORDS] == FAILED).any())
+
+
+def agreed(step: int, rows: Tensor) -> int | None:
+    """The sum of the weights, of all ranks' rows for the step; None where their batches are not built.
+
+    Raises PlanError naming the ranks whose plan or costs differ from rank 0's. `step` counts from 1.
+    """
+    for index, what in enumerate(("another plan", "other costs, from which its schedules are made,")):
+        words = rows[:, index * _DIGEST_WORDS : (index + 1) * _DIGEST_WORDS]
+        differing = (words != words[0]).any(dim=1).nonzero().flatten().tolist()
+        if differing:
+            error = PlanError(f"step {step}: ranks {differing} hold {what} than rank 0; nothing was computed")
+            raise mark_told(error, Told(differing[0], f"PlanError: {error}", here=True))
+    weights = rows[:, -1]
+    return None if weights[0] == LATER else int(weights.sum())
+
+
+@lru_cache(maxsize=2)
+def _digest(costs: CostTable) -> bytes:
+    return hashlib.sha256(repr(costs.costs).encode()).digest()
+
+
+@dataclass(frozen=True)
+class Built:
+    """A planned step on this rank: its micro-batches, phase by phase, and the costs that its schedules follow."""
+
+    plan: StepPlan
+    costs: CostTable
+    batches: tuple[RankBatches, ...]  # in the host's memory
+
+    @property
+    def weight(self) -> int:
+        """This rank's share of the step's loss normaliser."""
+        return sum(batches.weight for batches in self.batches)
+
+
+def build_together(plan: StepPlan, costs: CostTable, build: Callable[[], Built], channel: Channel) -> tuple[Built, int]:
+    """What `build` makes of a plan, and the step's loss weight, by one message between all ranks.
+
+    Raises PlanError on all ranks when their plans differ, and what `agree` raises when one of them cannot build its
+    batches: its dataset fails, say, or there is no memory for a strategy that is used for the first time.
+    """
+    built, error = None, None
+    try:
+        built = build()
+    except Exception as raised:  # first this rank takes part in the message that the others wait for
+        error = raised
+    rows = channel.first_rows(row_of(plan, costs, FAILED if built is None else built.weight))
+    weight = settled(plan.step, rows, error, channel)
+    assert built is not None, "else a rank has failed"
+    assert weight is not None, "all ranks have built their batches"
+    return built, weight
+
+
+def settled(step: int, rows: Tensor, error: BaseException | None, channel: Channel) -> int | None:
+    """What `agreed` makes of all ranks' rows on `step`, counted from 0. Where a rank has failed, all raise."""
+    if failed(rows):
+        # One message more, but the step is lost anyway: the others read the error of the rank that has one.
+        agree(channel, error, f"making step {step + 1} ready")
+    return agreed(step + 1, rows)

@@ -1,35 +1,37 @@
-"""A step's plan in, an update of the masters out: pull, run, push for each phase, then clip and step."""
+"""Runs planned steps on one rank: pull, run and push for each phase, then clip and update; or forward only.
+
+Start reading at `Stepper.run`.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ds_hydra.costs.memory import ElementBytes
+from ds_hydra.data.tokens import Float64Array
 from ds_hydra.pipe.dropout import step_key
-from ds_hydra.pipe.loss import IGNORED
+from ds_hydra.pipe.loss import IGNORED, TokenFunction
 from ds_hydra.plan.simulate import schedule_batches
 from ds_hydra.plan.step_plan import joined
 from ds_hydra.ranks.rank_stats import RankStats, gather_stats
-from ds_hydra.step.arena import Arena, PeakMemory
-from ds_hydra.step.batching import RankBatches, build_batches
-from ds_hydra.step.built import Built, build_together
-from ds_hydra.step.forwards import Forwards
-from ds_hydra.step.outcome import Floats, Outcome, PhaseOutcome, largest_of_ranks, routed_of
-from ds_hydra.step.phase_run import PhaseRun
-from ds_hydra.step.runtimes import Runtimes
+from ds_hydra.step.batching import Built, RankBatches, build_batches, build_together
+from ds_hydra.step.outcome import Floats, PhaseOutcome, PhaseRun, StepOutcome, largest_of_ranks, routed_of
+from ds_hydra.step.strategy_runtime import Arena, PeakMemory, Runtimes, StrategyRuntime
 from ds_hydra.zero_hetero.clock import Laps
 
 if TYPE_CHECKING:
     from ds_hydra.costs.cost_table import CostTable
     from ds_hydra.data.tokens import Sequences
-    from ds_hydra.host.loss_scale import LossScale
     from ds_hydra.pipe.loss import Objective
     from ds_hydra.pipe.placement import Strategy
     from ds_hydra.pipe.rows import MicroBatch
@@ -40,10 +42,11 @@ if TYPE_CHECKING:
     from ds_hydra.plan.step_plan import StepPlan
     from ds_hydra.ranks.world import World
     from ds_hydra.step.model_masters import ModelMasters
-    from ds_hydra.step.strategy_runtime import StrategyRuntime
-    from ds_hydra.step.update import Applied, Update
+    from ds_hydra.step.update import Applied, LossScale, Update
 
 logger = logging.getLogger(__name__)
+
+_NUMBERS_AT_ONCE = 1 << 24  # that all ranks hold of all ranks while they are added
 
 
 class Running(NamedTuple):
@@ -61,7 +64,7 @@ class _Part(NamedTuple):
     plan: StepPlan
     weight: int
     runs: tuple[PhaseRun, ...]
-    kept: tuple[tuple[StrategyRuntime, RankBatches, Batches], ...]  # what ran, where losses of sequences were kept
+    kept: tuple[RankBatches, ...]  # that this rank counts, where losses of sequences were kept
 
 
 class Stepper:
@@ -165,7 +168,7 @@ class Stepper:
         coming: Callable[[], Tensor | None] = lambda: None,
         *,
         keep_losses: bool = False,
-    ) -> Outcome:
+    ) -> StepOutcome:
         """Train one step, whose loss weight is `weight`.
 
         `coming` returns this rank's row of agreement on the next step, which goes along with the step's figures; None
@@ -219,7 +222,8 @@ class Stepper:
             # must never reach the masters.
             self._update.compare(step, runtime)
         self._running = None
-        self._parts = [*parts, _Part(plan, weight, tuple(runs), tuple(phases) if keep_losses else ())]
+        kept = [mine for runtime, mine, _ in phases if keep_losses and runtime.place.tp_rank == 0]
+        self._parts = [*parts, _Part(plan, weight, tuple(runs), tuple(kept))]
 
     @property
     def loss_of_part(self) -> float:
@@ -242,7 +246,7 @@ class Stepper:
         """Drop the gradients of all parts: the next part's overwrite them."""
         self._parts = []
 
-    def update(self, step: int, coming: Callable[[], Tensor | None] = lambda: None) -> Outcome:
+    def update(self, step: int, coming: Callable[[], Tensor | None] = lambda: None) -> StepOutcome:
         """Update the masters by the gradients of all parts since the last update; `coming` as in `run`."""
         parts, self._parts = self._parts, []
         plan = joined([part.plan for part in parts])
@@ -262,7 +266,7 @@ class Stepper:
         if not math.isfinite(applied.norm):
             self._update.explain(step, plan, runs)
         kept = [one for part in parts for one in part.kept]
-        return Outcome(
+        return StepOutcome(
             tuple(
                 PhaseOutcome(run.runtime.strategy, of_ranks, largest_of_ranks(run.runtime.strategy, shares))
                 for run, of_ranks, shares in zip(runs, stats, routed.swapaxes(0, 1), strict=True)
@@ -344,3 +348,84 @@ class Stepper:
         ]
         routed = routed_of(runs, self._source.plan.num_layers)
         return gather_stats(mine, self._world.channel, routed=routed, beside=row)
+
+
+class Forwards:
+    """Plans run forward only, without an update: losses, predictions and scores of their tokens.
+
+    All ranks call the same methods with the same plans; `costs` as in `Stepper.build`. With a `step` a forward is that
+    of its training, dropout included.
+    """
+
+    def __init__(self, stepper: Stepper, world: World):
+        self._stepper, self._world = stepper, world
+
+    def _ran(
+        self, plan: StepPlan, data: Sequences, costs: CostTable, keep: Callable[[RankBatches], RankBatches], *,
+        mean: bool = False, step: int | None = None, objective: Objective | None = None,
+    ) -> Iterator[tuple[RankBatches, Tensor]]:  # fmt: skip
+        """Run each phase forward; what `keep` has made of its batches, and this rank's share of the loss, which is that
+        of the `mean` or of the sum. Of a tensor parallel group, whose results are equal, the first rank has them."""
+        built, weight = self._stepper.build_together(plan, data, costs, step or 0, objective)
+        for runtime, mine, of_schedule in self._stepper.phases(built):
+            normalised = mean and replace(mine, batches=self._stepper.normalised(mine, max(1, weight)))
+            kept = keep(normalised or mine.on(self._world.device))
+            loss = runtime.evaluate(kept.batches, of_schedule, training=step is not None)
+            if runtime.place.tp_rank == 0:
+                yield kept, loss
+
+    def evaluate(self, plan: StepPlan, data: Sequences, costs: CostTable) -> float:
+        """Mean loss of a batch."""
+        share = sum(float(loss) for _, loss in self._ran(plan, data, costs, lambda given: given, mean=True))
+        return sum(self._world.channel.rows(torch.tensor([share], dtype=torch.float64)).flatten().tolist())
+
+    def predictions(
+        self, plan: StepPlan, data: Sequences, costs: CostTable, function: TokenFunction, width: int
+    ) -> tuple[float, Float64Array]:
+        """Mean loss of a batch, and the numbers that a function gives for each token, (tokens, width), in the order of
+        the plan's sequences."""
+        offsets = [0, *accumulate(plan.lengths)]
+        found, share = np.zeros((offsets[-1], width)), 0.0
+        predicting = partial(RankBatches.predicting, function=function)
+        for kept, loss in self._ran(plan, data, costs, predicting, mean=True):
+            share += float(loss)
+            for batch, places in zip(kept.batches, kept.places(offsets), strict=True):
+                if batch.labels is not None and batch.predictions is not None:
+                    values = batch.predictions.found().double().cpu().numpy()
+                    found[places[places >= 0]] = values[places >= 0]
+        return self._sum([share]).item(), self._sum(found)
+
+    def _sum(self, mine: Any) -> Float64Array:
+        """The sum of all ranks' arrays, some rows at a time: every rank holds those of all while they are added."""
+        rows = torch.from_numpy(np.asarray(mine, dtype=np.float64))
+        at_once = max(1, _NUMBERS_AT_ONCE // (self._world.num_ranks * max(1, rows[:1].numel())))
+        return torch.cat([self._world.channel.rows(part).sum(dim=0) for part in rows.split(at_once)]).numpy()
+
+    def sequence_losses(
+        self, plan: StepPlan, data: Sequences, costs: CostTable, *, step: int | None = None
+    ) -> tuple[Floats, Floats]:
+        """The sum of each sequence's token losses, and how many it has, both (sequences,) in the order of the plan."""
+        ran = self._ran(plan, data, costs, RankBatches.keeping_losses, step=step)
+        return self.losses_of([kept for kept, _ in ran], len(plan.lengths))
+
+    def losses_of(self, kept: Iterable[RankBatches], num_sequences: int) -> tuple[Floats, Floats]:
+        """What was kept of the losses of a step's sequences, of all ranks: sums and counts, (sequences,)."""
+        found = np.zeros((2, num_sequences))
+        for batches in kept:
+            batches.add_losses(found)
+        sums, counts = self._world.channel.rows(torch.from_numpy(found)).sum(dim=0).numpy()
+        return sums, counts
+
+    def scores(
+        self, plan: StepPlan, data: Sequences, costs: CostTable, objective: Objective, *, step: int | None = None
+    ) -> tuple[Float64Array, Float64Array]:
+        """What this rank has found of the scores of a batch's tokens [Note: scores], (tokens, num_scores), in the
+        order of its pieces (`step.delivery`). And the experts that its routers have chosen, (tokens, routers *
+        chosen), if they are wanted."""
+        routing = objective.routing
+        found: list[Float64Array] = [np.zeros((0, objective.num_scores))]
+        chosen: list[Float64Array] = [np.zeros((0, 0 if routing is None else len(routing.paths) * routing.chosen))]
+        for kept, _ in self._ran(plan, data, costs, RankBatches.keeping_scores, step=step, objective=objective):
+            found += kept.scores()
+            chosen += kept.chosen()
+        return np.concatenate(found), np.concatenate(chosen)

@@ -1,4 +1,12 @@
-"""One strategy on one rank: batches in, gradients in the masters out, by its stage, its links and its buffers.
+"""Runs phases of a step under one strategy on one rank, with the memory and connections that all strategies share.
+
+[Note: connections]
+On NCCL the first message of a pair of ranks connects the two, and the host of each waits until the other has come to
+it; a communicator that is made at its first use needs all its ranks then. Neither may happen within a step, where ranks
+come to their messages at different times. Example: `tp4pp2` on 8 ranks. In the last backward rank 6 pushes to rank 2
+for the first time, and waits for it. Rank 2 is in the first stage and waits for the gradient that rank 6 sends after
+that backward. So before step 0 all ranks come together and exchange one element over every pair that is listed here,
+and in every team.
 
 [Note: one strategy on one rank]
 The order of a phase, for a stage with the layers 4 and 5 and three micro-batches (1F1B, last stage):
@@ -22,12 +30,19 @@ are sent whatever a rank waits for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ds_hydra.costs.memory import ElementBytes, held_elements
+from ds_hydra.pipe.model_plan import ModelPlan
+from ds_hydra.pipe.models.refusals import failing, refuse_misaligned_experts
+from ds_hydra.pipe.placement import Stage, Strategy, place_strategy
+from ds_hydra.pipe.rows import edge
 from ds_hydra.pipe.runtime import Doing, StageRuntime
 from ds_hydra.pipe.schedules.registry import evaluation_slots, training_slots
 from ds_hydra.pipe.stage import ModelSource, StagePlace, dtype_of, install_bucket, widths
@@ -37,23 +52,148 @@ from ds_hydra.pipe.transfers import (
     plan_transfers,
     push_order,
     room_for_pushes,
+    twins_of,
     twins_with,
 )
 from ds_hydra.pipe.weight_gradients import add_to_sum
-from ds_hydra.step.arena import Arena
 from ds_hydra.zero_hetero.clock import Laps, Stopwatch
+from ds_hydra.zero_hetero.contributions import Place
+from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from ds_hydra.zero_hetero.link import Link, PullMover, PushMover, Scratch, TwinPullLink, TwinPushLink
+from ds_hydra.zero_hetero.nodes import NodeSize
 from ds_hydra.zero_hetero.pushes import Pulls, PushBucket, Pushes
 from ds_hydra.zero_hetero.twin_plan import TwinPull, TwinPush
 
 if TYPE_CHECKING:
-    from ds_hydra.pipe.model_plan import ModelPlan, Slot
-    from ds_hydra.pipe.placement import Strategy
+    from ds_hydra.pipe.model_plan import Slot
     from ds_hydra.pipe.rows import MicroBatch
     from ds_hydra.pipe.schedules.batches import Batches
+    from ds_hydra.plan.step_plan import Phase, StepPlan
     from ds_hydra.ranks.world import World
     from ds_hydra.step.model_masters import ModelMasters
     from ds_hydra.zero_hetero.transfer_plan import TransferPlan
+
+Pairs = frozenset[tuple[int, int]]
+"""(sender, receiver), global ranks."""
+
+
+class Connections(NamedTuple):
+    """Pairs of ranks, by the communicator on which they exchange messages."""
+
+    links: Pairs  # pulls and pushes
+    edges: Pairs  # between the stages of pipelines
+    teams: tuple[tuple[int, ...], ...]  # ranks that gather or trade in pulls and pushes [Note: twins]
+
+
+def connections_of(plan: ModelPlan, strategies: Iterable[Strategy], node_size: NodeSize) -> Connections:
+    """All pairs that steps under these strategies use, whatever their batches; see [Note: connections]."""
+    links: set[tuple[int, int]] = set()
+    edges: set[tuple[int, int]] = set()
+    teams: dict[tuple[int, ...], None] = {}
+    for strategy in strategies:
+        links |= link_pairs(plan, strategy, node_size)
+        edges |= edge_pairs(strategy, token_sharding=plan.token_sharding)
+        teams |= dict.fromkeys(team for team in teams_of(strategy, node_size))
+    return Connections(frozenset(links), frozenset(edges), tuple(teams))
+
+
+def link_pairs(plan: ModelPlan, strategy: Strategy, node_size: NodeSize) -> Pairs:
+    """Pairs of the pulls and pushes of all buckets under one strategy; teams talk apart from them."""
+    found: set[tuple[int, int]] = set()
+    distinct = {id(transfers): transfers for transfers in plan_transfers(plan, strategy, node_size)}
+    for pull, push in distinct.values():
+        found |= (pull.enter if isinstance(pull, TwinPull) else pull).pairs
+        if push is not None:
+            found |= (push.leave if isinstance(push, TwinPush) else push).pairs
+    return frozenset(found)
+
+
+def teams_of(strategy: Strategy, node_size: NodeSize) -> Iterator[tuple[int, ...]]:
+    """Teams of the pulls and pushes under one strategy, in one order; those of one step have no rank in common."""
+    found = [twins for twins in twins_of(strategy, node_size) if len(twins.ranks) > 1]
+    yield from (one.ranks for twins in found for one in twins.pulling if len(one.ranks) > 1)
+    yield from (one.ranks for twins in found for one in twins.pushing if len(one.ranks) > 1)
+
+
+def edge_pairs(strategy: Strategy, *, token_sharding: bool = False) -> Pairs:
+    """Pairs of the edges of all pipelines: activations go one way, gradients the other."""
+    found: set[tuple[int, int]] = set()
+    for pipeline in strategy.pipelines:
+        for before, after in pairwise(pipeline.stages):
+            for src, dst in ((before, after), (after, before)):
+                found |= _senders(src, dst, token_sharding)
+    return frozenset(found)
+
+
+def _senders(src: Stage, dst: Stage, token_sharding: bool) -> set[tuple[int, int]]:
+    """Who sends rows to whom from one stage to another, for any number of tokens.
+
+    With this number both stages cut the row evenly, and each sender has a token of every receiver of its. Two parts
+    that have no token in common then have none with any other number: their cuts are floors of the even ones.
+    """
+    num_tokens = len(src.ranks) * len(dst.ranks)
+    receives = edge(src, dst, num_tokens, token_sharding=token_sharding)[1]
+    return {(rows.peer, receiver) for receiver, parts in receives.items() for rows in parts}
+
+
+@dataclass
+class Arena:
+    """Memory of one rank's pulled parameters, gradients, sums and messages; one strategy at a time uses it."""
+
+    # A step computes with one strategy and pulls its parameters anew. So five strategies that need 6, 4, 4, 3 and 2 GiB
+    # of a rank share 6 GiB, where buffers of their own would take 19. To change the strategy allocates neither, so it
+    # cannot leave the allocator with blocks of sizes that no longer fit.
+
+    params: Tensor  # compute dtype
+    # Bytes, where the gradients of micro-batches add up. Before that pulls use them [Note: memory of pulls], and when
+    # gradients have left sums lie there [Note: where sums lie].
+    grads: Tensor
+    scratch: Scratch  # as large as the present strategy needs
+    filled: tuple[object, int] | None = None  # who has pulled all of `params`, from which revision of the masters
+
+    @classmethod
+    def for_strategies(
+        cls,
+        plan: ModelPlan,
+        strategies: Sequence[Strategy],
+        rank: int,
+        device: torch.device,
+        *,
+        dtype: torch.dtype,
+        element: ElementBytes,
+        node_size: NodeSize,
+        least: tuple[int, int] = (0, 0),
+    ) -> Arena:
+        """An arena as large as the largest need of any of the strategies on this rank, and at least for so many
+        parameters and gradients."""
+        sizes = [least, *(held_elements(plan, one, element, node_size=node_size)[rank] for one in strategies)]
+        num_bytes = max(grads for _, grads in sizes) * element.grad
+        return cls(
+            torch.zeros(max(params for params, _ in sizes), dtype=dtype, device=device),
+            torch.zeros(num_bytes, dtype=torch.uint8, device=device),
+            Scratch(device),
+        )
+
+    def gradients_at(self, place: Place, dtype: torch.dtype) -> Tensor:
+        """The bytes of a place in the memory for gradients, flat, as elements of `dtype`."""
+        return self.grads[place.start : place.stop].view(dtype)
+
+
+class PeakMemory:
+    """The peak of one step at a time; on a CPU nobody counts, and it is 0."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def restart(self) -> None:
+        """Count anew from what is held now."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def read(self) -> int:
+        """Bytes."""
+        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
+
 
 # A bucket's number is added to these, so that pulls, pushes and the messages between stages (`pipe.runtime`) never have
 # a tag in common: gloo matches messages by tag, and several of each kind are under way at once.
@@ -322,3 +462,106 @@ def _accumulate_into(total: Tensor) -> Callable[[Tensor], None]:
         parameter.grad = None
 
     return accumulate
+
+
+_META = torch.device("meta")
+
+
+class Runtimes:
+    """The runtime of each strategy that was used. `strategies` are the candidates by their text; all ranks ask for the
+    same ones in the same order."""
+
+    def __init__(
+        self,
+        source: ModelSource,
+        masters: ModelMasters,
+        world: World,
+        arena: Arena,
+        activity: Doing,
+        *,
+        strategies: Mapping[str, Strategy],
+        grad_dtype: torch.dtype,
+        wire_dtype: torch.dtype,
+    ):
+        self._source, self._masters, self._world, self._arena, self._activity = source, masters, world, arena, activity
+        self._strategies, self._grad_dtype, self._wire_dtype = strategies, grad_dtype, wire_dtype
+        self.built: dict[str, StrategyRuntime] = {}
+        # Which pushes wait for which where the model is a small one that stands for another: the other's.
+        self.turns_of: Callable[[Strategy], Sequence[int]] | None = None
+
+    def connect(self) -> None:
+        """Connect what steps under the candidates use; every rank must call it before the first step."""
+        self._connect(self._strategies.values())
+
+    def can_build(self, plan: StepPlan) -> bool:
+        """Whether all strategies of a plan were used before, so that its micro-batches are built without a message;
+        equal on all ranks."""
+        return all(str(phase.shape) in self.built for phase in plan.phases)
+
+    def strategy_of(self, phase: Phase) -> Strategy:
+        """A phase's strategy, placed on the ranks."""
+        placed = self._strategies.get(str(phase.shape))
+        return placed or place_strategy(
+            phase.shape, self._world.num_ranks, self._source.plan.num_layers, self._world.cluster
+        )
+
+    def of(self, phase: Phase) -> StrategyRuntime:
+        """The runtime of a phase's strategy."""
+        # A strategy that is no candidate, as HiGHS composes them and replayed plans may bring one, is connected at its
+        # first use; that takes all ranks. They agree on the moment without a message: a plan is the same on all of
+        # them, so they meet a strategy for the first time in the same step, before its first phase begins.
+        name = str(phase.shape)
+        if name not in self.built:
+            strategy = self.strategy_of(phase)
+            if name not in self._strategies:
+                self._connect([strategy])
+            self.built[name] = StrategyRuntime(
+                strategy,
+                self._source,
+                self._masters,
+                self._arena,
+                self._world,
+                self._activity,
+                grad_dtype=self._grad_dtype,
+                wire_dtype=self._wire_dtype,
+                turns=None if self.turns_of is None else self.turns_of(strategy),
+            )
+        return self.built[name]
+
+    def _connect(self, strategies: Collection[Strategy]) -> None:
+        """Connect what steps under these strategies use, so that none of them has to."""
+        world = self._world
+        pairs = connections_of(self._source.plan, strategies, world.node_size)
+        world.connect(strategies, links=pairs.links, edges=pairs.edges, teams=pairs.teams, naming=self._activity)
+
+    def close(self) -> None:
+        """Let go of all strategies, their memory and their groups; it cannot be used afterwards."""
+        for runtime in self.built.values():
+            runtime.close()
+        vars(self).clear()
+
+
+def build_stages(source: ModelSource, strategies: Iterable[Strategy], rank: int, dtype: torch.dtype) -> int:
+    """Build each stage that `rank` will have once, without memory and without a message; how many there are.
+
+    A strategy may be used for the first time after hours. ConfigError for an error of the model's own code, and for
+    experts that the kernel which they run by cannot take.
+    """
+    built: set[object] = set()
+    for strategy in strategies:
+        pipeline = strategy.pipelines[strategy.locate(rank)[0]]
+        sharding = source.plan.token_sharding
+        for place in StagePlace.all_of(pipeline, rank, lambda members: None, token_sharding=sharding):
+            kind = (*place.stage.ranges, place.stage.tp, place.stage.ep, place.holder)
+            if kind not in built:
+                try:
+                    module = source.build(place, _META, dtype).module
+                except (ConfigError, PlanError):
+                    raise
+                except Exception as error:
+                    raise ConfigError(f"no stage of {strategy} can be built: {failing(error)}") from error
+                needed = source.plan.needed(place.stage)
+                specs = (param for bucket in source.plan.buckets for param in bucket.params if param.name in needed)
+                refuse_misaligned_experts(module, specs, place.stage.tp, dtype)
+                built.add(kind)
+    return len(built)

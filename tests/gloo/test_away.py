@@ -111,14 +111,14 @@ def by_kinds(engine: Any) -> None:
     """One kind after the other, which come back in another order."""
     for kind in KINDS[:: 1 if engine.global_steps % 2 else -1]:
         engine.to("cpu", **{name: name == kind for name in KINDS})
-    engine.away.bring_back(("grad",))
-    engine.away.bring_back(("model",))
+    engine.crew.away.bring_back(("grad",))
+    engine.crew.away.bring_back(("model",))
 
 
 def by_names_of_deepspeed(engine: Any) -> None:
     engine.reload_states()
     engine.offload_states(include=[OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.lp_grads])
-    assert engine.away.kinds == {"optimizer", "grad"}
+    assert engine.crew.away.kinds == {"optimizer", "grad"}
 
 
 CALLS = 4  # of `between` in each step of `trained`
@@ -159,7 +159,7 @@ def test_what_is_saved_and_exported_from_the_host_is_what_was_there(tmp_path: Pa
         found = []
         engine.to("cpu")
         found.append(same(exported, dict(engine.full_parameters())))
-        found.append(engine.away.kinds == {"optimizer"})  # an export needs no states of the optimizer
+        found.append(engine.crew.away.kinds == {"optimizer"})  # an export needs no states of the optimizer
         engine.to("cpu")
         engine.save_checkpoint(tmp_path)
         engine.train_batch([[5, 6, 7, 8]] * 3)

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost, TableFile
-from ds_hydra.engine import joined, proposed
+from ds_hydra.engine import plans, prepare
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.planner import Planner, PlannerOptions, StepPlan
 from ds_hydra.planner.composing import COMPOSED
@@ -34,7 +34,7 @@ def cost_table(tmp_path: Path) -> str:
 
 
 def engine_of(rank: int, cost_table: str, **hydra: Any) -> Any:
-    with mock.patch.object(proposed, "propose_strategies", return_value=POOL):
+    with mock.patch.object(prepare, "propose_strategies", return_value=POOL):
         return small_engine(rank, strategies="auto", choose="best", tokens_per_step=400, cost_table=cost_table, **hydra)
 
 
@@ -53,7 +53,7 @@ def trained(engine: Any, steps: int) -> list[tuple[str, str, bool]]:
 
 def survives(rank: int, cost_table: str, folder: Path) -> list[str]:
     """Train without a stop, then with one: what differs."""
-    with mock.patch.object(joined, "JOINS_AFTER", JOINS_AFTER):
+    with mock.patch.object(plans, "JOINS_AFTER", JOINS_AFTER):
         engine = engine_of(rank, cost_table)
         whole = trained(engine, STEPS)
         state = whole_state(engine)

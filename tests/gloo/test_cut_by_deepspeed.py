@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ds_hydra.zero
-from ds_hydra.host import cut_model
-from ds_hydra.host.cut_model import make_whole
+from ds_hydra.host import user_model
+from ds_hydra.host.user_model import make_whole
 from ds_hydra.ranks.together import first_channel
 from ds_hydra.testing import rank_environment, run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -94,7 +94,7 @@ def test_a_cut_model_trains_as_a_whole_one(tmp_path: Path) -> None:
 def refused(rank: int) -> list[str]:
     start(rank)
     found = []
-    cut_model.available_bytes = lambda: 100_000 if rank == 1 else 2**40
+    user_model.available_bytes = lambda: 100_000 if rank == 1 else 2**40
     with pytest.raises(ConfigError) as told:
         small_engine(rank, from_config())
     found.append(str(told.value))

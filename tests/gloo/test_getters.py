@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import ds_hydra
-from ds_hydra.host.batch_sizes import batch_sizes
+from ds_hydra.host.settings import batch_sizes
 from ds_hydra.testing import rank_environment, run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.small_job import small_model

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 
 from ds_hydra.config.hydra_block import HydraConfig
-from ds_hydra.engine import epochs, host_copies
+from ds_hydra.engine import copies, epochs
 from ds_hydra.engine.checked import listed_for_others
 from ds_hydra.host.environment import MEMBERS_FOLDER
 from ds_hydra.testing import run_ranks
@@ -79,7 +79,7 @@ def test_copies_on_the_host_equal_their_owners(course: Course, judge: Judge) -> 
 def test_copies_for_which_the_host_has_no_memory_are_refused_before_step_0(tmp_path: Path) -> None:
     def refused(rank: int) -> str:
         os.environ[MEMBERS_FOLDER] = str(tmp_path)
-        little = mock.patch.object(host_copies, "available_bytes", return_value=1 << 10)
+        little = mock.patch.object(copies, "available_bytes", return_value=1 << 10)
         with little, pytest.raises(ConfigError) as said:
             small_engine(rank, strategies=["2*tp1"], elastic={"redundancy": "host"})
         return str(said.value)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import ds_hydra.engine.engine  # noqa: F401
-from ds_hydra.engine.short_data import STEPS as STEPS_SEEN
+from ds_hydra.engine.plans import STEPS as STEPS_SEEN
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.step_plan import MicroBatchPlan, Phase, PipelinePlan, StepPlan

@@ -64,7 +64,7 @@ def hydra(rank: int, updates: Any = UPDATES, **block: Any) -> tuple[list[float],
         lines.append(record.getMessage())
         return True
 
-    logging.getLogger("ds_hydra.engine.handed").addFilter(keep)
+    logging.getLogger("ds_hydra.engine.steps").addFilter(keep)
     model = small_model(tied=False)
     own = {"context_length": 64, "strategies": ["2*tp1", "pp2"], "choose": "cycle", "self_check": "off"}
     own |= {"planner": {"ahead": 0}, "faults": {"frozen_seconds": 0}, "steps_file": None, "loss_norm": "batch"} | block

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_hydra.engine.models import look_once, model_source
+from ds_hydra.engine.job import look_once, model_source
 from ds_hydra.pipe.models import causal_lm
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.ranks.channel import Channel

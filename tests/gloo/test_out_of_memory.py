@@ -12,7 +12,7 @@ import torch
 
 import ds_hydra.engine.engine  # noqa: F401
 from ds_hydra.pipe.runtime import StageRuntime
-from ds_hydra.step.arena import PeakMemory
+from ds_hydra.step.strategy_runtime import PeakMemory
 from ds_hydra.step.update import Update
 from ds_hydra.testing import run_ranks
 from tests.support.small_job import LENGTHS, small_engine

@@ -18,7 +18,7 @@ import pytest
 import ds_hydra.engine.engine  # noqa: F401  (the same)
 from ds_hydra.config.deepspeed_settings import KNOWN_SETTINGS
 from ds_hydra.config.hydra_block import parse_config
-from ds_hydra.engine.models import model_source
+from ds_hydra.engine.job import model_source
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.testing import run_ranks
 from tests.support.pages import PLACES, ROOT, printed

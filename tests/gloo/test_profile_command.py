@@ -17,8 +17,7 @@ from ds_hydra.commands.profile_session import Session
 from ds_hydra.config.hydra_block import parse_config
 from ds_hydra.costs.analytic import model_shape
 from ds_hydra.costs.cost_table import CostTable, read_table_file
-from ds_hydra.engine.costs import job_cost_table
-from ds_hydra.engine.fingerprint import describe_job
+from ds_hydra.engine.costs import describe_job, job_cost_table
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.profiling.stage_timer import hollow_source
 from ds_hydra.testing import rank_environment, run_ranks

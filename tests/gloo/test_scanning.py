@@ -10,7 +10,7 @@ import pytest
 
 from ds_hydra.data.lengths import ItemLengths, keep, kept, read_part
 from ds_hydra.data.sequences import SequenceData
-from ds_hydra.engine.scanning import read_twice, scan_together
+from ds_hydra.engine.data import read_twice, scan_together
 from ds_hydra.ranks.together import first_channel
 from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError

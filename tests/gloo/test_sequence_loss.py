@@ -13,7 +13,7 @@ from torch import Tensor
 
 import ds_hydra
 import ds_hydra.engine.engine
-from ds_hydra.engine.sequence_loss import weigh
+from ds_hydra.engine.losses import weigh
 from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.testing import float64_throughout, run_ranks, token_losses
 from ds_hydra.zero_hetero.errors import ConfigError

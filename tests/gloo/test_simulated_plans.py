@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost, TableFile
-from ds_hydra.engine.simulated import exposed_of, simulated_job
+from ds_hydra.engine.prepare import exposed_of, simulated_job
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.plan.step_plan import StepPlan, load_plans
 from ds_hydra.planner import Planner

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_hydra.host import meeting
-from ds_hydra.host.meeting import Fellows, meeting_of
+from ds_hydra.host import launch
+from ds_hydra.host.launch import Fellows, meeting_of
 from ds_hydra.testing import free_port
 from tests.support.ends import TRACEBACK, all_told, codes, ends, mark_fault
 
@@ -60,7 +60,7 @@ def test_ranks_of_this_host_are_seen_before_they_come(how: str, monkeypatch: pyt
             if how == "stopped for a moment":
                 ranks[1].send_signal(signal.SIGCONT)
             time.sleep(0.4)
-        monkeypatch.setattr(meeting, "_ABSENT_S", 0.0)
+        monkeypatch.setattr(launch, "_ABSENT_S", 0.0)
         fellows.look()
         found = fellows.fault(0.3)
         if how in ("alive", "stopped for a moment", "forked"):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_hydra.step.arena import PeakMemory
+from ds_hydra.step.strategy_runtime import PeakMemory
 from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.clock import HostClock
 from tests.support.device_steps import EACH_S, EXPECTED_STAGE_S, Step, engine_steps, stage_times

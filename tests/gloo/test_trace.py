@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ds_hydra.engine.tracing import measured_spans
+from ds_hydra.engine.record import measured_spans
 from ds_hydra.report.trace import trace_faults
 from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.clock import HostClock, Stopwatch

@@ -24,7 +24,7 @@ from ds_hydra.ranks import world as worlds
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.ranks.groups import GroupCache, apart, make_groups, needed_groups
 from ds_hydra.ranks.world import World
-from ds_hydra.step.connections import teams_of
+from ds_hydra.step.strategy_runtime import teams_of
 from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError
 from ds_hydra.zero_hetero.nodes import Cluster, NodeSize

@@ -263,7 +263,7 @@ def test_a_split_backward_keeps_the_same_on_every_stage_but_what_no_weight_needs
 
 
 def test_a_sequence_in_slices_has_the_room_of_all_micro_batches_less_its_contexts() -> None:
-    from ds_hydra.engine.fits import check_memory
+    from ds_hydra.engine.costs import check_memory
 
     shares = Shares(Terms(0.3, 0.3, 0.3), Terms(0.0, 0.3, 0.1), context=0.25, recomputed=1.0)
     table = CostTable((SchemeCost(ParallelScheme(pp=4), 1e-6, 0.1, 1.0, 4096, 1, shares),))
@@ -328,7 +328,7 @@ def test_states_that_do_not_fit_give_zero_and_no_device_gives_an_error() -> None
 
 
 def test_jobs_that_do_not_fit_are_refused_with_numbers_and_keys() -> None:
-    from ds_hydra.engine.fits import check_memory, within_memory
+    from ds_hydra.engine.costs import check_memory, within_memory
 
     table = CostTable(tuple(SchemeCost(ParallelScheme(tp), 1e-6, 0.1, 1.0, 4096) for tp in (1, 2)))
     strategies = [StrategyShape.parse("8*tp1"), StrategyShape.parse("4*tp2")]

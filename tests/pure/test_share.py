@@ -14,14 +14,14 @@ from ds_hydra.config.deepspeed_settings import screen_deepspeed_settings
 from ds_hydra.data.columns import IGNORE_INDEX, ItemCheck, ModelInput, read_item
 from ds_hydra.data.sequences import SequenceData, read_share
 from ds_hydra.data.tokens import LeftOut, Limits, Reads
-from ds_hydra.engine.handed import Intake
-from ds_hydra.host.batch_sizes import batch_sizes
-from ds_hydra.host.pending import Collected, PendingLoss, Term
+from ds_hydra.engine.steps import Intake
+from ds_hydra.host.settings import batch_sizes
+from ds_hydra.host.three_calls import Collected, PendingLoss, Term
 from ds_hydra.losses import group_advantages
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.step_plan import MicroBatchPlan, Phase, PipelinePlan, Span, StepPlan, joined
-from ds_hydra.step.collecting import pieces_of
+from ds_hydra.step.delivery import pieces_of
 from ds_hydra.zero_hetero.errors import ConfigError
 
 # --- Whatever a script hands in is the same sequences; what cannot be trained on is refused with its place.

@@ -25,7 +25,7 @@ from ds_hydra.pipe.transfers import twins_of
 from ds_hydra.plan.rank_order import crossings, fillings, most_used, ordered, stays_inside
 from ds_hydra.planner.exact.counts import counts_to_strategy
 from ds_hydra.planner.proposal.propose import ProposalEffort, propose_strategies
-from ds_hydra.step.connections import Pairs, connections_of, edge_pairs, link_pairs
+from ds_hydra.step.strategy_runtime import Pairs, connections_of, edge_pairs, link_pairs
 from ds_hydra.zero_hetero.errors import PlanError
 from ds_hydra.zero_hetero.layout import even_layout
 from ds_hydra.zero_hetero.nodes import NodeSize, largest_node, node_of, node_ranks

@@ -20,7 +20,7 @@ _LONG = 10  # tokens of a sequence that may be cut
 
 def replaying(engine: Any, file: str) -> Any:
     """The plans of a file, for an engine to go on with."""
-    from ds_hydra.engine.plan_source import PlanSource
+    from ds_hydra.engine.plans import PlanSource
 
     plans, config = engine.crew.plans, engine.job.config
     uncut = engine.crew.prepared.no_slices

@@ -17,7 +17,7 @@ from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
 from ds_hydra.ranks import world
 from ds_hydra.ranks.rank_stats import RankStats
 from ds_hydra.report.record import StepRecord
-from ds_hydra.step.outcome import Outcome
+from ds_hydra.step.outcome import StepOutcome
 from ds_hydra.watchdog import Activity
 from ds_hydra.zero_hetero.clock import Clock, HostClock, Laps, Stopwatch
 from tests.support.fake_device import FakeDevice, FakeDeviceClock, Queued
@@ -113,9 +113,9 @@ def engine_steps(rank: int, by_host: bool) -> list[Step]:
     with mock.patch.object(world, "clock_of", return_value=clock):
         engine = small_engine(rank, strategies=["tp1"])
     run = engine.crew.stepper.run
-    outcomes: list[Outcome] = []
+    outcomes: list[StepOutcome] = []
 
-    def kept(*args: Any, **options: Any) -> Outcome:
+    def kept(*args: Any, **options: Any) -> StepOutcome:
         outcomes.append(run(*args, **options))
         return outcomes[-1]
 

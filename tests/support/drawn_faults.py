@@ -211,7 +211,7 @@ def _arm(case: Case, due: Callable[[], None]) -> None:
     """Let the activity's function ask first whether the fault is due."""
     from ds_hydra.checkpoint import write
     from ds_hydra.engine import crew
-    from ds_hydra.engine.plan_source import PlanSource
+    from ds_hydra.engine.plans import PlanSource
     from ds_hydra.pipe.runtime import StageRuntime
     from ds_hydra.step.update import Update
     from ds_hydra.zero_hetero.pushes import Pulls, Pushes

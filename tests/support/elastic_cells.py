@@ -18,7 +18,7 @@ from typing import Any
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost, TableFile
 from ds_hydra.costs.shares import Shares
-from ds_hydra.engine.models import model_source
+from ds_hydra.engine.job import model_source
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.planner import PhasedPlanner, StepPlan, parse_phases
 from ds_hydra.testing import run_ranks

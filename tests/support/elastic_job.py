@@ -215,34 +215,32 @@ def _wait_for(path: Path) -> None:
 def _entries() -> dict[str, tuple[Any, str]]:
     """By phase what is called as it begins, and where it stands."""
     from ds_hydra.elastic.agent import MemberAgent
-    from ds_hydra.engine import going_on, saving, steps
-    from ds_hydra.engine.copies import Copy
-    from ds_hydra.engine.epochs import Carried
+    from ds_hydra.engine import going_on, saving, scoring
+    from ds_hydra.engine.copies import Copy, Held
+    from ds_hydra.engine.engine import HydraEngine
+    from ds_hydra.engine.epochs import CarriedState
     from ds_hydra.engine.going_on import GoingOn
-    from ds_hydra.engine.held import Held
-    from ds_hydra.engine.part_by_part import EngineInParts
-    from ds_hydra.engine.standing import Standing
-    from ds_hydra.engine.weights import EngineWithWeights
-    from ds_hydra.step import forwards, runtimes, stepper, update
+    from ds_hydra.engine.standing import SurvivingState
+    from ds_hydra.step import stepper, strategy_runtime, update
 
     return {
         "buddy": (Copy, "leave"),
         "vote": (update, "norm_table"),
         "update": (update.Update, "_make"),
         "after the update": (stepper, "gather_stats"),
-        "rebuilding": (runtimes.Runtimes, "connect"),
+        "rebuilding": (strategy_runtime.Runtimes, "connect"),
         "re-sharding": (Held, "cut_anew"),
-        "joining": (Carried, "give_to"),
+        "joining": (CarriedState, "give_to"),
         "copying": (Copy, "refresh"),
-        "saved": (saving.Saving, "_save"),  # those of the config and of the script alike
-        "gathering": (EngineWithWeights, "fp32_state_dict"),
-        "gathered": (EngineInParts, "meet"),
-        "evaluating": (forwards.Forwards, "sequence_losses"),
-        "evaluated": (steps.Steps, "evaluate"),
+        "saved": (saving.EngineCheckpoints, "_save"),  # those of the config and of the script alike
+        "gathering": (saving.EngineCheckpoints, "fp32_state_dict"),
+        "gathered": (HydraEngine, "meet"),
+        "evaluating": (stepper.Forwards, "sequence_losses"),
+        "evaluated": (scoring.Scoring, "evaluate"),
         "leaving": (GoingOn, "_leave"),
         "connecting": (going_on, "make_default_group"),
         "voted": (MemberAgent, "park"),
-        "taking": (Standing, "take_aside"),
+        "taking": (SurvivingState, "take_aside"),
     }
 
 

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from ds_hydra import testing
-from ds_hydra.engine import models
-from ds_hydra.engine.models import model_source
+from ds_hydra.engine import job as jobs
+from ds_hydra.engine.job import model_source
 from ds_hydra.pipe import loss
 from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.model_plan import ModelPlan
@@ -201,7 +201,7 @@ def traced_once(case: Case) -> Iterator[None]:
         return
     texts = [part for text in case.strategies for part in text.split(THEN)]
     source = for_strategies(source_of(case), map(StrategyShape.parse, texts))
-    nameless = mock.patch.object(models, "fingerprint", return_value=None)  # none tells another of it
+    nameless = mock.patch.object(jobs, "fingerprint", return_value=None)  # none tells another of it
     with mock.patch.object(HydraEngine, "source_of", return_value=source), nameless:
         yield
 

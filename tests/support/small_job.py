@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ds_hydra
-from ds_hydra.engine.fingerprint import describe_job
-from ds_hydra.engine.models import model_source
+from ds_hydra.engine.costs import describe_job
+from ds_hydra.engine.job import model_source
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.planner.selection import warm_up
 from ds_hydra.self_check.cache import fingerprint

@@ -13,8 +13,8 @@ from typing import Any
 from unittest import mock
 
 from ds_hydra.engine import engine as engines
-from ds_hydra.engine import models
-from ds_hydra.engine.models import model_source
+from ds_hydra.engine import job as jobs
+from ds_hydra.engine.job import model_source
 from ds_hydra.pipe.loss import TokenLoss
 from ds_hydra.pipe.models.adapted import base_of
 from ds_hydra.pipe.models.causal_lm import CausalLM
@@ -54,7 +54,7 @@ def in_place_of_looking(known: ModelSource) -> Iterator[None]:
     def name(model: Any, what: str, *settings: Any) -> str | None:
         return None if is_known(model, StageOptions(*settings)) else fingerprint(model, what, *settings)
 
-    with mock.patch.object(engines, "model_source", find), mock.patch.object(models, "fingerprint", name):
+    with mock.patch.object(engines, "model_source", find), mock.patch.object(jobs, "fingerprint", name):
         yield
 
 

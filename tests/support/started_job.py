@@ -48,13 +48,13 @@ def main() -> None:
     fault_at("imported")
     from ds_hydra.engine import crew
     from ds_hydra.engine.engine import HydraEngine
-    from ds_hydra.host import launch, meeting
+    from ds_hydra.host import launch
     from ds_hydra.ranks.world import World
     from ds_hydra.watchdog import watchdog
     from tests.support.small_job import sequences, small_config, small_model
 
     around(launch, "check_port", before="before the port", after="at the port")
-    around(meeting.Meeting, "_exchanged", before="in the meeting")
+    around(launch.RankMeeting, "_exchanged", before="in the meeting")
     around(watchdog, "meet", before="in the first text")
     around(watchdog, "greet", before="before heartbeats")
     around(deepspeed, "init_distributed", before="before torch", after="after torch")

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from ds_hydra.costs.memory import JobMemory
-from ds_hydra.engine.fits import job_memory
+from ds_hydra.engine.costs import job_memory
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ds_hydra.engine.fits import job_memory, rank_memory
+from ds_hydra.engine.costs import job_memory, rank_memory
 from ds_hydra.pipe.shape import ParallelScheme
 from tools import aims
 from tools.gpu.bench import Bench, Findings, Table, gib, median_and_p90

@@ -14,7 +14,7 @@ from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.costs.memory import JobMemory
 from ds_hydra.costs.shape_costs import with_shapes
 from ds_hydra.data.lengths import read_lengths, sample_batches
-from ds_hydra.engine.fits import within_memory
+from ds_hydra.engine.costs import within_memory
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.planner import Planner, PlannerOptions
 from ds_hydra.planner.proposal.mixed import propose_mixed

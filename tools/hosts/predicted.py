@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ds_hydra.costs.cost_table import CostTable
-from ds_hydra.engine.simulated import simulated_job
+from ds_hydra.engine.prepare import simulated_job
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.simulate.job import SimulatedJob

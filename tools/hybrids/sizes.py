@@ -26,8 +26,7 @@ from ds_hydra.costs.cost_table import CostTable, SchemeCost, TableFile
 from ds_hydra.costs.memory import JobMemory
 from ds_hydra.costs.shares import Terms
 from ds_hydra.data.lengths import read_lengths, sample_batches
-from ds_hydra.engine.costs import without_the_largest
-from ds_hydra.engine.fits import job_memory, within_memory
+from ds_hydra.engine.costs import job_memory, within_memory, without_the_largest
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.models.experts import spreading_experts
 from ds_hydra.pipe.placement import place_strategy

@@ -17,7 +17,7 @@ from ds_hydra.commands.figures import shipped
 from ds_hydra.config.hydra_block import HydraConfig, PlannerConfig
 from ds_hydra.costs.cost_table import read_table_file, told
 from ds_hydra.data.lengths import read_lengths, sample_batches
-from ds_hydra.engine.plan_source import PlanSource
+from ds_hydra.engine.plans import PlanSource
 from ds_hydra.planner import PlannerOptions, PlanRecipe
 from ds_hydra.planner.proposal.propose import propose_strategies
 from ds_hydra.rivals.preview import Messages

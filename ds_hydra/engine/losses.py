@@ -1,4 +1,4 @@
-"""A loss of log-probabilities or values in; what a script asks of it, or ConfigError where it is not that, out.
+"""The user's losses of log-probabilities, of values and of whole sequences: checked, and turned into what tokens count.
 
 [Note: losses of log-probabilities]
 A loss is called with the log-probabilities and entropies of some tokens and their fields. One that treats each token
@@ -12,13 +12,23 @@ log-probabilities and entropies; the loss is called once on each rank, with thos
 its gradients by them are plain numbers, by which the tokens count in a second run.
 
 A loss of values is called with these in place of log-probabilities and entropies; all else is the same.
+
+[Note: losses of whole sequences]
+A loss of pairs or groups (DPO, ranking, policy gradients) is a function L of the sums s_i of several sequences' token
+losses. Its gradient is the sum over i of dL/ds_i times the gradient of s_i, and dL/ds_i are plain numbers once all sums
+are known. So a step runs twice: forward only, to learn the sums; then as ever, the tokens of sequence i counting
+dL/ds_i times. A pair with the sums 12 and 15 and the loss softplus(s_0 - s_1 + 2), which is 0.31: sigmoid(-1) is 0.27,
+so the tokens of the first count 0.27 and those of the second -0.27.
+
+The sequences of a pair need not meet for that. They run where the plan puts them, also in slices, and a group may be
+as large as what one rank hands in. The price is one more forward, about a third of the computing of a step.
 """
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import is_dataclass
 from typing import Any, NamedTuple
@@ -31,7 +41,7 @@ from ds_hydra.data.columns import IGNORE_INDEX
 from ds_hydra.data.tokens import Float64Array, TokenSequence
 from ds_hydra.engine.loss_watch import Watch, names_of, refuse_leaves
 from ds_hydra.pipe.loss import CANDIDATES, LOG_PROB, Objective, ScoreLoss
-from ds_hydra.pipe.rows import TEMPERATURE, FieldLayout
+from ds_hydra.pipe.rows import SEQUENCE, TEMPERATURE, Field, FieldLayout
 from ds_hydra.zero_hetero.errors import ConfigError
 from ds_hydra.zero_hetero.told import told_with_place
 
@@ -46,7 +56,7 @@ _TOKENS = 64
 _NEAR = 1e-9
 
 
-class Asked(NamedTuple):
+class LossRequest(NamedTuple):
     """What a script asks of a part of a step."""
 
     loss: ScoreLoss
@@ -57,7 +67,7 @@ class Asked(NamedTuple):
     valued: bool = False  # whether it is of values
 
     @classmethod
-    def of(cls, loss: Any, normaliser: float | None, mixes_tokens: bool | None, *, valued: bool = False) -> Asked:
+    def of(cls, loss: Any, normaliser: float | None, mixes_tokens: bool | None, *, valued: bool = False) -> LossRequest:
         """What the arguments say, and where they say nothing what the loss says of itself; `valued`: of a model of
         values. ConfigError for what is no loss, and for another normaliser."""
         if not callable(loss):
@@ -110,7 +120,7 @@ def checked_normaliser(normaliser: Any) -> float:
 
 
 def check_objective(
-    asked: Asked,
+    asked: LossRequest,
     sequences: Sequence[TokenSequence],
     layout: FieldLayout,
     vocabulary: int | None,
@@ -232,3 +242,110 @@ def fields_of(sequence: TokenSequence) -> Float64Array:
     """The fields of a sequence that was read with them, (tokens, columns)."""
     assert sequence.fields is not None, "they were read"
     return sequence.fields
+
+
+MIXING_FORM = (
+    "a loss that mixes tokens must be a function of the log_probs (T,) and entropy (T,), or the values (T,), and the "
+    "fields of all targets that a rank has handed in that returns losses (n,), whose sum over the normaliser is "
+    "trained on"
+)
+_GRADIENTS = "gradients of the loss by the scores"
+
+
+class Mixed(NamedTuple):
+    """What a loss that mixes tokens makes of those of one rank."""
+
+    total: float  # of its losses
+    num_losses: int
+    sequences: list[TokenSequence]  # with what their scores count, in as many more columns
+
+
+def counted(sequence: TokenSequence, beside: Float64Array) -> TokenSequence:
+    """A sequence with what its scores count, (tokens, num_scores), behind its fields."""
+    return sequence._replace(fields=np.column_stack([fields_of(sequence), beside]))
+
+
+def mix(
+    asked: LossRequest,
+    layout: FieldLayout,
+    sequences: Sequence[TokenSequence],
+    scores: Sequence[Float64Array],
+    model: nn.Module | None,
+    device: torch.device,
+) -> Mixed:
+    """Call a loss that mixes tokens on the scores of this rank's sequences, (tokens, num_scores) each. ConfigError for
+    what it must not return or read."""
+    known = [one.labels != IGNORE_INDEX for one in sequences]
+    numbers = np.concatenate([fields_of(one)[of] for one, of in zip(sequences, known, strict=True)])
+    numbers = np.column_stack([numbers, np.repeat(np.arange(len(known)), [int(of.sum()) for of in known])])
+    found = np.concatenate([one[of] for one, of in zip(scores, known, strict=True)])
+    leaf = torch.from_numpy(found).to(device).requires_grad_()
+    objective = Objective(asked.loss, layout.and_also(Field(SEQUENCE, 0, True)), valued=asked.valued)
+    with torch.enable_grad(), released_on_meta():
+        watch = Watch(names_of(model), MIXING_FORM)
+        try:
+            with watch if asked.watched else contextlib.nullcontext():
+                losses = objective.losses(leaf, torch.from_numpy(numbers).to(device))
+        except Exception:
+            watch.refuse()  # which says more than an error by what it has read
+            raise
+        check_returned(losses, leaf, MIXING_FORM, None)
+        refuse_leaves(losses, leaf, lambda: names_of(model), "a loss that mixes tokens")
+        (gradients,) = torch.autograd.grad(losses.double().sum(), leaf)
+    counts = iter(np.split(gradients.cpu().numpy(), np.cumsum([int(of.sum()) for of in known])[:-1]))
+    weighed = []
+    for sequence, of in zip(sequences, known, strict=True):
+        beside: Float64Array = np.zeros((len(of), objective.num_scores))
+        beside[of] = next(counts)
+        weighed.append(counted(sequence, beside))
+    return Mixed(float(losses.detach().double().sum()), len(losses), weighed)
+
+
+def of_mixed(layout: FieldLayout, *, valued: bool) -> Objective:
+    """The second run of a loss that mixes tokens, whose sequences `mix` has given."""
+    loss, width = (_by_gradient, 1) if valued else (_by_gradients, 2)
+    return Objective(loss, layout.and_also(Field(_GRADIENTS, width, False)), valued=valued)
+
+
+def _by_gradient(values: Tensor, fields: dict[str, Tensor]) -> Tensor:
+    return fields[_GRADIENTS].squeeze(-1) * values
+
+
+def _by_gradients(log_probs: Tensor, entropy: Tensor, fields: dict[str, Tensor]) -> Tensor:
+    of_log_prob, of_entropy = fields[_GRADIENTS].unbind(dim=-1)
+    return of_log_prob * log_probs + of_entropy * entropy
+
+
+SequenceLoss = Callable[[Tensor], Tensor]
+"""The summed token losses (n,), FP64, of the sequences that a rank has handed in, in that order, in; the loss of each
+of its groups, (groups,), out. The step's loss is the mean over the groups of all ranks."""
+
+
+class Weighed(NamedTuple):
+    """What a function makes of the sums of one rank."""
+
+    total: float  # of its groups' losses
+    num_groups: int
+    gradients: Tensor  # (n,) of the total, by the sums
+
+
+def weigh(function: SequenceLoss, sums: Tensor, model: nn.Module | None = None) -> Weighed:
+    """Call a loss of whole sequences on the sums (n,) of one rank. ConfigError for what it must not return, and for
+    tensors beside the sums that want a gradient; those of the `model` are told by name."""
+    leaf = sums.detach().clone().requires_grad_()
+    with torch.enable_grad():
+        form = (
+            "sequence_loss must map the losses of a rank's sequences (n,) to the loss of each of its groups, (groups,)"
+        )
+        losses = function(leaf)
+        if not isinstance(losses, Tensor) or losses.dim() != 1 or not len(losses):
+            what = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+            raise ConfigError(
+                f"{form}, but returned {what}: leave their mean to the step, which takes that of all ranks"
+            )
+        if not losses.requires_grad:
+            raise ConfigError(f"{form}, but what it returned has no gradient: compute it from the losses by torch")
+        refuse_leaves(losses, leaf, lambda: names_of(model), "sequence_loss")
+        total = losses.sum()
+        (gradients,) = torch.autograd.grad(total, leaf)
+    return Weighed(total.item(), len(losses), gradients)
