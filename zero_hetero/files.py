@@ -59,6 +59,18 @@ def create_file(path: Path, mode: int = 0o666) -> FileIO:
     return FileIO(handle, "wb")
 
 
+def append_file(path: Path) -> FileIO:
+    """A plain file to write behind what it has, made where there is none, without a buffer; else as `open_file`."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    file = FileIO(os.open(path, flags, 0o600), "wb")
+    try:
+        _check(path, os.fstat(file.fileno()), None)
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
 def check_kind(path: Path, found: os.stat_result) -> None:
     """OSError unless it is a plain file."""
     if not stat.S_ISREG(found.st_mode):

@@ -33,12 +33,16 @@ from ds_hydra.elastic.view import View
 from ds_hydra.engine import epochs, joining
 from ds_hydra.engine.calls import Calls, EngineCall
 from ds_hydra.engine.default_group import make_default_group
+from ds_hydra.engine.guard import stacks_folder
 from ds_hydra.engine.standing import SurvivingState
+from ds_hydra.engine.stands import Stands
 from ds_hydra.engine.steps import OpenStep
 from ds_hydra.host.environment import joins
 from ds_hydra.ranks.freeing import Freeing
 from ds_hydra.ranks.together import first_channel
 from ds_hydra.watchdog.host import host
+from ds_hydra.watchdog.progress import Progress
+from ds_hydra.watchdog.words import as_line, timed_out
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from ds_hydra.zero_hetero.told import release, told_of
 
@@ -50,6 +54,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_STILL_S = 10.0  # within which members are known that stand still
 _KNOWN_S = 5.0  # within which a fault is known that has ended a rank's wait
 Result = TypeVar("Result")
 
@@ -86,8 +91,15 @@ class GoingOn:
         self._began_at = 0  # the steps that were made when the present call began
         self._calls = Calls()
         self._stopped = 0.0  # when training stopped last, by `time.perf_counter`
+        folder, limit_s = stacks_folder(engine.hydra_config), engine.hydra_config.timeout_seconds
+        self._progress = Progress(-1, self._where, limit_s, folder)
+        self._stands = Stands(self._progress, agent)
         agent.on_abort(self.freeing.begin, self.freeing.resume)
         atexit.register(agent.close)  # a script that ends by itself leaves in good order
+
+    def _where(self) -> tuple[int, str]:
+        crew = self._engine.crew
+        return self._engine.global_steps + 1, "assembly" if crew is None else crew.activity.told
 
     def begin(self, guard: Guard) -> None:
         """The first assembly."""
@@ -123,6 +135,7 @@ class GoingOn:
         """Leave the members in good order."""
         atexit.unregister(self.agent.close)
         self.agent.close()
+        self._stands.close()
 
     def train(self) -> StepOutcome:
         """The next step, and its save if it is due."""
@@ -189,7 +202,13 @@ class GoingOn:
         # Those of gloo, of torch's stores and of sockets; any other is known to be this rank's own at once, where no
         # device goes on with numbers that never came, and may fail in any way [Note: aborting].
         waited = isinstance(error, (RuntimeError, OSError)) or self._engine.device.type != "cpu"
-        return self.agent.fault(within=_KNOWN_S if waited else 0.0)
+        if not timed_out(error):
+            return self.agent.fault(within=_KNOWN_S if waited else 0.0)
+        with self._progress.settled():  # those for which it has waited may stand still, and are lost then
+            found = self.agent.fault(within=_STILL_S)
+            if not found:
+                self._progress.write(as_line(error))
+            return found
 
     def _parked(self) -> View:
         """Let go of all that belongs to the present ranks; the view with which to go on."""

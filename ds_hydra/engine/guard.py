@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
@@ -12,7 +13,7 @@ from ds_hydra.config.hydra_block import HydraConfig
 from ds_hydra.host.devices import out_of_modes
 from ds_hydra.ranks.together import Texts
 from ds_hydra.watchdog import Activity, Watchdog
-from ds_hydra.watchdog.cause import as_line
+from ds_hydra.watchdog.words import as_line
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError, NumericsError, PlanError
 from ds_hydra.zero_hetero.told import told_of
 
@@ -41,6 +42,8 @@ class Guard:
             still_s=config.timeout_seconds if backend != "gloo" else None,  # gloo itself ends a wait
             address=config.faults.address,
             remedy=_remedy(config),
+            limit_s=config.timeout_seconds,
+            folder=stacks_folder(config),
         )
 
     @classmethod
@@ -82,6 +85,11 @@ class Guard:
             if told_of(refusal) is not None:
                 self.watchdog.close()
             raise
+
+
+def stacks_folder(config: HydraConfig) -> Path:
+    """Where stacks are written: beside the steps file, or where the script was started."""
+    return Path(config.steps_file or "").parent
 
 
 def _remedy(config: HydraConfig) -> str:

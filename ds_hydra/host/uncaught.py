@@ -76,7 +76,7 @@ def _ending(error: BaseException) -> _Ending | None:
 
 
 def _lost_connection(error: BaseException) -> bool:
-    from ds_hydra.watchdog.cause import lost_connection
+    from ds_hydra.watchdog.words import lost_connection
 
     return lost_connection(error)
 

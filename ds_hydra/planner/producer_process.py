@@ -10,7 +10,6 @@ Messages are JSON lines, not pickles. A line that is cut off or damaged is an er
 code of a message is ever run, and a person can read what was said:
 
   in    {"generation": 0, "step": 7, "ids": [4, 9], "lengths": [512, 96]}
-  out   {"alive": 12}
   out   {"generation": 0, "step": 7, "plan": "...", "planning_ms": 3.1}
 """
 
@@ -26,12 +25,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ds_hydra.ranks.moving import work_of
+
 BEAT_S = 1.0
 MODULE = "ds_hydra.planner.producer"
 
 
 def producer_command(module: str = MODULE, beat_s: float = BEAT_S) -> tuple[str, ...]:
-    """How a producer is started that runs a module and tells that it is alive every `beat_s` seconds."""
+    """How a producer is started that runs a module, and looks every `beat_s` seconds whether its parent lives."""
     start = Path(__file__).with_name("producer_start.py")
     return sys.executable, str(start), module, str(os.getpid()), str(beat_s)
 
@@ -39,8 +40,7 @@ def producer_command(module: str = MODULE, beat_s: float = BEAT_S) -> tuple[str,
 class ProducerProcess:
     """One child process [Note: a process spoken to in lines].
 
-    Wait on `changed` for a new entry of `answers` or `ready`, or until `broken` says why none will come. `heard` counts
-    its lines.
+    Wait on `changed` for a new entry of `answers` or `ready`, or until `broken` says why none will come.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
@@ -56,7 +56,6 @@ class ProducerProcess:
         )
         self.answers: dict[tuple[int, int], str] = {}  # by (generation of the recipe, step)
         self.ready: dict[int, Mapping[str, Any]] = {}  # by generation: its digest and kernels
-        self.heard = 0
         self.broken: str | None = None  # why nothing more will come
         self.changed = threading.Condition()
         self._outbox: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -64,6 +63,11 @@ class ProducerProcess:
         # has stopped reading would stop training too; so each direction has a thread that may wait.
         for target in (self._write, self._read):
             threading.Thread(target=target, daemon=True, name=f"planner{target.__name__}").start()
+
+    @property
+    def work(self) -> tuple[int, bool]:
+        """What its planning thread has done so far, and whether it does something now (`ranks.moving`)."""
+        return work_of(self.process.pid, self.process.pid)
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send a message; this never waits."""
@@ -94,9 +98,8 @@ class ProducerProcess:
         with self.changed:
             if "ready" in message:
                 self.ready[int(message["generation"])] = {key: str(message[key]) for key in ("ready", "kernels")}
-            elif "alive" not in message:
+            else:
                 self.answers[int(message["generation"]), int(message["step"])] = line
-            self.heard += 1
             self.changed.notify_all()
 
     def _break(self, reason: str) -> None:

@@ -4,9 +4,9 @@
 The producer is a child process (`ProducerProcess`). Whatever happens to it, the plans stay those of the recipe [Note:
 the same plans]; it is only asked when they come. With 2 steps planned ahead and frozen_s 9:
 
-  it is slow       get(12) waits, as long as the process lives and says each second that it does
+  it is slow       get(12) waits, as long as the process uses processor time or waits for a core or a disk
   it dies          get(12) starts another, which is asked for steps 12, 13 and 14, and waits for that
-  it is frozen     the same, after 9 s without a word from it, or after a long time where it has not been ready yet
+  it is frozen     the same, after 9 s in which its planning thread has stood still (20 s while it starts)
   it talks rot     the same
   again and again  the sixth time in a row the plan is made in this process by the same recipe, and so are all others;
                    at once where no process can be started
@@ -17,6 +17,8 @@ One service per job decides the plans, and the ranks share what it says: only on
 from __future__ import annotations
 
 import logging
+import os
+import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
@@ -38,11 +40,12 @@ from ds_hydra.planner.recipe import (
     read_answer,
 )
 from ds_hydra.planner.selection import Planner
+from ds_hydra.ranks.moving import work_of
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 
 logger = logging.getLogger(__name__)
 _RESTARTS_IN_A_ROW = 5
-_START_S = 300.0  # of silence, until the producer is ready: a busy machine may need minutes to start a process
+_START_S = 20.0  # for which a producer that is not ready yet stands still at least before it counts as frozen
 _TOLD_AFTER_S, _TOLD_EVERY_S = 5.0, 60.0
 _SAID = {"died": "died", "frozen": "is frozen", "garbage": "talks nonsense", "invalid": "gave no valid answer"}
 
@@ -219,18 +222,19 @@ class PlannerService:
             self._send(producer, request)
         generation = self._generations.of(request.step)
         key = generation, request.step
-        hidden, heard, quiet_s = key in producer.answers, producer.heard, 0.0
+        hidden, work, still_s = key in producer.answers, producer.work, 0.0
         while True:
             with producer.changed:
                 producer.changed.wait_for(lambda: key in producer.answers or producer.broken, self._turn_s)
                 line, ready = producer.answers.pop(key, None), producer.ready.get(generation)
-                # Turns that were waited, not the clock: this process may have been stopped itself.
-                quiet_s, heard = (0.0, producer.heard) if heard != producer.heard else (quiet_s + self._turn_s, heard)
+            # Turns that were waited, not the clock: this process may have been stopped itself.
+            now = producer.work
+            still_s, work = (0.0, now) if now != work or now[1] else (still_s + self._turn_s, work)
             if line is not None:
                 break
             if producer.broken is not None:
                 return producer.broken
-            if quiet_s >= (self._frozen_s if ready else max(self._frozen_s, _START_S)):
+            if still_s >= (self._frozen_s if ready else max(self._frozen_s, _START_S)):
                 return "frozen"
             patience.turn("the producer plans" if ready else "the producer starts, and compiles or loads its kernels")
         try:
@@ -255,9 +259,14 @@ class PlannerService:
             validate_plan(plan, planner.cost_table, planner.num_ranks)
             return PlannedStep(plan, planning_ms, False, 1e3 * patience.waited_s, "here", recipe.digest, highs)
 
-        with ThreadPoolExecutor(1, "planner-here") as thread:
-            future = thread.submit(made)
+        with ThreadPoolExecutor(1, "planner-here") as pool:
+            number_of, future = pool.submit(threading.get_native_id), pool.submit(made)
+            work, still_s = (0, True), 0.0
             while not wait([future], self._turn_s).done:
+                now = work_of(os.getpid(), number_of.result())
+                still_s, work = (0.0, now) if now != work or now[1] else (still_s + self._turn_s, work)
+                if still_s >= self._frozen_s:
+                    break  # those that wait for it are to find that nothing moves
                 patience.turn("this process compiles or loads the kernels, or plans")
             return future.result()
 

@@ -6,7 +6,7 @@ import pytest
 
 from ds_hydra.ranks.channel import peers_of
 from ds_hydra.ranks.telling import told_by
-from ds_hydra.watchdog.tree import places
+from ds_hydra.watchdog.meeting import places
 from ds_hydra.watchdog.watchdog import beat_seconds
 
 

@@ -20,6 +20,7 @@ import pytest
 from ds_hydra.costs.cost_table import CostTable, TableFile
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.planner import PlannedStep, Planner, PlannerOptions, PlannerService, PlanRecipe, validate_plan
+from ds_hydra.planner import service as planner_service
 from ds_hydra.planner.producer import answer
 from ds_hydra.planner.producer_process import producer_command
 from ds_hydra.planner.selection import Made
@@ -197,14 +198,38 @@ def test_a_producer_that_is_late_is_waited_for(caplog: pytest.LogCaptureFixture)
     assert sum("waiting for the plan of step 21" in message for message in caplog.messages) == 1
 
 
-def test_what_is_slow_to_start_is_not_frozen() -> None:
-    """Its start is not counted, however short the time after which a producer that was ready is frozen."""
-    slow = ("-c", "import sys, time; time.sleep(3); import runpy; sys.argv = sys.argv[1:]; "
+def test_what_is_slow_to_start_is_not_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It computes, for longer than one may stand still."""
+    monkeypatch.setattr(planner_service, "_START_S", 1.0)
+    slow = ("-c", "import sys, time\nwhile time.process_time() < 3: pass\nimport runpy; sys.argv = sys.argv[1:]; "
             "runpy.run_path(sys.argv[0], run_name='__main__')")  # fmt: skip
     python, *start = producer_command(beat_s=0.1)
-    with service(frozen_s=0.5, command=(python, *slow, *start)) as planner:
+    with service(frozen_s=1.0, command=(python, *slow, *start)) as planner:
         assert steps(planner, 0, 1)[0].made_by == "producer"
         assert not planner.restarts
+
+
+@pytest.mark.parametrize("when", ["it starts", "it plans"])
+def test_one_that_lives_and_does_nothing_is_replaced(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its planning thread takes a lock twice, while another thread of it goes on."""
+    monkeypatch.setattr(planner_service, "_START_S", 2.0)
+    (tmp_path / "stuck.py").write_text(
+        "import json, threading, time\n"
+        "from ds_hydra.planner import producer\n"
+        "def main(requests, tell):\n"
+        "    lock = threading.Lock()\n"
+        "    lock.acquire()\n"
+        "    threading.Thread(target=lambda: [time.sleep(0.01) for _ in iter(int, 1)], daemon=True).start()\n"
+        f"    producer.answer = lambda *_: lock.acquire()\n"
+        f"    {'lock.acquire()' if when == 'it starts' else 'producer.main(requests, tell)'}\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    with service(frozen_s=2.0, command=producer_command("stuck")) as planner:
+        monkeypatch.setattr(planner, "_command", producer_command())
+        assert steps(planner, 0, 1)[0].made_by == "restarted"
+        assert planner.restarts == {"frozen": 1}
 
 
 def test_nothing_is_imported_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,12 +350,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_producer_dies_with_its_parent_while_it_imports(tmp_path: Path) -> None:
-    """And it tells that it is alive meanwhile, on a machine that needs long for that."""
     (tmp_path / "slow_module.py").write_text("import time; time.sleep(600)")
     script = (
         "import time; from ds_hydra.planner.producer_process import ProducerProcess, producer_command\n"
-        "p = ProducerProcess(producer_command('slow_module', 0.1))\n"
-        "while p.heard < 3: time.sleep(0.05)\n"
+        "p = ProducerProcess(producer_command('slow_module', 0.1)); time.sleep(1)\n"
         "print(p.process.pid, flush=True); time.sleep(600)"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(tmp_path)))}

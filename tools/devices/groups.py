@@ -14,7 +14,7 @@ from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.ranks.channel import peers_of
 from ds_hydra.ranks.groups import apart, needed_groups
 from ds_hydra.step.strategy_runtime import connections_of
-from ds_hydra.watchdog.tree import places
+from ds_hydra.watchdog.meeting import places
 from tools import aims
 from tools.devices.count import NODE_SIZE, plan_of
 from tools.devices.table import Table
