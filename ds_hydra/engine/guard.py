@@ -87,9 +87,9 @@ class Guard:
             raise
 
 
-def stacks_folder(config: HydraConfig) -> Path:
-    """Where stacks are written: beside the steps file, or where the script was started."""
-    return Path(config.steps_file or "").parent
+def stacks_folder(config: HydraConfig) -> Path | None:
+    """Where stacks are written, beside the steps file; None where there is none."""
+    return None if config.steps_file is None else Path(config.steps_file).parent
 
 
 def _remedy(config: HydraConfig) -> str:

@@ -58,7 +58,8 @@ class Stands:
                     self._read.clear()
 
     def _compare(self, stand: Stand, now: float) -> None:
-        store = dist.distributed_c10d._get_default_store().clone()  # another thread may hang in that one
+        kept: Any = dist.distributed_c10d._get_default_store()
+        store = kept.clone()  # another thread may hang in that one
         rank, key = dist.get_rank(), f"ds_hydra/stands/{self._agent.view.epoch}"
         stand = stand._replace(rank=rank)
         store.set(f"{key}/{rank}", self._signed(f"{key}/{rank}", stand))

@@ -133,7 +133,7 @@ class Progress:
     @property
     def told(self) -> str:
         """Where all ranks write their stacks, in words."""
-        return f"stacks of all ranks: {self.file}" if self.file else "stacks are written where hydra.steps_file is"
+        return f"stacks of all ranks: {self.file}" if self.file else "stacks are written beside hydra.steps_file alone"
 
     def look(self, now: float) -> Stand:
         """What it does; the one before if it was looked at less than a second ago."""
@@ -145,7 +145,7 @@ class Progress:
             if (size := os.fstat(_asked()).st_size) != self._asked_size:
                 self._asked_size = size
                 self.write("SIGQUIT")
-                say(f"rank {self.rank}: stacks of all threads are in {self.file}")
+                say(f"rank {self.rank}: stacks of all threads {f'are in {self.file}' if self.file else stacks()}")
         return self._stand
 
     @contextmanager
@@ -210,9 +210,7 @@ class Progress:
         stand = self.look(now)
         if not threading.main_thread().is_alive() and stand.stands_s >= stand.limit_s:
             self.write("at its exit")
-            say(
-                f"{stand}, after its script has ended ({stand.limit_s:g} s, hydra.timeout_seconds); stacks: {self.file}"
-            )
+            say(f"{stand}, after its script has ended ({stand.limit_s:g} s, hydra.timeout_seconds); {self.told}")
             end_process(EXIT_CODE)
 
     def watch_the_end(self) -> None:

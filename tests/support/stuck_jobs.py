@@ -141,7 +141,8 @@ def _plain(case: Case, at: Place, folder: Path, limit_s: float) -> None:
     before(engine.lr_scheduler, "step", "scheduler", at)
     if at.case.place == "atexit":
         atexit.register(at, "atexit")
-    loader = iter(DataLoader(Items([[3, 4, 5, 6, 7, 8]] * 99, "", at), 3, collate_fn=_collate(at)))
+    handed: Any = [[3, 4, 5, 6, 7, 8]] * 99
+    loader = iter(DataLoader(handed, 3, collate_fn=_collate(at)))
     while engine.global_steps < STEPS:
         at("script")
         engine.train_batch(loader if case.place == "collate" else None)
@@ -169,6 +170,9 @@ def _trainer(case: Case, at: Place, folder: Path, limit_s: float) -> None:
     rank_environment(at.rank)
 
     class Callback(TrainerCallback):
+        def on_train_begin(self, *_: Any, lr_scheduler: Any = None, **__: Any) -> None:
+            before(lr_scheduler, "step", "scheduler", at)
+
         def on_step_end(self, *_: Any, **__: Any) -> None:
             at("callback")
             at("script")
@@ -177,11 +181,17 @@ def _trainer(case: Case, at: Place, folder: Path, limit_s: float) -> None:
         at("collate")
         return trainers.collate(items)
 
-    hydra = {"faults": {"frozen_seconds": 9.0}, "timeout_seconds": limit_s, "steps_file": str(folder / "steps.jsonl")}
+    hydra: dict[str, Any] = {"faults": {"frozen_seconds": 9.0}, "timeout_seconds": limit_s}
+    hydra["steps_file"] = str(folder / "steps.jsonl")
+    if case.place == "saving thread":
+        hydra["checkpoint"] = {"dir": str(folder / "saved"), "every": 1, "asynchronous": True}
+    data: Any = Items(sequences()[:28], "data", at)
+    if case.place == "stream":
+        data = Stateful(Items(sequences()[:28], "stream", at))
     settings = trainers.settings(folder, 2, trainers.config(**hydra), max_steps=STEPS)
     trainer = HydraTrainer(
         trainers.small_model(), settings, data_collator=collate, callbacks=[Callback()],
-        train_dataset=Items(sequences()[:28], "data", at), eval_dataset=Items(sequences()[:8], "evaluation", at),
+        train_dataset=data, eval_dataset=Items(sequences()[:8], "evaluation", at),
     )  # fmt: skip
     at.steps = lambda: trainer.state.global_step
     if case.place == "atexit":
