@@ -17,7 +17,7 @@ Every part needs some of those before it, and what can be refused is refused bef
                 then connects what steps use
   tracing       keeps the stepper's laps in the steps that the config names
   plans         by a producer on rank 0, which was started before all else and compiles its kernels meanwhile
-  coming        plans and stepper; makes the next step ready while one runs
+  next step     plans and stepper; makes the next step ready while one runs
   learned       corrects the costs of plans, and adds composed strategies to the candidates
   checkpoints   saves and loads masters, loss scale and what was learnt
 
@@ -44,9 +44,9 @@ from typing import TYPE_CHECKING
 from ds_hydra.checkpoint.checkpointer import Checkpointer
 from ds_hydra.checkpoint.write import Writer
 from ds_hydra.engine.away import GRAD, MODEL, Away
-from ds_hydra.engine.coming import Coming
 from ds_hydra.engine.guard import Guard
 from ds_hydra.engine.job import Job, give_masters
+from ds_hydra.engine.next_step import NextStep
 from ds_hydra.engine.plans import Learned, PlanSource, start_producer
 from ds_hydra.engine.prepare import PreparedJob, exposed_of, planner_options, prepare, simulated_job
 from ds_hydra.engine.real_sequences import RealSequences
@@ -76,7 +76,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_COMING_S = 2.0  # in which a step that is made ready ends, where its plan comes
+_NEXT_STEP_S = 2.0  # in which a step that is made ready ends, where its plan comes
 
 
 class Crew:
@@ -166,7 +166,7 @@ class Crew:
         self.away = Away(self._masters, self._stepper, self.update.optimizer)
         with together(world.channel, "starting the planner"):
             self._start_planner(producer)
-        self.coming = Coming(self.plans, self._stepper, world, self.activity)
+        self.next_step = NextStep(self.plans, self._stepper, world, self.activity)
         self.learned = Learned(self.watch, self.plans)
         self._checkpoints = Checkpointer(
             host, self._masters, job.source.aliases, world.background, self.loss_scale, self.learned
@@ -270,7 +270,7 @@ class Crew:
             raise ConfigError(
                 "engine.to(): hydra.elastic keeps what other ranks may ask for at any time: leave one of the two out"
             )
-        self.coming.forget()
+        self.next_step.forget()
         self.away.put(kinds)
 
     @contextmanager
@@ -283,7 +283,7 @@ class Crew:
         """Wait for a save that is under way; end threads and the planning process. The world stays open."""
         # The save is waited for while heartbeats still go: a rank that dies during the wait must end it on the others.
         self.writer.close()
-        self.coming.forget()
+        self.next_step.forget()
         atexit.unregister(self._at_exit)
         self.watchdog.close()
         self.plans.close()
@@ -297,8 +297,8 @@ class Crew:
         parts = vars(self)
         if "_checkpoints" in parts:
             self.writer.drop()
-        if "coming" in parts:
-            self.coming.drop()
+        if "next_step" in parts:
+            self.next_step.drop()
         if "_at_exit" in parts:
             atexit.unregister(self._at_exit)
         self.watchdog.close()
@@ -317,7 +317,7 @@ def _close_at_exit(of: weakref.ref[Crew]) -> None:
         # It has told the error by which it ends, and the others stay until the save is whole [Note: who ends when].
         # A thread that Python ends within gloo aborts the process, so none may be left there.
         waits = crew.writer.ended(within=FINISH_S)
-        if not (waits and crew.coming.ended(within=_COMING_S)):
+        if not (waits and crew.next_step.ended(within=_NEXT_STEP_S)):
             end_process(crew.watchdog.code)
         return
     try:

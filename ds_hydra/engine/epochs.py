@@ -155,7 +155,7 @@ def drop(engine: HydraEngine, crew: Crew | None, calls: Calls, *, faulty: bool) 
     """Let go of a crew and its world, and of torch's default group; without a fault all ranks do so."""
     writer = None if crew is None else crew.checkpoints.writer
     if crew is not None and not faulty:
-        crew.coming.forget()
+        crew.next_step.forget()
         crew.checkpoints.writer.wait()
     engine.drop()
     if writer is not None and writer.step >= 0:

@@ -79,7 +79,7 @@ class EngineCheckpoints:
     def load(self, folder: str | Path, tag: object, parts: PartsToLoad) -> tuple[str | None, dict[str, Any]]:
         """Load a checkpoint; return (path, client_state), or (None, {}) if nothing was ever saved."""
         with self._crew.together("loading"):
-            self._crew.coming.forget()
+            self._crew.next_step.forget()
             checkpoints, group = self._crew.checkpoints, self._crew.world.group
             other = None if parts.progress else checkpoints.load_of_another_engine(Path(folder), tag, group)
             loaded = other or checkpoints.load(Path(folder), tag, parts)

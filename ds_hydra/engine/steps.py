@@ -60,7 +60,7 @@ from ds_hydra.planner import PlannedStep
 from ds_hydra.planner.recipe import joined_steps
 from ds_hydra.ranks.rank_stats import RankStats
 from ds_hydra.ranks.together import agree
-from ds_hydra.step.batching import Built
+from ds_hydra.step.batching import BuiltStep
 from ds_hydra.step.delivery import Delivered
 from ds_hydra.step.outcome import PhaseOutcome, StepOutcome, mean_of
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -95,8 +95,8 @@ class Intake:
             return next(self._iterator)
 
 
-class ReadyStep(NamedTuple):
-    """A step that is ready to run."""
+class HandedStep(NamedTuple):
+    """A step whose sequences a script has handed in: planned, and delivered to the ranks that run them."""
 
     planned: PlannedStep
     sequences: Sequences
@@ -122,7 +122,7 @@ class HandedSteps:
         self._crew, self._intake, self.shares = crew, Intake(), shares
         self._by_batch, self._told_other = crew.job.config.loss_norm == "batch", False
 
-    def next(self, step: int, handed: Any, sequence_loss: SequenceLoss | None = None) -> ReadyStep:
+    def next(self, step: int, handed: Any, sequence_loss: SequenceLoss | None = None) -> HandedStep:
         """Plan and deliver `step`, counted from 0, from what this rank's script passed to `train_batch`.
 
         With a `sequence_loss` the sequences run forward first [Note: losses of whole sequences]. Raises StopIteration
@@ -135,7 +135,7 @@ class HandedSteps:
         planned = self._crew.plans.given(step, gathered.lengths)
         return self._weighed_by(sequence_loss, step, planned, mine, gathered)
 
-    def collected(self, step: int, batches: Iterable[tuple[Any, float]], whole: int) -> ReadyStep:
+    def collected(self, step: int, batches: Iterable[tuple[Any, float]], whole: int) -> HandedStep:
         """Plan and deliver `step` from this rank's batches and the factors of their losses; `whole` batches of all
         ranks make an update."""
         mine = self.shares.read(batches)
@@ -156,7 +156,7 @@ class HandedSteps:
         except Exception as raised:  # of the script's own iterator: the other ranks wait for this one
             return Mine(error=raised)
 
-    def _planned(self, step: int, mine: Mine, whole: int = 0) -> ReadyStep:
+    def _planned(self, step: int, mine: Mine, whole: int = 0) -> HandedStep:
         """`whole`: of the three calls, whose batches are told their losses; else as many as there are."""
         empty = [number for number, (share, _) in enumerate(mine.batches) if share.num_items and not share.num_targets]
         if self._by_batch and empty:
@@ -170,7 +170,7 @@ class HandedSteps:
         begins = accumulate(sizes, initial=gathered.begins[self._crew.world.rank])
         own = tuple(starmap(slice, pairwise(begins))) if whole else None
         weighed = self._weighed(mine, gathered, whole or gathered.num_batches)
-        return ReadyStep(planned, self.shares.deliver(planned.plan, weighed, gathered), batches=own)
+        return HandedStep(planned, self.shares.deliver(planned.plan, weighed, gathered), batches=own)
 
     def _all_of(self, mine: Mine) -> Mine:
         """An error in place of a share that a loss of whole sequences cannot be computed on."""
@@ -193,7 +193,7 @@ class HandedSteps:
 
     def _weighed_by(
         self, function: SequenceLoss, step: int, planned: PlannedStep, mine: Mine, gathered: Gathered
-    ) -> ReadyStep:
+    ) -> HandedStep:
         """Run a step's sequences forward, and let their tokens count what the function makes of the sums."""
         crew, plan, channel = self._crew, planned.plan, self._crew.world.channel
         delivered = self.shares.deliver(plan, mine.sequences, gathered)
@@ -215,7 +215,7 @@ class HandedSteps:
         # The step divides by all targets; this loss by all groups.
         scale = gathered.num_targets / num_groups
         weights = {number: count * scale for number, count in zip(plan.sequence_ids, counts, strict=True)}
-        return ReadyStep(planned, delivered.weighed(weights), total / num_groups)
+        return HandedStep(planned, delivered.weighed(weights), total / num_groups)
 
     def _weighed(self, mine: Mine, gathered: Gathered, whole: int) -> list[TokenSequence]:
         """This rank's sequences, with what their losses count; `whole` batches make an update [Note: three calls]."""
@@ -389,7 +389,7 @@ def _counted(asked: LossRequest, gathered: Gathered) -> float:
     return float(max(1, gathered.num_learnt if asked.normaliser == "sequences" else gathered.num_targets))
 
 
-Handed = Callable[[], ReadyStep]
+Handed = Callable[[], HandedStep]
 
 
 class OpenStep(NamedTuple):
@@ -470,8 +470,8 @@ class TrainingSteps:
             )
             with crew.tracing.step(step), no_memory:
                 keep = ready is not None and ready.batches is not None
-                outcome = stepper.run(built, weight, step, crew.coming.row, keep_losses=keep)
-            crew.coming.heard(outcome.coming)
+                outcome = stepper.run(built, weight, step, crew.next_step.row, keep_losses=keep)
+            crew.next_step.heard(outcome.coming)
             if host.data is not None and outcome.coming is not None:
                 host.data.unchanged.keep()
             if ready is not None:
@@ -511,20 +511,18 @@ class TrainingSteps:
         if not handed and host.sampler is None:
             raise ConfigError("train_batch() needs sequences: pass them, or training_data to initialize()")
 
-    def _ready(self, handed: ReadyStep | None) -> tuple[PlannedStep, tuple[Built, int]]:
+    def _ready(self, handed: HandedStep | None) -> tuple[PlannedStep, tuple[BuiltStep, int]]:
         """The next step with its micro-batches and its loss weight."""
         host, crew = self.host, self.crew
-        made = crew.coming.take(host.global_steps) if handed is None else None
-        if made is not None and made.built is not None:
+        planned, built = crew.next_step.take(host.global_steps) if handed is None else (None, None)
+        if planned is not None and built is not None:
             if host.data is not None:
                 host.data.check_unchanged(host.global_steps)
-            return made.planned, made.built
-        planned, data = handed[:2] if handed else self._drawn(made.planned if made else None)
+            return planned, built
+        planned, data = handed[:2] if handed else self._drawn(planned)
         crew.real_sequences.before_step(planned.plan, data, crew.stepper.runtimes.strategy_of)
-        built = crew.stepper.build_together(
-            planned.plan, data, crew.plans.table_of(host.global_steps), host.global_steps + 1
-        )
-        return planned, built
+        costs = crew.plans.table_of(host.global_steps)
+        return planned, crew.stepper.build_together(planned.plan, data, costs, host.global_steps + 1)
 
     def _begin_next(self) -> None:
         """Make the step after the present one ready, if it can be and there is one."""
@@ -532,7 +530,7 @@ class TrainingSteps:
         step = host.global_steps + 1
         if self.crew.plans.makes_ready and host.data is not None and (total is None or step < total):
             host.data.unchanged.begin()
-            self.crew.coming.begin(step, host.data)
+            self.crew.next_step.begin(step, host.data)
 
     def _drawn(self, planned: PlannedStep | None) -> tuple[PlannedStep, Sequences]:
         """The next step of the training data, `planned` if it is already."""

@@ -23,7 +23,7 @@ _INLINE_GATHERED = 4096 - NAME_BYTES - LENGTH_BYTES
 _RING = 32  # ranks up to which a ring is as fast as fewer steps with messages of their own
 _TAG = 1 << 24  # of those messages, which may share a group with pulls and pushes
 _PARCEL_TAG, _TOLD_TAG = _TAG + 1, _TAG + 2
-AHEAD_TAG = _TAG + 3  # of what is told ahead of its step, by a thread (`engine.coming`)
+AHEAD_TAG = _TAG + 3  # of what is told ahead of its step, by a thread (`engine.next_step`)
 
 
 class Channel(Telling):

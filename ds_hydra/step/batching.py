@@ -362,7 +362,7 @@ def _digest(costs: CostTable) -> bytes:
 
 
 @dataclass(frozen=True)
-class Built:
+class BuiltStep:
     """A planned step on this rank: its micro-batches, phase by phase, and the costs that its schedules follow."""
 
     plan: StepPlan
@@ -375,7 +375,9 @@ class Built:
         return sum(batches.weight for batches in self.batches)
 
 
-def build_together(plan: StepPlan, costs: CostTable, build: Callable[[], Built], channel: Channel) -> tuple[Built, int]:
+def build_together(
+    plan: StepPlan, costs: CostTable, build: Callable[[], BuiltStep], channel: Channel
+) -> tuple[BuiltStep, int]:
     """What `build` makes of a plan, and the step's loss weight, by one message between all ranks.
 
     Raises PlanError on all ranks when their plans differ, and what `agree` raises when one of them cannot build its

@@ -24,7 +24,7 @@ from ds_hydra.pipe.loss import IGNORED, TokenFunction
 from ds_hydra.plan.simulate import schedule_batches
 from ds_hydra.plan.step_plan import joined
 from ds_hydra.ranks.rank_stats import RankStats, gather_stats
-from ds_hydra.step.batching import Built, RankBatches, build_batches, build_together
+from ds_hydra.step.batching import BuiltStep, RankBatches, build_batches, build_together
 from ds_hydra.step.outcome import Floats, PhaseOutcome, PhaseRun, StepOutcome, largest_of_ranks, routed_of
 from ds_hydra.step.strategy_runtime import Arena, PeakMemory, Runtimes, StrategyRuntime
 from ds_hydra.zero_hetero.clock import Laps
@@ -120,13 +120,13 @@ class Stepper:
 
     def build(
         self, plan: StepPlan, data: Sequences, costs: CostTable, step: int = 0, objective: Objective | None = None
-    ) -> Built:
+    ) -> BuiltStep:
         """This rank's micro-batches of a step, whose schedules are made from `costs` where they weigh times.
 
         With an `objective`, each target counts once, whatever the job's loss norm.
         """
         key = step_key(self._seed, step)
-        return Built(
+        return BuiltStep(
             plan,
             costs,
             tuple(
@@ -153,7 +153,7 @@ class Stepper:
         costs: CostTable,
         step: int = 0,
         objective: Objective | None = None,
-    ) -> tuple[Built, int]:
+    ) -> tuple[BuiltStep, int]:
         """`build`, and the step's loss weight, on which all ranks agree.
 
         Raises PlanError on all ranks when their plans differ or one cannot load its sequences.
@@ -162,7 +162,7 @@ class Stepper:
 
     def run(
         self,
-        built: Built,
+        built: BuiltStep,
         weight: int,
         step: int,
         coming: Callable[[], Tensor | None] = lambda: None,
@@ -180,7 +180,7 @@ class Stepper:
 
     def forward_backward(
         self,
-        built: Built,
+        built: BuiltStep,
         weight: int,
         step: int,
         *,
@@ -303,7 +303,7 @@ class Stepper:
         losses, padding = (loss / scale, ran.router_loss / scale), batches.num_padding
         return PhaseRun(runtime, *losses, ran.losses, laps, padding, ran.imbalances)
 
-    def phases(self, built: Built) -> list[tuple[StrategyRuntime, RankBatches, Batches]]:
+    def phases(self, built: BuiltStep) -> list[tuple[StrategyRuntime, RankBatches, Batches]]:
         """What runs each phase, its micro-batches, and what the schedule of this rank's pipeline has to know.
 
         Call it before they run: gradients that wait for an update leave the memory that runs use.

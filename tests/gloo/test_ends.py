@@ -42,7 +42,7 @@ ASSEMBLY = {
     "connections": (World, "connect"),
     "tracing": (crew, "Tracing"),
     "planner": (crew, "PlanSource"),
-    "coming": (crew, "Coming"),
+    "next step": (crew, "NextStep"),
     "checkpoints": (crew, "Checkpointer"),
 }
 

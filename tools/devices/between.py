@@ -26,7 +26,7 @@ import torch
 import ds_hydra
 import ds_hydra.engine.engine  # (the same)
 from ds_hydra.config.checks import read_config
-from ds_hydra.engine.coming import Coming
+from ds_hydra.engine.next_step import NextStep
 from ds_hydra.pipe.runtime import StageRuntime
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.ranks.telling import Telling
@@ -158,7 +158,7 @@ def _train(rank: int, steps: int, changed: dict[str, object]) -> list[Gap]:
             ready, next_ready = (number // turns % 2 == 1 for number in (step, step + 1))
             moments.gap, began = None, time.perf_counter()
             moments.messages.clear()
-            with mock.patch.object(Coming, "begin", Coming.begin if next_ready else _leave):
+            with mock.patch.object(NextStep, "begin", NextStep.begin if next_ready else _leave):
                 engine.train_batch()
             # A step that is made ready was told its plan in the step before; this one tells the next one's, if any.
             told = int(ready) - int(next_ready)
@@ -169,7 +169,7 @@ def _train(rank: int, steps: int, changed: dict[str, object]) -> list[Gap]:
 
 
 def _leave(*_: Any) -> None:
-    """In the place of `Coming.begin`."""
+    """In the place of `NextStep.begin`."""
 
 
 def _sequences(vocab_size: int) -> Sequence[torch.Tensor]:

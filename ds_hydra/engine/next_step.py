@@ -1,4 +1,4 @@
-"""The step after the present one in; its plan and its micro-batches out when it begins, made by a thread meanwhile.
+"""Makes the next step ready, its plan and its micro-batches, in a thread while the present step runs.
 
 [Note: between two steps]
 Of map-style data all ranks know the coming sequences, so a step can be made ready while the one before it still runs:
@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,17 +31,10 @@ from ds_hydra.data.tokens import Sequences
 from ds_hydra.engine.plans import PlanSource
 from ds_hydra.planner import PlannedStep
 from ds_hydra.ranks.world import World
-from ds_hydra.step.batching import FAILED, LATER, Built, row_of, row_without_plan, settled
+from ds_hydra.step.batching import FAILED, LATER, BuiltStep, row_of, row_without_plan, settled
 from ds_hydra.step.stepper import Stepper
 from ds_hydra.watchdog import Activity
 from ds_hydra.zero_hetero.told import release, told_of
-
-
-class Ready(NamedTuple):
-    """A step that can begin: all ranks hold the same plan."""
-
-    planned: PlannedStep
-    built: tuple[Built, int] | None  # the batches, and the step's loss weight; None: to be made in the step
 
 
 @dataclass
@@ -54,7 +46,7 @@ class _Making:
     costs: CostTable
     thread: threading.Thread | None = None
     planned: PlannedStep | None = None
-    built: Built | None = None
+    built: BuiltStep | None = None
     row: Tensor = field(default_factory=row_without_plan)
     error: BaseException | None = None
     rows: Tensor | None = None  # of all ranks
@@ -65,7 +57,7 @@ class _Making:
         self.thread.join()
 
 
-class Coming:
+class NextStep:
     """Makes one step ready in a thread [Note: between two steps]. Every rank must make the same calls."""
 
     def __init__(self, plans: PlanSource, stepper: Stepper, world: World, activity: Activity):
@@ -76,7 +68,7 @@ class Coming:
         """Make `step` ready, counted from 0, of sequences that are all known. The step before must be ready."""
         self.forget()
         self._making = making = _Making(step, data, self._plans.table_of(step))
-        making.thread = threading.Thread(target=self._make, args=(making,), daemon=True, name="coming-step")
+        making.thread = threading.Thread(target=self._make, args=(making,), daemon=True, name="next-step")
         making.thread.start()
 
     def row(self) -> Tensor | None:
@@ -100,21 +92,20 @@ class Coming:
         if self._making is not None:
             self._making.rows = rows
 
-    def take(self, step: int) -> Ready | None:
-        """The step, if it was made ready. Raises as `settled` where a rank could not make it."""
+    def take(self, step: int) -> tuple[PlannedStep | None, tuple[BuiltStep, int] | None]:
+        """The step, if it was made ready: its plan, which all ranks hold alike, and its batches with the loss weight if
+        these were made, too. Raises as `settled` where a rank could not make it."""
         making, self._making = self._making, None
         if making is None:
-            return None
+            return None, None
         making.wait()
         if making.step != step or making.rows is None:  # the step before was not trained to its end
-            return None
+            return None, None
         weight = settled(step, making.rows[:, :-1], making.error, self._world.channel)
         late = bool(making.rows[0, -1])
         assert making.planned is not None, "a thread without an error has a plan"
         planned = replace(making.planned, hidden=making.planned.hidden or not late)  # as on rank 0, which made it
-        if making.built is None or weight is None:
-            return Ready(planned, None)
-        return Ready(planned, (making.built, weight))
+        return planned, None if making.built is None or weight is None else (making.built, weight)
 
     def forget(self) -> None:
         """Drop what was made ready, if anything was: training goes on elsewhere."""
