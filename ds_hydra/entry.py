@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ds_hydra.config.checks import MAX_INT, read_config
 from ds_hydra.config.hosts import CALLS
 from ds_hydra.config.hydra_block import ParsedConfig, check_num_ranks, parse_config
+from ds_hydra.host.ending import show_refusals_plainly
 from ds_hydra.host.environment import check_environment, launched_number
-from ds_hydra.host.uncaught import show_refusals_plainly
 from ds_hydra.report.record import show_log
 from ds_hydra.zero_hetero.errors import ConfigError
 

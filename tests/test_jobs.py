@@ -22,7 +22,7 @@ from transformers.modeling_outputs import BaseModelOutput
 import ds_hydra
 from ds_hydra.data.sampler import StepLoader
 from ds_hydra.engine.prepare import tell_threads
-from ds_hydra.host import launch, uncaught
+from ds_hydra.host import ending, launch
 from ds_hydra.host.environment import check_environment, launched_node_size, launched_number
 from ds_hydra.host.settings import deepspeed_config, deepspeed_defaults, with_model_settings
 from ds_hydra.host.three_calls import Collected, PendingLoss, Term
@@ -155,7 +155,7 @@ ADAM = {"type": "AdamW", "params": {"lr": 0.1}}
 # how each has ended, and what it wrote.
 MET = """
 import gc, json, os, sys, tempfile, torch.distributed as dist
-from ds_hydra.host.uncaught import show_refusals_plainly
+from ds_hydra.host.ending import show_refusals_plainly
 from ds_hydra.zero_hetero.errors import ConfigError
 show_refusals_plainly()
 gc.freeze()  # children that end need not visit what imports have made
@@ -196,7 +196,7 @@ def run(code: str, *arguments: str, **variables: str) -> subprocess.CompletedPro
 
 @pytest.mark.parametrize("error", ["ConfigError", "PlanError", "CheckpointError"])
 def test_a_refusal_ends_the_script_with_its_text_and_code(error: str) -> None:
-    code = f"from ds_hydra.host.uncaught import *; show_refusals_plainly(); raise {error}('lower x')"
+    code = f"from ds_hydra.host.ending import *; show_refusals_plainly(); raise {error}('lower x')"
     done = run(code)
     expected = {"ConfigError": 78, "PlanError": 78, "CheckpointError": 74}[error]
     assert (done.returncode, done.stderr, done.stdout) == (expected, f"ds_hydra.{error}: lower x\n", "")
@@ -205,17 +205,15 @@ def test_a_refusal_ends_the_script_with_its_text_and_code(error: str) -> None:
 
 
 def test_other_errors_and_sessions_are_left_alone() -> None:
-    other = run("from ds_hydra.host.uncaught import *; show_refusals_plainly(); raise ValueError('mine')")
+    other = run("from ds_hydra.host.ending import *; show_refusals_plainly(); raise ValueError('mine')")
     assert other.returncode == 1
     assert "Traceback" in other.stderr
     assert "ValueError: mine" in other.stderr
-    session = run("from ds_hydra.host.uncaught import *; show_refusals_plainly(); raise ConfigError('lower x')", "-i")
+    session = run("from ds_hydra.host.ending import *; show_refusals_plainly(); raise ConfigError('lower x')", "-i")
     assert "Traceback" in session.stderr, "an interactive session goes on"
-    twice = "import sys; from ds_hydra.host.uncaught import *; show_refusals_plainly(); one = sys.excepthook; "
+    twice = "import sys; from ds_hydra.host.ending import *; show_refusals_plainly(); one = sys.excepthook; "
     assert run(twice + "show_refusals_plainly(); sys.exit(one is not sys.excepthook)").returncode == 0
-    seen = (
-        "import sys; sys.excepthook = lambda *e: sys.exit('seen ' + str(e[1])); from ds_hydra.host.uncaught import *; "
-    )
+    seen = "import sys; sys.excepthook = lambda *e: sys.exit('seen ' + str(e[1])); from ds_hydra.host.ending import *; "
     assert "seen mine" in run(seen + "show_refusals_plainly(); raise ValueError('mine')").stderr
 
 
@@ -272,7 +270,7 @@ def test_check_config_needs_neither_model_nor_data(
 def test_check_config_tells_whose_job_it_is() -> None:
     assert ds_hydra.check_config({"optimizer": ADAM, "hydra": BLOCK})
     assert not ds_hydra.check_config({"train_batch_size": 1})
-    assert set(uncaught.EXIT_CODES) == {ConfigError, PlanError, CheckpointError}
+    assert set(ending.EXIT_CODES) == {ConfigError, PlanError, CheckpointError}
 
 
 @pytest.mark.usefixtures("hook")

@@ -31,9 +31,9 @@ from ds_hydra.engine.own_loss import same_on_all, try_loss
 from ds_hydra.engine.plans import Callback, PreStepCallback
 from ds_hydra.engine.saving import EngineCheckpoints
 from ds_hydra.engine.scoring import Evaluation, RoutedScores, TokenScores
-from ds_hydra.engine.signals import Signals
 from ds_hydra.engine.steps import Handed, TrainingSteps
 from ds_hydra.engine.weights import Weights
+from ds_hydra.host.ending import Signals
 from ds_hydra.host.environment import launched_node_size, longest_wait_s
 from ds_hydra.host.host_engine import HostEngine
 from ds_hydra.host.released import give_back

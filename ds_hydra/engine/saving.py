@@ -17,7 +17,7 @@ from ds_hydra.checkpoint.loading import PartsToLoad
 from ds_hydra.checkpoint.pretrained import load_pretrained, stored_weights, write_pretrained
 from ds_hydra.config.hydra_block import WEIGHTS
 from ds_hydra.engine.crew import Crew
-from ds_hydra.engine.signals import LEAVE, NOTHING, SAVE, Signals
+from ds_hydra.host.ending import LEAVE, NOTHING, SAVE, Signals
 from ds_hydra.host.host_engine import HostEngine
 from ds_hydra.pipe.models.adapted import NAMES_OF_PEFT, base_of, is_peft_model, names_with_adapters
 from ds_hydra.pipe.stage import dtype_of

@@ -31,7 +31,7 @@ def call(source: Path, target: Path) -> None:
     """Call the function that stands in one file, as `train` has packed it; what it returns goes to the other."""
     from ray import cloudpickle
 
-    from ds_hydra.host.uncaught import show_refusals_plainly
+    from ds_hydra.host.ending import show_refusals_plainly
 
     show_refusals_plainly()
     work: Work = pickle.loads(source.read_bytes())

@@ -128,7 +128,7 @@ class StepOutcome:
 
     @property
     def request(self) -> int:
-        """The largest request that a signal has made on any rank (`engine.signals`)."""
+        """The largest request that a signal has made on any rank (`host.ending`)."""
         return max(int(rank.request) % WANTED for rank in self.stats)
 
     @property

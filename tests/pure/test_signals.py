@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import pytest
 
-from ds_hydra.engine.signals import LEAVE, NOTHING, SAVE, Signals
+from ds_hydra.host.ending import LEAVE, NOTHING, SAVE, Signals
 
 
 def in_child(body: Callable[[], int]) -> int:

@@ -90,7 +90,7 @@ def ends(
 
 def live(program: Callable[[], None], rank: int, num_ranks: int, place: Path, *, finalized: bool = False) -> None:
     """The life of a forked rank; it ends the process as a script of its own would end."""
-    from ds_hydra.host.uncaught import show_refusals_plainly
+    from ds_hydra.host.ending import show_refusals_plainly
 
     gc.freeze()  # what the test has made is nothing to collect here
     os.setpgid(0, 0)
