@@ -31,8 +31,7 @@ from ds_hydra.self_check.runs import run_pipeline, uneven_data
 from ds_hydra.self_check.small_copy import small_copy
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.families import build_model
-from tests.support.family_verdicts import EQUAL, REASONS, SHAPES, drawn_names, expected, judge, short
-from tests.support.tiny_families import class_names
+from tests.support.tiny_families import EQUAL, REASONS, SHAPES, class_names, drawn_names, expected, judge, short
 
 
 # --- PEFT's adapters in one process: what is refused by name, and what the self-check makes of a mistake.

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
 from ds_hydra.testing import Aims, compare
-from tests.support.sources import shared_source
+from tests.support.small_job import shared_source
 
 STRATEGIES = ["tp2pp2", "sp2 + 2*tp1"]
 

@@ -42,10 +42,8 @@ from ds_hydra.self_check.verdicts import CheckResult
 from ds_hydra.testing import rank_environment, run_ranks
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError, PlanError
 from tests.support import mutants
-from tests.support.families import FAMILIES, LAYERS, VOCAB, build_model
-from tests.support.hard_models import HARD_MODELS, hard_model
-from tests.support.small_job import small_engine, small_model
-from tests.support.sources import shared_source
+from tests.support.families import FAMILIES, HARD_MODELS, LAYERS, VOCAB, build_model, hard_model
+from tests.support.small_job import shared_source, small_engine, small_model
 
 # --- Models that cannot be trained in packs or stages: a row each, with the sentence that the user sees before
 # step 0.

@@ -27,10 +27,8 @@ from ds_hydra.self_check import check as self_check
 from ds_hydra.self_check.check import check_strategies
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support import mutants
-from tests.support.adapted_models import adapted
 from tests.support.checks import check, strategies
-from tests.support.families import build_model
-from tests.support.hard_models import hard_model
+from tests.support.families import adapted, build_model, hard_model
 
 
 @pytest.fixture(autouse=True)

@@ -42,8 +42,7 @@ from ds_hydra.self_check.precision import doubled
 from ds_hydra.self_check.runs import Data, Outcome, run_pipeline, uneven_data
 from ds_hydra.self_check.shrink import shrunk_config
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
-from tests.support.boxed_models import BOXED
-from tests.support.families import build_model, hf_config
+from tests.support.families import BOXED, build_model, hf_config
 from tests.support.mutants import gradients_of_other_ranks_are_dropped
 from tests.support.tiny_families import class_names, tiny_model
 

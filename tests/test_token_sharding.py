@@ -41,10 +41,9 @@ from ds_hydra.self_check.schemes import uneven_pipeline
 from ds_hydra.step import batching
 from ds_hydra.testing.drawing import drawing
 from ds_hydra.zero_hetero.errors import ConfigError
-from tests.support.adapted_models import ADAPTED, ADAPTED_WITHOUT_TP
 from tests.support.case import UNUSUAL
 from tests.support.changed_models import CHANGED, CHANGED_LINEARS
-from tests.support.families import VOCAB, build_model, mean_loss, reference_model
+from tests.support.families import ADAPTED, ADAPTED_WITHOUT_TP, VOCAB, build_model, mean_loss, reference_model
 
 # --- Tokens shared by tensor parallel ranks: who allows it, and pipelines of one process against the plain
 # model.

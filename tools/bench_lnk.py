@@ -38,7 +38,7 @@ from ds_hydra.zero_hetero.masters import MasterShards
 from ds_hydra.zero_hetero.pushes import Pulls, PushBucket, Pushes
 from ds_hydra.zero_hetero.transfer_plan import TransferPlan, plan_transfer
 from ds_hydra.zero_hetero.transport import TorchTransport
-from tests.support.fused_llama import llama_plan
+from tests.support.planner_cases import fused_llama_plan
 from tools import aims
 from tools.lnk_clusters import CLUSTERS, missed_node_aims, plan_cluster
 
@@ -261,7 +261,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, help="timings of each operation (default: 11; quick: 5)")
     parser.add_argument("--strategies", nargs="+", help="strategies instead of the default ones")
     args = parser.parse_args()
-    plan = llama_plan(num_layers=2 if args.quick else 8)
+    plan = fused_llama_plan(num_layers=2 if args.quick else 8)
     rounds = args.rounds or (5 if args.quick else 11)
     rows: list[Row] = []
     for num_ranks in args.ranks or (4, 8):

@@ -22,20 +22,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ds_hydra.commands.figures import figures_parser, finish, print_table
-from tests.support.family_verdicts import (
+from tests.support.tiny_families import (
     CRASHES,
     DIFFERS,
     EQUAL,
     EXPECTED,
     ROWS,
     SHAPES,
+    class_names,
     drawn_names,
     entry,
     expected,
     judge,
     short,
 )
-from tests.support.tiny_families import class_names
 from tools import aims
 
 _WIDE = 44  # characters of a verdict in the table

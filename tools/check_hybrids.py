@@ -26,7 +26,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ds_hydra.commands.figures import guarded, run_parts
-from tests.support.family_verdicts import EQUAL, SHAPES, entry, judge
+from tests.support.tiny_families import EQUAL, SHAPES, entry, judge
 from tools.hybrids.costs import costs
 from tools.hybrids.experts import experts
 from tools.hybrids.heads import heads

@@ -45,8 +45,7 @@ def examine(layers: int) -> tuple[float, float]:
     from transformers import LlamaForCausalLM
 
     from ds_hydra.pipe.models.causal_lm import CausalLM
-    from tests.support.small_job import small_model
-    from tests.support.sources import USUAL
+    from tests.support.small_job import USUAL, small_model
 
     torch.set_num_threads(1)
     CausalLM(small_model(), USUAL)  # what is imported and registered once

@@ -34,7 +34,7 @@ from ds_hydra.simulate.job import SHIPPED, shipped_job
 from ds_hydra.simulate.links import LinkModel
 from ds_hydra.simulate.step import SimulatedStep, Simulator, step_spans
 from ds_hydra.zero_hetero.errors import PlanError
-from tests.support.random_plans import random_job, random_plan
+from tests.support.planner_cases import random_job, random_plan
 from tools import aims, machine
 
 PLANS, QUICK_PLANS = 10_000, 200

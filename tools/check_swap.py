@@ -39,13 +39,20 @@ from ds_hydra.planner import PlanRecipe
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.testing import run_ranks
 from ds_hydra.watchdog import Activity
-from tests.support.adapted_models import ADAPTED, ADAPTED_WITHOUT_TP
 from tests.support.case import Case
 from tests.support.cases import CASES
 from tests.support.equivalence import compare
-from tests.support.families import BALANCED
-from tests.support.small_job import same, sequences, small_engine, whole_state
-from tests.support.streams import REAL_STREAMS, STREAMS, Stateful, of_datasets
+from tests.support.families import ADAPTED, ADAPTED_WITHOUT_TP, BALANCED
+from tests.support.small_job import (
+    REAL_STREAMS,
+    STREAMS,
+    Stateful,
+    of_datasets,
+    same,
+    sequences,
+    small_engine,
+    whole_state,
+)
 from tools import aims, machine
 from tools.swap.scripts import accelerated, grpo, lora, sft, three_calls, trainer
 

@@ -11,7 +11,7 @@ from ds_hydra.pipe.transfers import twins_of
 from ds_hydra.zero_hetero.layout import ALIGNMENT, Layout, even_layout
 from ds_hydra.zero_hetero.transfer_plan import TransferPlan, plan_transfer
 from ds_hydra.zero_hetero.twin_plan import plan_twin_pull
-from tests.support.fused_llama import llama_plan
+from tests.support.planner_cases import fused_llama_plan
 from tools import aims, machine
 
 NODE_SIZE = 8
@@ -36,7 +36,7 @@ class NodeRow:
 
 def plan_cluster(num_ranks: int, text: str) -> NodeRow:
     """Plan the pull of one layer of a 32B model and count what enters a node on average."""
-    model = llama_plan(num_layers=1, hidden=5120)
+    model = fused_llama_plan(num_layers=1, hidden=5120)
     bucket = next(bucket for bucket in model.buckets if bucket.name == "layer.0")
     strategy = place_strategy(StrategyShape.parse(text), num_ranks, model.num_layers)
     layout = model.pull_layout(bucket, strategy)

@@ -27,7 +27,7 @@ from ds_hydra.testing import RankError, run_ranks
 from ds_hydra.watchdog import watchdog
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.families import LAYERS, VOCAB, Block, build_model
-from tests.support.sources import shared_source
+from tests.support.small_job import shared_source
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3}}
 DATA = [list(range(3, 3 + length)) for length in (9, 5, 20, 33)] * 4

@@ -17,7 +17,7 @@ from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.ends import TRACEBACK, all_told, codes, ends, mark_fault
 from tests.support.small_job import same, small_engine, whole_state
-from tests.support.strict_world import strict_world
+from tests.support.strict import strict_world
 
 FAULTS = {"frozen_seconds": 9.0}
 SHARE = [list(range(3, 3 + length)) for length in (9, 20, 33)]

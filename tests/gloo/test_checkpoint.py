@@ -21,9 +21,8 @@ from ds_hydra.checkpoint.folder import complete_tags
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import CheckpointError
-from tests.support.folder_trials import HOW, MOVES, ORDERS, PLANTS, SAVES, in_order, interrupted, planted
+from tests.support.folder_trials import HOW, MOVES, ORDERS, PLANTS, SAVES, Saver, in_order, interrupted, planted
 from tests.support.folder_trials import NAMES as NAMES_IN_FOLDER
-from tests.support.saver import Saver
 from tests.support.small_job import same, small_engine, small_model, whole_state
 
 

@@ -17,9 +17,8 @@ from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.planner import load_plans, save_plans
 from ds_hydra.testing import float64_throughout, run_ranks
 from ds_hydra.zero_hetero.errors import PlanError
-from tests.support.cut_plans import in_slices, num_slices
-from tests.support.small_job import small_config, small_engine, small_model, whole_state
-from tests.support.sources import shared_source
+from tests.support.planner_cases import in_slices, num_slices
+from tests.support.small_job import shared_source, small_config, small_engine, small_model, whole_state
 
 STEPS = 3
 

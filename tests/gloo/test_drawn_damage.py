@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.damages import DAMAGES
-from tests.support.loads import damaged, forged, save
+from tests.support.damages import DAMAGES, damaged, forged, save
 
 
 @pytest.fixture(scope="module")

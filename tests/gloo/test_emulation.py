@@ -18,7 +18,7 @@ from ds_hydra.simulate.links import Speed
 from ds_hydra.simulate.step import Simulator
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tests.support.emulated_job import BUCKET_BYTES, emulated_job, square_model
-from tests.support.room import room_for_pushes
+from tests.support.planner_cases import room_for_pushes
 
 MIXED = ("tp2 + pp2", "2*pp2", "pp4", "4*tp1", "2*sp2", "tp2sp2", "tp2pp2", "pp4/zb-h1", "pp4/list", "tp2pp2/v")
 WIDE = 10**9  # features, beside which no parameter counts

@@ -24,8 +24,7 @@ from ds_hydra.testing import run_ranks
 from ds_hydra.watchdog.host import abort_later
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.ends import TRACEBACK, all_told, codes, ends, mark_fault
-from tests.support.failing_data import Blinks, failing
-from tests.support.small_job import small_engine
+from tests.support.small_job import Blinks, failing, small_engine
 
 FAULTS = {"frozen_seconds": 9.0}
 

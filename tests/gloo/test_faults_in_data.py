@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from tests.support.ends import TRACEBACK, all_told, codes, ends, mark_fault
-from tests.support.failing_data import Blinks, failing
-from tests.support.small_job import sequences, small_engine
+from tests.support.small_job import Blinks, failing, sequences, small_engine
 
 FAULTS = {"frozen_seconds": 9.0}
 

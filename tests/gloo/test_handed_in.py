@@ -23,8 +23,7 @@ from ds_hydra.step.delivery import runners
 from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.small_job import same, sequences, small_engine, whole_state
-from tests.support.strict import Rules
-from tests.support.strict_world import strict_world
+from tests.support.strict import Rules, strict_world
 
 STEPS = 3
 

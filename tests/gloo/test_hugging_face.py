@@ -24,9 +24,8 @@ import ds_hydra.engine.engine  # noqa: F401
 from ds_hydra.hugging_face import HydraTrainer
 from ds_hydra.testing import rank_environment, run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
-from tests.support.losses import focal
-from tests.support.small_job import same, sequences, small_model
-from tests.support.sources import shared_source
+from tests.support.case import focal
+from tests.support.small_job import same, sequences, shared_source, small_model
 from tests.support.trainers import STEPS, adapted, collate, config, logged, settings, trainer_of
 
 RELEASE = Version(transformers.__version__).release

@@ -25,7 +25,7 @@ from torch.distributed.run import config_from_args, get_args_parser
 
 from ds_hydra.testing import free_port, run_ranks
 from tests.support import launched_job, restarted_job, torchrun_job
-from tests.support.sources import shared_source
+from tests.support.small_job import shared_source
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,8 +17,7 @@ from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
-from tests.support.small_job import small_model
-from tests.support.sources import USUAL
+from tests.support.small_job import USUAL, small_model
 
 Change = Callable[[Any, int], object]
 

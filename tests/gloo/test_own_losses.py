@@ -23,10 +23,9 @@ from ds_hydra.engine.own_loss import check_token_loss
 from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.testing import float64_throughout, rank_environment, run_ranks, token_losses
 from ds_hydra.zero_hetero.errors import ConfigError
+from tests.support.case import OWN, by_word
 from tests.support.families import build_model, reference_model
-from tests.support.losses import OWN, by_word
-from tests.support.small_job import small_model
-from tests.support.sources import shared_source
+from tests.support.small_job import shared_source, small_model
 
 LENGTHS = (9, 70, 5, 33, 1, 12, 40)
 

@@ -33,8 +33,7 @@ from tests.support.printed_hosts import (
     one_step,
     save_model,
 )
-from tests.support.small_job import find_before_forks
-from tests.support.sources import USUAL, in_place_of_looking
+from tests.support.small_job import USUAL, find_before_forks, in_place_of_looking
 
 ALL = (CALLS, DATA, *BY_TRAINER, ACCELERATE)
 

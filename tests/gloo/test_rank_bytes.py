@@ -16,7 +16,7 @@ from ds_hydra.costs.memory import ElementBytes, RankBytes, push_turns, rank_byte
 from ds_hydra.step import strategy_runtime
 from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero import scratch_plan
-from tests.support.room import room_for_pushes
+from tests.support.planner_cases import room_for_pushes
 from tests.support.small_job import same, small_config, small_engine, small_source, whole_state
 
 SIZES = {"fp32": 4, "bf16": 2}

@@ -15,8 +15,7 @@ from ds_hydra.checkpoint.folder import complete_manifests, complete_tags
 from ds_hydra.engine import saving
 from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError
-from tests.support.small_job import same, sequences, small_engine, small_model, whole_state
-from tests.support.sources import shared_source
+from tests.support.small_job import same, sequences, shared_source, small_engine, small_model, whole_state
 
 STEPS = 5
 

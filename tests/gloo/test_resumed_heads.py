@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ds_hydra.testing import run_ranks
 from tests.support.families import build_model
-from tests.support.small_job import same, small_engine, whole_state
-from tests.support.sources import shared_source
+from tests.support.small_job import same, shared_source, small_engine, whole_state
 
 FAMILY = "nemotron_h"
 

@@ -14,10 +14,9 @@ from torch import Tensor
 
 import ds_hydra.engine.engine  # noqa: F401
 from ds_hydra.testing import run_ranks
-from tests.support.adapted_models import base_family
 from tests.support.case import FLOAT32, Case
 from tests.support.equivalence import make_engine, samples_of, traced_once
-from tests.support.families import build_model
+from tests.support.families import base_family, build_model
 
 TOKENS = torch.arange(3, 40)[None]
 

@@ -23,8 +23,7 @@ from ds_hydra.self_check.verdicts import CheckResult
 from ds_hydra.testing import rank_environment, run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support import mutants
-from tests.support.families import LAYER_LIST, Block, build_model, mean_loss
-from tests.support.hard_models import hard_model
+from tests.support.families import LAYER_LIST, Block, build_model, hard_model, mean_loss
 
 
 @pytest.fixture(autouse=True)

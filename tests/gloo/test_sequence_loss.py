@@ -19,8 +19,7 @@ from ds_hydra.testing import float64_throughout, run_ranks, token_losses
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.equivalence import ADAMW
 from tests.support.families import build_model, reference_model
-from tests.support.small_job import rank_environment, small_model
-from tests.support.sources import shared_source
+from tests.support.small_job import rank_environment, shared_source, small_model
 
 MODEL = small_model()
 STEPS, NUM_RANKS = 3, 4

@@ -13,8 +13,7 @@ from torch import Tensor
 
 import ds_hydra.engine.engine  # noqa: F401
 from ds_hydra.testing import run_ranks
-from tests.support.small_job import same, sequences, small_engine, whole_state
-from tests.support.streams import Plain, Stateful
+from tests.support.small_job import Plain, Stateful, same, sequences, small_engine, whole_state
 
 STEPS = 5
 

@@ -17,10 +17,15 @@ from ds_hydra.zero_hetero.layout import even_layout
 from ds_hydra.zero_hetero.transfer_plan import plan_transfer
 from ds_hydra.zero_hetero.transport import Transport
 from tests.gloo import test_link
-from tests.support.strict import Rules, StrictError, StrictMemory, StrictTransport
-from tests.support.strict_collectives import StrictCollectives, strict_collectives
-from tests.support.strict_line import Line
-from tests.support.strict_memory import StrictLane
+from tests.support.strict import (
+    Rules,
+    StrictCollectives,
+    StrictError,
+    StrictMemory,
+    StrictTransport,
+    strict_collectives,
+)
+from tests.support.strict_line import Line, StrictLane
 
 SOON = 1.5  # seconds after which a wait counts as one for ever, where there is one
 

@@ -25,9 +25,8 @@ from tests.support.cases import CASES, UNDER_STRICT
 from tests.support.equivalence import compare
 from tests.support.mutated_order import train_with_polls
 from tests.support.small_job import same, sequences, small_config, small_engine, whole_state
-from tests.support.strict import Rules, StrictError
-from tests.support.strict_memory import StrictLane
-from tests.support.strict_world import one_push_at_a_time, strict_world
+from tests.support.strict import Rules, StrictError, one_push_at_a_time, strict_world
+from tests.support.strict_line import StrictLane
 from tools.devices.order import drawn, run
 
 # Each of these stood still in its first step before pushes waited for the last message, and before all pairs and

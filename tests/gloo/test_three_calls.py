@@ -17,7 +17,7 @@ from ds_hydra.testing import OneProcess, Sample, float64_throughout, rank_enviro
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.equivalence import decay_groups
 from tests.support.families import build_model, reference_model, vocab_size
-from tests.support.sources import shared_source
+from tests.support.small_job import shared_source
 
 FAMILY, RANKS, ACCUMULATION, STEPS = "llama", 2, 2, 3
 ADAMW: dict[str, Any] = {"lr": 2e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}

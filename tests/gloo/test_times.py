@@ -11,8 +11,15 @@ import torch
 from ds_hydra.step.strategy_runtime import PeakMemory
 from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.clock import HostClock
-from tests.support.device_steps import EACH_S, EXPECTED_STAGE_S, Step, engine_steps, stage_times
-from tests.support.fake_device import FakeDevice, FakeDeviceClock
+from tests.support.device_steps import (
+    EACH_S,
+    EXPECTED_STAGE_S,
+    FakeDevice,
+    FakeDeviceClock,
+    Step,
+    engine_steps,
+    stage_times,
+)
 from tests.support.small_job import small_engine
 
 

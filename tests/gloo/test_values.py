@@ -24,9 +24,7 @@ from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.checks import check
 from tests.support.families import build_model
-from tests.support.refused_calls import refused_calls
-from tests.support.small_job import small_config, small_engine
-from tests.support.sources import shared_source
+from tests.support.small_job import refused_calls, shared_source, small_config, small_engine
 from tools import aims
 from tools.post_training import equality
 from tools.post_training.plain import VALUE_LOSSES

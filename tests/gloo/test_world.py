@@ -30,7 +30,7 @@ from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError
 from ds_hydra.zero_hetero.nodes import Cluster, NodeSize
 from ds_hydra.zero_hetero.transport import Parcel, TorchTransport, Work
 from tests.support.small_job import small_engine
-from tests.support.strict_world import OnDevices
+from tests.support.strict import OnDevices
 from tools import aims
 from tools.devices.sockets import RANKS, sockets_of_start
 

@@ -38,7 +38,7 @@ from ds_hydra.simulate.step import Simulator
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from ds_hydra.zero_hetero.nodes import Cluster, as_node_size, node_of, node_ranks, node_size_of, nodes_of
 from ds_hydra.zero_hetero.twin_plan import Twins
-from tests.support.llama_memory import GIB, llama_plan
+from tests.support.planner_cases import GIB, small_llama_plan
 
 # --- Nodes of any size and device classes: from what ranks say of themselves, or as the config gives them.
 H800, H20 = "NVIDIA H800", "NVIDIA H20"
@@ -277,7 +277,7 @@ TABLE = CostTable((row("tp4@h20", 6.0), row("tp2pp4@h20", 3.0), row("tp4@h800", 
 
 def memory(cluster: Cluster = HALVES, **class_bytes: float) -> JobMemory:
     figures = {(tp, sp): Activations(64.0 / tp, 0.0, 0.0) for tp in (1, 2, 4) for sp in (1, 2)}
-    return JobMemory(llama_plan(), cluster.num_ranks, figures, 2, device_bytes=GIB, vocab=1000, cluster=cluster,
+    return JobMemory(small_llama_plan(), cluster.num_ranks, figures, 2, device_bytes=GIB, vocab=1000, cluster=cluster,
                      class_bytes=class_bytes)  # fmt: skip
 
 
@@ -337,7 +337,7 @@ def test_mixed_strategies_are_planned_and_simulated_in_whatever_process() -> Non
     tokens = [sum(batch.num_tokens for batch in one.microbatches) for one in pipelines]
     assert tokens[1] > 2 * tokens[0], "the class that is three times as fast has most"
     assert planner.plan(0, range(40), lengths).predicted_ms <= plan.predicted_ms * 1.001
-    cluster = SimulatedJob(llama_plan(), 64, TableFile(table), LinkModel(4), 8, cluster=APART)
+    cluster = SimulatedJob(small_llama_plan(), 64, TableFile(table), LinkModel(4), 8, cluster=APART)
     again = read_job(json.loads(json.dumps(job_record(cluster))))
     assert again.cluster == APART
     assert Simulator(again).step(plan).step_s == Simulator(cluster).step(plan).step_s

@@ -35,7 +35,7 @@ from ds_hydra.report.calibration import Calibration
 from ds_hydra.report.record import StepWatch
 from ds_hydra.simulate.links import BETWEEN, LinkModel, Port, Speed
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
-from tests.support.llama_memory import job
+from tests.support.planner_cases import small_llama_job as job
 
 # --- Cost tables: what is read, what is refused, and that the memory model reproduces published limits.
 TABLES = Path(__file__).parents[2] / "examples" / "cost_tables"

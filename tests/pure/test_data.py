@@ -25,7 +25,7 @@ from ds_hydra.data.sequences import SequenceData
 from ds_hydra.data.stream import StreamSampler, StreamSteps, is_stream, state_from_json, state_to_json
 from ds_hydra.data.tokens import LeftOut, Limits
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError
-from tests.support.streams import REAL_STREAMS, STREAMS, Plain, Stateful, WithEpoch
+from tests.support.small_job import REAL_STREAMS, STREAMS, Plain, Stateful, WithEpoch
 
 
 # --- Sequences and the sampler: the order is global and reproducible, labels are shifted, nothing goes

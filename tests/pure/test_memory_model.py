@@ -55,8 +55,9 @@ from ds_hydra.simulate.memory import memory_over_time
 from ds_hydra.simulate.pipeline import StageTimes
 from ds_hydra.zero_hetero.clock import HostClock
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
-from tests.support.fake_device import FakeDevice, FakeDeviceClock, Queued
-from tests.support.llama_memory import GIB, job
+from tests.support.device_steps import FakeDevice, FakeDeviceClock, Queued
+from tests.support.planner_cases import GIB
+from tests.support.planner_cases import small_llama_job as job
 from tools.check_cost_model import PUBLISHED_MAX_LENGTH, RANKS, TABLES, max_length
 
 

@@ -18,7 +18,7 @@ from ds_hydra.pipe.shape import LayerRange, ParallelScheme, StrategyShape
 from ds_hydra.pipe.transfers import bucket_kinds, bucket_places, bucket_sizes, twins_of
 from ds_hydra.plan.schemes import feasible_schemes
 from ds_hydra.zero_hetero.errors import PlanError
-from tests.support.fused_llama import llama_plan
+from tests.support.planner_cases import fused_llama_plan
 
 HEADS, KV_HEADS = 12, 2
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
@@ -220,7 +220,7 @@ def drawn_strategies(count: int) -> list[str]:
 def test_every_parameter_begins_on_128_bytes(text: str) -> None:
     """Of a 7B model, in the pulled parameters and in the gradients of every rank."""
     shape = StrategyShape.parse(text)
-    plan = llama_plan(4, hidden=4096, vocab=32000)
+    plan = fused_llama_plan(4, hidden=4096, vocab=32000)
     strategy = place_strategy(shape, shape.num_ranks, plan.num_layers)
     for twins in twins_of(strategy, 8):
         end = 0

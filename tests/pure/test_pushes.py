@@ -49,7 +49,7 @@ from ds_hydra.zero_hetero.transport import InProcessTransport, Post
 from ds_hydra.zero_hetero.twin_plan import TwinPull, TwinPush
 from tests.pure.test_strategy import large_strategies
 from tests.support.emulated_job import square_model
-from tests.support.fused_llama import llama_plan
+from tests.support.planner_cases import fused_llama_plan
 from tests.support.schedule_cases import random_works
 
 # --- Plans of steps whose pulls a light first micro-batch does not hide.
@@ -306,7 +306,7 @@ def test_what_would_be_written_while_it_is_in_use_is_refused(sums: tuple[Place, 
 @given(large_strategies(), st.sampled_from([2, 4]))
 def test_little_is_needed_behind_the_gradients_of_real_plans(strategy: object, grad_bytes: int) -> None:
     """At most what the sums of one bucket for each stage take, or what gradients are less than sums."""
-    plan = llama_plan(8, hidden=32, vocab=64)
+    plan = fused_llama_plan(8, hidden=32, vocab=64)
     for twins in twins_of(strategy, 8):  # type: ignore[arg-type]
         found = gradient_places(plan, strategy, twins, grad_bytes=grad_bytes, master_bytes=4)  # type: ignore[arg-type]
         sums = sum(place.stop - place.start for place in found.sums)
@@ -343,7 +343,7 @@ def test_what_is_planned_is_what_links_take(strategy: Strategy, node_size: int, 
         patch.setattr(scratch_plan, "LARGE", large)
         patch.setattr(scratch_plan, "AT_ONCE", at_once)
         ranks = range(0, strategy.num_ranks, 1 + strategy.num_ranks // 5)
-        transfers = plan_transfers(llama_plan(8, hidden=32, vocab=64), strategy, node_size)
+        transfers = plan_transfers(fused_llama_plan(8, hidden=32, vocab=64), strategy, node_size)
         for pull, push in {id(one): one for one in transfers}.values():
             assert push is not None
             planned = scratch_plan.pull_scratch(pull.enter if isinstance(pull, TwinPull) else pull)

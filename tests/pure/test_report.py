@@ -43,7 +43,7 @@ from ds_hydra.report.record import (
 from ds_hydra.rivals.preview import BALANCED
 from ds_hydra.zero_hetero.clock import Clock, HostClock, Stopwatch
 from ds_hydra.zero_hetero.errors import ConfigError
-from tests.support.fake_device import FakeDevice, FakeDeviceClock
+from tests.support.device_steps import FakeDevice, FakeDeviceClock
 
 
 # --- Laps: seconds by kind, waits within work counted once, and what a device does charged to who has started

@@ -36,8 +36,19 @@ from ds_hydra.pipe.schedules.simulate import (
 )
 from ds_hydra.pipe.schedules.virtual import virtual_stage
 from ds_hydra.zero_hetero.errors import PlanError
-from tests.support.drawn_schedules import STAGES, WHOLE, Made, any_batches, of_kind, order, possible_orders
-from tests.support.schedule_cases import bound, mutants, random_works, refused
+from tests.support.schedule_cases import (
+    STAGES,
+    WHOLE,
+    Made,
+    any_batches,
+    bound,
+    mutants,
+    of_kind,
+    order,
+    possible_orders,
+    random_works,
+    refused,
+)
 
 
 # --- Schedules, our own and random ones: what is computed and when, with which messages, and that none stands

@@ -46,9 +46,7 @@ from ds_hydra.simulate.step import Simulator, exposed_ms, step_spans
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tests.pure.test_composing import CHUNKED, CUT_TABLE, WHOLE
 from tests.pure.test_report import RECORD
-from tests.support.planner_cases import TABLES
-from tests.support.random_plans import random_job, random_plan
-from tests.support.room import room_for_pushes
+from tests.support.planner_cases import TABLES, random_job, random_plan, room_for_pushes
 
 # --- The simulation of a step: ports, waits, phases and memory as the notes tell them, and the rules of a
 # trace.

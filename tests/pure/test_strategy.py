@@ -32,7 +32,7 @@ from ds_hydra.zero_hetero.nodes import NodeSize, largest_node, node_of, node_ran
 from ds_hydra.zero_hetero.transfer_plan import TransferPlan
 from ds_hydra.zero_hetero.twin_plan import plan_twin_pull, plan_twin_push
 from tests.pure.test_model_plan import CASES
-from tests.support.fused_llama import llama_plan
+from tests.support.planner_cases import fused_llama_plan
 
 
 # --- Strategies: text to shapes and back, shapes to ranks, and refusals that say what to change.
@@ -492,7 +492,7 @@ def pushing_early(strategy: Strategy, *, as_before: bool = False) -> set[int]:
 @settings(max_examples=25)
 @given(large_strategies(), st.sampled_from([4, 8, 64]))
 def test_a_push_connects_no_pair_and_no_ranks_wait_in_a_circle(strategy: Strategy, node_size: int) -> None:
-    plan = llama_plan(8)
+    plan = fused_llama_plan(8)
     listed = link_pairs(plan, strategy, node_size)
     pushed = pairs_of(pushes(plan, strategy, node_size))
     assert pushed | pairs_of(pulls(plan, strategy, node_size)) == listed
@@ -503,7 +503,7 @@ def test_a_push_connects_no_pair_and_no_ranks_wait_in_a_circle(strategy: Strateg
 @pytest.mark.parametrize("text", ["tp4pp2", "2*tp4pp2", "4*tp2pp2", "tp8 + tp4pp2", "4*tp4pp4"])
 def test_without_the_list_some_strategies_would_wait_for_ever(text: str) -> None:
     """What enters and what leaves are between other pairs: pulls alone do not connect what pushes use."""
-    plan, strategy = llama_plan(8), placed(text)
+    plan, strategy = fused_llama_plan(8), placed(text)
     new = pairs_of(pushes(plan, strategy, node_size=8)) - pairs_of(pulls(plan, strategy, node_size=8))
     assert new
     assert waits_in_a_circle(strategy, new, pushing_early(strategy, as_before=True))
@@ -529,7 +529,7 @@ def test_all_messages_of_stages_that_differ_are_listed(case: tuple[ModelPlan, St
 
 
 def test_strategies_add_up() -> None:
-    plan = llama_plan(8)
+    plan = fused_llama_plan(8)
     strategies = [placed(text) for text in ("2*tp2pp2", "tp8", "4*pp2")]
     each = [connections_of(plan, [strategy], 8) for strategy in strategies]
     together = connections_of(plan, strategies, 8)

@@ -10,9 +10,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
 
-from tests.support.adapted_models import ADAPTED, ADAPTED_STACKS, ADAPTED_WITHOUT_TP
-from tests.support.attending_cases import chunks, latent, shared_queries, windows
-from tests.support.boxed_cases import boxed, by_heads, by_heads_over_tokens, states
 from tests.support.case import (
     AMPLIFYING,
     BFLOAT16,
@@ -20,16 +17,287 @@ from tests.support.case import (
     CHANGING_8,
     CHANGING_WITHOUT_TP,
     FLOAT32,
+    FLOAT64,
+    IN_SLICES,
     NO_GRADIENT,
+    OWN,
     UNUSUAL,
     Case,
 )
 from tests.support.changed_models import CHANGED, CHANGED_LINEARS
-from tests.support.expert_cases import spread
-from tests.support.families import BALANCED, FAMILIES, LAYER_LIST, OTHER_SIZES
-from tests.support.losses import OWN
-from tests.support.mixed_cases import mixed
-from tests.support.scheduled_cases import in_groups, over_nodes, scheduled, with_sinks
+from tests.support.families import (
+    ADAPTED,
+    ADAPTED_BY_HEADS,
+    ADAPTED_STACKS,
+    ADAPTED_WITHOUT_TP,
+    BALANCED,
+    DROPPING,
+    FAMILIES,
+    LATENT,
+    LAYER_LIST,
+    OTHER_SIZES,
+)
+from tests.support.scheduled_cases import in_groups, over_nodes, scheduled, spread, with_sinks
+
+# --- Training cases of kinds of attention: keys and values that come from a latent, windows and chunks over
+# slices of sequences.
+SLICED = ("tp2pp2/v", "sp2 + pp2/list", "tp4/list", "tp2sp2")
+
+
+def latent() -> Iterator[Case]:
+    """Multi-head latent attention, whose heads tensor parallel ranks share whether or not the model's plan says so."""
+    for family in LATENT:
+        yield Case(f"latent, {family}", family, CHANGING)
+        yield Case(f"latent, {family}, slices", family, SLICED, steps=4, slices=True, recompute=True,
+                   quick=family == "deepseek_v3")  # fmt: skip
+    base = Case("", "deepseek_v3", ("tp2pp2", "tp4", "tp2sp2", "sp2 + 2*tp1"), steps=4)
+    yield replace(base, name="latent, all tokens", token_sharding=False)
+    yield replace(base, name="latent, checkpointed", activation_checkpointing=True)
+    yield replace(base, name="latent, split", strategies=("tp2pp2/zb-h1", "sp2 + pp2/zb-h1"), steps=2)
+    yield replace(base, name="latent, spread", strategies=("tp2ep2pp2/v", "tp4ep4", "tp2sp2ep4"), steps=3, slices=True)
+    yield replace(base, name="latent fp32", dtype=FLOAT32, optimizer="SGD")
+    yield replace(base, name="latent on 8 ranks", strategies=CHANGING_8)
+
+
+def windows() -> Iterator[Case]:
+    """Sliding windows over slices, of which only rows in reach stay: slices longer and shorter than they are, layers
+    computed again and not, beside layers without a window."""
+    base = Case("", "mistral", SLICED, steps=4, slices=True, recompute=True)
+    yield replace(base, name="windows, mistral")
+    yield replace(base, name="windows, gemma3", family="gemma3_text", quick=True)
+    yield replace(base, name="windows, gpt_oss", family="gpt_oss")
+    yield replace(base, name="windows, checkpointed", activation_checkpointing=True)
+    yield replace(base, name="windows, some checkpointed", family="gemma3_text", activation_checkpointing=True)
+    yield replace(base, name="windows, nothing again", recompute=False, lengths=(300, 200, 450) * 8)
+    yield replace(base, name="windows, split", strategies=("tp2pp2/zb-h1", "sp2 + pp2/zb-h1"), steps=2)
+    yield replace(base, name="windows, phases", strategies=("4*tp1 then 2*pp2/v then tp4/list",))
+    yield replace(base, name="windows fp32", dtype=FLOAT32, optimizer="SGD")
+
+
+def chunks() -> Iterator[Case]:
+    """Attention in chunks and queries that are scaled by their position, in packs and slices (Llama 4)."""
+    base = Case("", "llama4", CHANGING, steps=4)
+    yield replace(base, name="chunks")
+    sliced = replace(base, strategies=SLICED, slices=True, recompute=True)
+    yield replace(sliced, name="chunks, slices", quick=True)
+    yield replace(sliced, name="chunks, checkpointed", activation_checkpointing=True)
+    yield replace(sliced, name="chunks, nothing again", recompute=False, lengths=(300, 200, 450) * 8)
+    yield replace(sliced, name="chunks, split", strategies=("tp2pp2/zb-h1", "sp2 + pp2/zb-h1"), steps=2)
+    yield replace(base, name="chunks, phases", strategies=("4*tp1 then 2*tp2 then tp4",))
+    yield replace(base, name="chunks fp32", dtype=FLOAT32, optimizer="SGD")
+    yield replace(base, name="chunks on 8 ranks", strategies=CHANGING_8)
+
+
+def shared_queries() -> Iterator[Case]:
+    """More sequence parallel ranks than the heads divide into: of eight heads those of `sp3` share none, and of those
+    of `sp6` three have the same four."""
+    base = Case("", "llama", ("sp3 + tp1", "tp2pp2", "sp3 + tp1"), steps=3)
+    for family, draws in (("llama", False), ("gemma2", False), ("gemma3_text", False), ("gpt_oss", False),
+                          ("llama4", False), ("deepseek_v3", False), ("dropout (Phi)", True)):  # fmt: skip
+        own = replace(base, family=family, draws=draws)
+        yield replace(own, name=f"shared queries, {family}", quick=family == "gemma3_text")
+        yield replace(own, name=f"shared queries, {family}, slices", slices=True, recompute=not draws)
+    dropping = replace(base, strategies=("sp3 + tp1", "tp2sp2"), draws=True, slices=True, steps=2)
+    for family in DROPPING:
+        yield replace(dropping, name=f"shared queries, {family}", family=family)
+    by_two = replace(base, strategies=("sp6 + 2*tp1", "tp2sp3 + tp2"), slices=True)
+    yield replace(by_two, name="shared queries, two by two")
+    yield replace(by_two, name="shared queries, two by two, sinks", family="gpt_oss", steps=2)
+    yield replace(by_two, name="shared queries, two by two, dropout", family="dropout (Phi)", draws=True, steps=2)
+    yield replace(base, name="shared queries, split", strategies=("sp3/zb-h1 + tp1",), slices=True)
+    yield replace(base, name="shared queries, checkpointed", activation_checkpointing=True)
+    yield replace(base, name="shared queries, all heads at once", sp_overlap=False, slices=True)
+    yield replace(base, name="shared queries, fewer tokens", lengths=(3,) * 20, tokens_per_step=6, strategies=("sp6",))
+    yield replace(base, name="shared queries, phases", strategies=("4*tp1 then sp3 + tp1",))
+    yield replace(base, name="shared queries over nodes", node_size=2, strategies=("sp3 + tp1", "2*sp2"), slices=True)
+    yield replace(base, name="shared queries fp32", dtype=FLOAT32, optimizer="SGD")
+    yield from _inside_nodes()
+
+
+def _inside_nodes() -> Iterator[Case]:
+    """Heads that only the sequence parallel ranks of a node share, and queries that nodes do: two nodes of two ranks,
+    of which `sp4` has two and `tp2sp2` one each."""
+    base = Case("", "llama", ("sp4", "tp2sp2"), steps=2, node_size=2)
+    sliced = replace(base, slices=True, recompute=True)
+    yield replace(base, name="heads inside nodes")
+    yield replace(sliced, name="heads inside nodes, slices", quick=True)
+    for family in ("llama_1_key_head", "gemma2", "mistral", "gpt_oss", "llama4", "deepseek_v3"):
+        yield replace(sliced, name=f"heads inside nodes, {family}", family=family, quick=family == "llama_1_key_head")
+    yield replace(base, name="heads inside nodes, latent", family="deepseek_v3", activation_checkpointing=True)
+    yield replace(base, name="heads inside nodes, dropout", family="dropout (Phi)", draws=True)
+    yield replace(base, name="heads inside nodes, dropout, slices", family="dropout (Phi)", draws=True, slices=True)
+    yield replace(base, name="heads inside nodes, three groups", family="llama_8_key_heads", sp_groups=3)
+    yield replace(sliced, name="heads inside nodes, at once", sp_overlap=False)
+    yield replace(base, name="heads inside nodes, split", strategies=("sp4/zb-h1", "tp2sp2/zb-h1"))
+    of_8 = replace(sliced, strategies=("sp8", "tp2sp4", "sp4pp2/v"), steps=3)
+    yield replace(of_8, name="heads inside nodes of 4 ranks", node_size=4)
+    yield replace(of_8, name="heads inside nodes, on four nodes", family="llama_1_key_head")
+    yield replace(sliced, name="heads inside nodes, on three nodes", strategies=("sp6", "tp2sp3", "3*tp2"), steps=3)
+    # A row of 240 tokens fills its memory, so that all ranks share its heads; others do not.
+    full = replace(base, family="llama_8_key_heads", lengths=(240, 40, 30, 20, 33, 11) * 12, tokens_per_step=250)
+    yield replace(full, name="heads inside nodes, full rows", strategies=("sp4",), quick=True)
+    full = replace(full, family="latent, dropout", draws=True, strategies=("sp4", "tp2sp2"))
+    yield replace(full, name="heads inside nodes, full rows, dropout")
+    yield replace(base, name="heads inside nodes, phases", strategies=("4*tp1 then sp4",))
+    yield replace(sliced, name="heads inside nodes fp32", dtype=FLOAT32, optimizer="SGD")
+
+
+# --- Training cases of modules in which tokens meet: boxes, recurrent layers that carry states through slices,
+# and whose heads ranks share.
+def boxed() -> Iterator[Case]:
+    """Modules in which tokens meet, run once for each sequence: in all layers or in some."""
+    base = Case("", "bloom", CHANGING, steps=3, optimizer="SGD", dtype=FLOAT32)
+    yield replace(
+        base, name="boxes", strategies=("tp2pp2", "sp2 + 2*tp1"), dtype=FLOAT64, optimizer="AdamW", quick=True
+    )
+    yield replace(base, name="boxes, V", strategies=("pp2/v + sp2", "tp2pp2/zb-h1"), recompute=True)
+    yield replace(base, name="boxes, checkpointed", activation_checkpointing=True)
+    yield replace(base, name="boxes, phases", strategies=("4*tp1 then 2*tp2 then tp4",))
+    yield replace(base, name="boxes, dropout", family="gptj, dropout", draws=True, dtype=FLOAT64, optimizer="AdamW")
+    for family in ("lfm2", "qwen3_next", "falcon_h1"):
+        # Exponentials of sums over a sequence magnify FP32's rounding in the delta rule's gradients.
+        own = replace(base, family=family, amplifies=family == "qwen3_next")
+        yield replace(own, name=f"hybrid, {family}")
+        yield replace(own, name=f"hybrid, {family}, V", strategies=("pp2/v + sp2", "pp4/zb-h1"))
+    hybrid = replace(base, family="lfm2")
+    yield replace(hybrid, name="hybrid", strategies=("tp2pp2/v", "sp2 + pp2"), recompute=True, steps=2, quick=True)
+    yield replace(hybrid, name="hybrid on 8 ranks", strategies=CHANGING_8)
+    yield replace(hybrid, name="hybrid, checkpointed", activation_checkpointing=True)
+
+
+def states() -> Iterator[Case]:
+    """Recurrent layers that carry their states from slice to slice: delta rules, Mamba-2, short convolutions."""
+    base = Case("", "qwen3_next", IN_SLICES, steps=3, slices=True)
+    for family in ("qwen3_next", "bamba", "lfm2"):
+        own = replace(base, family=family)
+        yield replace(own, name=f"states, {family}")
+        yield replace(own, name=f"states, {family}, one strategy", strategies=("pp2",))
+        yield replace(own, name=f"states, {family}, V", strategies=("tp2pp2/v", "pp2/v + sp2", "pp4/list"),
+                      recompute=True)  # fmt: skip
+    hybrid = replace(
+        base, name="states", strategies=("tp2pp2/v", "sp2 + pp2/list"), steps=2, recompute=True, quick=True
+    )
+    yield hybrid
+    yield replace(hybrid, name="states, sp", family="bamba", strategies=("sp4", "tp2sp2"))
+    yield replace(base, name="states, split", strategies=("tp2pp2/zb-h1", "sp2 + pp2/zb-h1", "pp4/zb-h1"))
+    yield replace(base, name="states, checkpointed", family="bamba", activation_checkpointing=True)
+    yield replace(base, name="states in phases", family="bamba",
+                  strategies=("4*tp1 then 2*pp2 then tp2sp2", "pp2 + sp2 then pp4"))  # fmt: skip
+    dropped = replace(base, family="lora in boxes with dropout", draws=True, steps=2)
+    yield replace(dropped, name="states, lora with dropout", strategies=("pp2/v + sp2", "pp4/list"), recompute=True,
+                  quick=True)  # fmt: skip
+    yield replace(base, name="states, lora", family="lora in boxes", strategies=CHANGING_WITHOUT_TP)
+    yield replace(base, name="states, frozen lower layers", family="bamba",
+                  frozen=("embed_tokens", "layers.0.", "layers.1."))  # fmt: skip
+    yield replace(base, name="states fp32", family="lfm2", dtype=FLOAT32, optimizer="SGD")
+    yield replace(base, name="states on 8 ranks", family="lfm2", strategies=CHANGING_8)
+    yield replace(base, name="states, long ones only", lengths=(300, 200, 450) * 8, strategies=("2*pp2", "tp2pp2"))
+
+
+_WITH_HEADS = ("qwen3_next", "qwen3_5", "olmo_hybrid", "bamba", "granite_4", "nemotron_h", "granite, experts")
+_BY_TP = ("tp2 + 2*tp1", "tp2pp2", "tp4", "tp2sp2")
+
+
+def _otherwise(case: Case) -> Iterator[Case]:
+    """The same, of other types, computed again, and with frozen layers."""
+    yield replace(case, name=f"{case.name}, checkpointed", activation_checkpointing=True)
+    yield replace(case, name=f"{case.name}, frozen lower layers", frozen=("embeddings", "layers.0.", "layers.1."))
+    yield replace(case, name=f"{case.name}, fp32", dtype=FLOAT32, optimizer="SGD")
+    yield replace(case, name=f"{case.name}, bf16", dtype=BFLOAT16)
+
+
+def by_heads() -> Iterator[Case]:
+    """Recurrent layers of which each tensor parallel rank computes its own heads."""
+    base = Case("", "qwen3_next", _BY_TP, steps=4)
+    for family in _WITH_HEADS:
+        own = replace(base, family=family)
+        yield replace(own, name=f"by heads, {family}")
+        yield replace(own, name=f"by heads, {family}, slices", strategies=("tp2 + 2*tp1", "tp2pp2/v", "tp4"), steps=3,
+                      slices=True, recompute=True)  # fmt: skip
+    few = replace(base, family="nemotron_h", steps=2)
+    yield replace(few, name="by heads", strategies=("tp4", "tp2pp2/zb-h1"), slices=True, recompute=True, quick=True)
+    yield replace(few, name="by heads on 8 ranks", strategies=("tp8", "tp4sp2", "tp4 + tp2pp2"))
+    yield replace(few, name="by heads, split", strategies=("tp2pp2/zb-h1", "sp2 + tp2/zb-h1"), slices=True)
+    yield replace(few, name="by heads, phases", strategies=("4*tp1 then 2*tp2 then tp4",))
+    yield from _otherwise(replace(few, name="by heads"))
+    for family in ADAPTED_BY_HEADS:
+        own = replace(base, family=family, draws="dropout" in family)
+        yield replace(own, name=f"by heads, {family}")
+        yield replace(own, name=f"by heads, {family}, slices", strategies=("tp4", "tp2pp2/v"), steps=2, slices=True)
+
+
+def by_heads_over_tokens() -> Iterator[Case]:
+    """Recurrent layers of which each sequence parallel rank computes its own heads, for all tokens."""
+    base = Case("", "qwen3_next", ("sp2 + 2*tp1", "sp4", "tp2sp2", "pp2sp2"), steps=4)
+    for family in _WITH_HEADS:
+        own = replace(base, family=family)
+        yield replace(own, name=f"heads over sp, {family}")
+        yield replace(own, name=f"heads over sp, {family}, slices", strategies=("sp4", "pp2sp2/v", "tp2sp2"), steps=3,
+                      slices=True, recompute=True)  # fmt: skip
+    few = replace(base, family="nemotron_h", steps=2)
+    yield replace(few, name="heads over sp", strategies=("sp4", "pp2sp2/zb-h1"), slices=True, recompute=True,
+                  quick=True)  # fmt: skip
+    yield replace(few, name="heads over sp on 8 ranks", strategies=("sp8", "tp2sp4", "tp4sp2"))
+    # Four ranks share two key heads, two by two.
+    yield replace(few, name="heads over sp, fewer heads", family="qwen3_next", strategies=("sp4", "pp2sp2"),
+                  slices=True)  # fmt: skip
+    yield replace(few, name="heads over sp, split", strategies=("pp2sp2/zb-h1", "sp2/zb-h1 + tp2"), slices=True)
+    yield replace(few, name="heads over sp, phases", strategies=("4*tp1 then 2*sp2 then sp4",))
+    yield from _otherwise(replace(few, name="heads over sp"))
+    for family in ADAPTED_BY_HEADS:
+        own = replace(base, family=family, draws="dropout" in family, steps=2)
+        yield replace(own, name=f"heads over sp, {family}", strategies=("sp4", "tp2sp2"))
+        yield replace(own, name=f"heads over sp, {family}, slices", strategies=("sp2 + pp2", "pp2sp2/v"), slices=True)
+
+
+# --- Training cases of pipelines whose stages differ in device class, degrees and layers: the classes are made
+# up.
+HALVES = ((2, "slow"), (2, "fast"))  # nodes
+APART = ((1, "slow"), (2, "fast"), (1, "slow"))
+THREE = ((3, "slow"), (1, "fast"))
+EIGHT = ((4, "slow"), (2, "fast"), (2, "fast"))
+
+
+def mixed() -> Iterator[Case]:
+    """24 rows; ranks of a class follow each other in some clusters and not in others."""
+    base = Case("", "llama", ("(tp2[0:1]@slow > tp2[1:4]@fast)",), steps=3, cluster=HALVES)
+    yield replace(base, name="mixed")
+    yield replace(base, name="mixed, two pipelines", strategies=("(tp1[0:1]@slow > tp1[1:4]@fast) + "
+                  "(tp1[0:2]@slow > tp1[2:4]@fast)", "2*(tp1[0:1]@slow > tp1[1:4]@fast)"))  # fmt: skip
+    yield replace(base, name="mixed, a class alone", strategies=("tp2@slow + tp2@fast", "sp2@slow + 2*tp1@fast"))
+    yield replace(base, name="mixed, tp and sp", strategies=("(sp2[0:1]@slow > tp2[1:4]@fast)",
+                  "(tp2[0:2]@fast > sp2[2:4]@slow)"))  # fmt: skip
+    yield replace(base, name="mixed, apart", cluster=APART, quick=True, strategies=("(tp2[0:3]@slow > tp2[3:4]@fast)",
+                  "(tp1[0:1]@slow > tp2[1:3]@fast > tp1[3:4]@slow)", "(sp2@slow > tp2@fast)"))  # fmt: skip
+    yield replace(base, name="mixed, apart, sp over nodes", cluster=APART, strategies=("sp2@slow + sp2@fast",
+                  "(tp1[0:1]@fast > sp2[1:3]@slow > tp1[3:4]@fast)"))  # fmt: skip
+    yield replace(base, name="mixed, three of a class", cluster=THREE, strategies=("(tp2@slow > tp1@slow > tp1@fast)",
+                  "tp1@slow + (tp2[0:1]@slow > tp1[1:4]@fast)"))  # fmt: skip
+    yield replace(base, name="mixed, tied", family="llama_tied", strategies=("(tp2[0:1]@slow > tp2[1:4]@fast)",
+                  "2*(tp1@slow > tp1@fast)"))  # fmt: skip
+    for family in ("gemma2", "mixtral", "gpt2", "phi3"):
+        yield replace(base, name=f"mixed, {family}", family=family)
+    yield replace(base, name="mixed, eight", cluster=EIGHT, strategies=("(tp4[0:1]@slow > tp2[1:2]@fast > "
+                  "tp1[2:3]@fast > tp1[3:4]@fast)", "2*(tp2[0:1]@slow > tp2[1:4]@fast)"))  # fmt: skip
+    yield replace(base, name="mixed, eight, tp4 over nodes", cluster=EIGHT,
+                  strategies=("(tp4[0:1]@slow > tp4[1:4]@fast)", "(tp2sp2[0:1]@slow > sp4[1:4]@fast)"))  # fmt: skip
+    split = replace(base, strategies=("(tp2[0:1]@slow > tp2[1:4]@fast)/zb-h1", "2*(tp1@slow > tp1@fast)/zb-h1"))
+    yield replace(split, name="mixed, split")
+    yield replace(split, name="mixed, list", strategies=("(sp2[0:1]@slow > tp2[1:4]@fast)/list",))
+    of_v = ("(sp2[0:1,3:4]@slow > tp2[1:2,2:3]@fast)/list", "(tp2@slow > sp2@fast)/v")
+    yield replace(split, name="mixed, V", strategies=of_v)
+    sliced = replace(base, slices=True)
+    yield replace(sliced, name="mixed, slices", quick=True)
+    yield replace(sliced, name="mixed, slices, V", strategies=("(sp2[0:1,3:4]@slow > tp2[1:2,2:3]@fast)/list",))
+    yield replace(sliced, name="mixed, slices, recomputed", family="mistral", recompute=True)
+    yield replace(base, name="mixed, phases", strategies=("2*tp1@slow + 2*tp1@fast then (tp2[0:1]@slow > "
+                  "tp2[1:4]@fast)",))  # fmt: skip
+    yield replace(base, name="mixed, checkpointed, frozen", activation_checkpointing=True,
+                  frozen=("embed_tokens", "layers.0."))  # fmt: skip
+    yield replace(base, name="mixed, dropout", family="dropout (Phi)", draws=True, frozen=NO_GRADIENT)
+    yield replace(base, name="mixed fp32", dtype=FLOAT32, optimizer="SGD")
+    yield replace(base, name="mixed bf16", dtype=BFLOAT16)
+
 
 FIXED_STRATEGIES = (
     "tp1",

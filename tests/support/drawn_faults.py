@@ -20,8 +20,7 @@ from ds_hydra.data.sampler import TokenBudgetSampler
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.planner import PhasedPlanner, parse_phases, save_plans
 from tests.support.ends import TRACEBACK, End, ends, mark_fault
-from tests.support.small_job import sequences, small_engine, small_source
-from tests.support.streams import Stateful
+from tests.support.small_job import Stateful, sequences, small_engine, small_source
 from tools import aims, machine
 
 NUM_RANKS, STEPS, FAULT_STEP = 3, 5, 2

@@ -23,8 +23,7 @@ from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.planner import PhasedPlanner, StepPlan, parse_phases
 from ds_hydra.testing import run_ranks
 from tests.support.elastic_job import Job, Loss, Result, leg, run_elastic
-from tests.support.small_job import find_before_forks
-from tests.support.sources import USUAL, in_place_of_looking
+from tests.support.small_job import USUAL, find_before_forks, in_place_of_looking
 
 KINDS = {"SIGKILL": -9, "exception": 1, "os._exit": 3, "SIGSEGV": -11, "SIGSTOP": -9}
 """How a member fails, and the exit code that it leaves: one that stands still is killed by another one."""

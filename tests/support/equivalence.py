@@ -30,12 +30,10 @@ from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.plan.step_plan import THEN
 from ds_hydra.planner import PhasedPlanner, PlannerOptions, parse_phases, save_plans
 from ds_hydra.testing import Difference, OneProcess, RankRun, Sample, float64_throughout, note_training, run_ranks
-from tests.support.case import BFLOAT16, FLOAT32, FLOAT64, SHARES, Case
-from tests.support.cut_plans import in_slices, num_slices, recomputing, replaying
+from tests.support.case import BFLOAT16, FLOAT32, FLOAT64, OWN, SHARES, Case
 from tests.support.families import LAYER_LIST, build_model, reference_model, vocab_size
-from tests.support.losses import OWN
-from tests.support.strict import Rules
-from tests.support.strict_world import strict_world
+from tests.support.planner_cases import in_slices, num_slices, recomputing, replaying
+from tests.support.strict import Rules, strict_world
 
 # At larger rates the tiny models soon attend to everything alike; FP32 then rounds away gradients of queries and keys.
 ADAMW = {"lr": 2e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}

@@ -10,8 +10,7 @@ from unittest import mock
 from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.pushes import Pushes
 from tests.support.small_job import small_engine
-from tests.support.strict import Rules
-from tests.support.strict_world import one_push_at_a_time, strict_world
+from tests.support.strict import Rules, one_push_at_a_time, strict_world
 
 
 @contextmanager

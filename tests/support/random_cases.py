@@ -19,12 +19,10 @@ from ds_hydra.pipe.shape import StageShape, StrategyShape
 from ds_hydra.plan.step_plan import THEN
 from ds_hydra.plan.validate import check_shape
 from ds_hydra.zero_hetero.errors import PlanError
-from tests.support.case import BFLOAT16, FLOAT32, FLOAT64, Case
-from tests.support.cases import CASES
+from tests.support.case import BFLOAT16, FLOAT32, FLOAT64, OWN, Case
+from tests.support.cases import APART, CASES, EIGHT, HALVES, THREE
 from tests.support.equivalence import MIXED_COSTS, plan_of
 from tests.support.families import BALANCED, FAMILIES, LAYER_LIST, OTHER_SIZES
-from tests.support.losses import OWN
-from tests.support.mixed_cases import APART, EIGHT, HALVES, THREE
 
 _ROUTED = ("mixtral", "qwen3_moe", "gpt_oss")
 _ALSO_ROUNDED = (*(name for name in FAMILIES if name not in OTHER_SIZES), LAYER_LIST)  # drawn in FP32 and BF16 too

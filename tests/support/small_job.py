@@ -1,25 +1,82 @@
-"""A small training job for tests of checkpoints and faults: model, sequences, config, engine."""
+"""A small training job for tests: model, sequences, streams, data that fail, engine, refused calls."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import ds_hydra
+from ds_hydra.engine import engine as engines
+from ds_hydra.engine import job as jobs
 from ds_hydra.engine.costs import describe_job
 from ds_hydra.engine.job import model_source
+from ds_hydra.pipe.loss import TokenLoss
+from ds_hydra.pipe.models.adapted import base_of
+from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.stage import ModelSource
+from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.planner.selection import warm_up
 from ds_hydra.self_check.cache import fingerprint
 from ds_hydra.testing import rank_environment
-from tests.support.sources import USUAL, in_place_of_looking
+from ds_hydra.zero_hetero.errors import ConfigError
 
+# --- Sources of stages that are found once, before ranks are forked, and not by each rank again. To find where
+# a model's stages come from takes a rank several times as long as all else of an engine, and all ranks find the
+# same. What is found, and how, has tests of its own.
+USUAL = StageOptions(token_sharding=True, functions="auto", sp_overlap=True)  # what a config's defaults ask for
+
+
+@contextlib.contextmanager
+def in_place_of_looking(known: ModelSource) -> Iterator[None]:
+    """Engines within it take a source under the usual settings for models that differ in their values only.
+
+    Under other settings, with another loss, for a model of other parameters and where strategies spread experts, the
+    source is found anew. What is known needs no name by which ranks would tell each other of it: to make one takes half
+    as long as all else.
+    """
+    assert isinstance(known, CausalLM)
+    alike = {(spec.name, spec.shape, spec.trainable, known.dtype) for one in known.plan.buckets for spec in one.params}
+
+    def is_known(model: Any, options: StageOptions) -> bool:
+        named = dict(getattr(base_of(model), "named_parameters", dict)())
+        own = {(name, tuple(one.shape), one.requires_grad, one.dtype) for name, one in named.items()}
+        return options == USUAL and own == alike
+
+    def find(model: Any, options: StageOptions, **arguments: Any) -> ModelSource:
+        stages = (stage for shape in arguments.get("shapes", ()) for one in shape.pipelines for stage in one.stages)
+        other = arguments.get("loss_fn") is not (None if known.valued else known.token_loss)
+        if other or not is_known(model, options) or any(stage.ep > 1 for stage in stages):
+            return model_source(model, options, **arguments)
+        found = copy.copy(known)
+        named = base_of(model).named_parameters()
+        found.values = {name: parameter.detach() for name, parameter in named if not parameter.is_meta}
+        return found
+
+    def name(model: Any, what: str, *settings: Any) -> str | None:
+        return None if is_known(model, StageOptions(*settings)) else fingerprint(model, what, *settings)
+
+    with mock.patch.object(engines, "model_source", find), mock.patch.object(jobs, "fingerprint", name):
+        yield
+
+
+def shared_source(model: Any, loss_fn: TokenLoss | None = None) -> contextlib.AbstractContextManager[None]:
+    """Engines within it, also those of ranks that are forked, take the source of this model for models like it.
+
+    Only their values may differ, and what a source does not look at.
+    """
+    return in_place_of_looking(model_source(model, USUAL, loss_fn=loss_fn))
+
+
+# --- A small training job for tests of checkpoints and faults: model, sequences, config, engine.
 STRATEGIES = {
     1: ["tp1"],
     2: ["tp2", "pp2", "2*tp1"],
@@ -143,3 +200,142 @@ def whole_state(engine: Any) -> dict[str, Tensor]:
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     """Equal to the bit."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# --- Streams of sequences for tests: with a state of their own, with an epoch, with neither, and read once
+# only.
+class Plain:
+    """A stream that says nothing of its place."""
+
+    def __init__(self, items: Sequence[Any]):
+        self.items, self.reads = items, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in self.items:
+            self.reads += 1
+            yield item
+
+
+class Stateful(torch.utils.data.IterableDataset):
+    """Has the state_dict() of a loader; what it gives depends on the passes that it counts itself."""
+
+    def __init__(self, items: Sequence[Any]):
+        self.items, self.reads = items, 0
+        self._at, self._passes, self._begin = 0, 0, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        begin, self._begin = self._begin, 0
+        for number in range(begin, len(self.items)):
+            self._at = number + 1
+            self.reads += 1
+            yield self.items[(number * 7 + self._passes) % len(self.items)]
+        self._passes, self._at = self._passes + 1, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self._at, "passes": torch.tensor(self._passes)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._at = self._begin = state["at"]
+        self._passes = int(state["passes"])
+
+
+class WithEpoch:
+    """A stream as `datasets` has it: another order in each epoch, and a state that is of the last pass until the first
+    item of the next was taken."""
+
+    def __init__(self, items: Sequence[Any]):
+        self.items, self.reads, self.epoch = items, 0, 0
+        self._state: dict[str, int] | None = None
+        self._from: dict[str, int] | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        begin = self._from["at"] if self._from and self._from["epoch"] == self.epoch else 0
+        for number in range(begin, len(self.items)):
+            self._state = {"at": number + 1, "epoch": self.epoch}
+            self.reads += 1
+            yield self.items[(number * 5 + 3 * self.epoch) % len(self.items)]
+
+    def state_dict(self) -> dict[str, int] | None:
+        return self._state
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._from = state
+
+
+def of_datasets(items: Sequence[Any]) -> Any:
+    """A stream of `datasets` in two shards, another order of them in each epoch."""
+    import datasets
+
+    rows = datasets.Dataset.from_dict({"input_ids": [torch.as_tensor(item).tolist() for item in items]})
+    return rows.to_iterable_dataset(num_shards=2).shuffle(seed=1, buffer_size=1)
+
+
+def of_torchdata(items: Sequence[Any]) -> Any:
+    """torchdata's loader of padded batches of three, in another order each pass, read by a worker process."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    generator = torch.Generator().manual_seed(2)
+    return StatefulDataLoader(
+        list(items), batch_size=3, shuffle=True, generator=generator, num_workers=1, collate_fn=padded
+    )
+
+
+def padded(items: Sequence[Any]) -> dict[str, torch.Tensor]:
+    """A batch as collators make it."""
+    ids = torch.nn.utils.rnn.pad_sequence([torch.as_tensor(item) for item in items], batch_first=True)
+    lengths = torch.tensor([len(item) for item in items])
+    return {"input_ids": ids, "attention_mask": (torch.arange(ids.shape[1]) < lengths[:, None]).long()}
+
+
+STREAMS = (Plain, Stateful, WithEpoch)
+REAL_STREAMS = (of_datasets, of_torchdata)
+
+
+# --- Data that fail while they are read.
+def failing(raised: BaseException) -> Callable[[int], Iterator[list[list[int]]]]:
+    """Shares for `train_batch`; in step 3 the iterator of rank 1 fails."""
+
+    def my_tokenizer(rank: int) -> Iterator[list[list[int]]]:
+        for step in range(5):
+            if step == 2 and rank == 1:
+                raise raised
+            yield [[3, 4, 5 + step, 6]] * 3
+
+    return my_tokenizer
+
+
+class Blinks(list[Any]):
+    """A dataset whose storage fails on rank 1."""
+
+    rank = 0
+    error: BaseException = OSError(5, "Input/output error", "/data/tokens.bin")
+
+    def __getitem__(self, index: Any) -> Any:
+        if self.rank == 1 and index == 5:
+            raise self.error
+        return super().__getitem__(index)
+
+
+# --- Calls that an engine must refuse: what each has told, and that training goes on from where it was.
+def refused_calls(
+    engine: Any,
+    calls: Iterable[Callable[[], Any]],
+    trains: Callable[[], Any],
+    errors: tuple[type[Exception], ...] = (ConfigError,),
+) -> tuple[list[str], bool]:
+    """The text of each call's error, or "done"; and whether nothing was changed by them and is by what `trains`, with
+    a step of the optimizer after it. Every rank must call it."""
+    before, told = whole_state(engine), list[str]()
+    for call in calls:
+        try:
+            call()
+            told.append("done")
+        except errors as error:
+            told.append(str(error))
+    unchanged = same(before, whole_state(engine)) and not engine.gradients_wait()
+    trains()
+    engine.optimizer_step()
+    return told, unchanged and not same(before, whole_state(engine))

@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader
 
 from ds_hydra.host.environment import MEMBERS_FOLDER
 from tests.support.ends import TRACEBACK, End, all_told, codes, ends, mark_fault
-from tests.support.small_job import find_before_forks, sequences, small_engine
-from tests.support.streams import Stateful
+from tests.support.small_job import Stateful, find_before_forks, sequences, small_engine
 
 PLACES = ("script", "data", "stream", "collate", "layer", "loss", "callback", "evaluation", "scheduler", "planner",
           "saving thread", "atexit")  # fmt: skip

@@ -33,7 +33,7 @@ from ds_hydra.profiling.stage_memory import measure_activations
 from ds_hydra.simulate.memory import memory_over_time
 from ds_hydra.simulate.pipeline import StageTimes
 from ds_hydra.testing import run_ranks
-from tests.support.cut_plans import in_slices, recomputing
+from tests.support.planner_cases import in_slices, recomputing
 from tools import aims
 from tools.devices.peak import CONFIG, LENGTH, MIB, quiet_settings, source_of, train_and_measure
 from tools.devices.table import Table

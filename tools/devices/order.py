@@ -23,8 +23,7 @@ from tests.support.case import Case
 from tests.support.equivalence import compare, num_ranks
 from tests.support.mutated_order import train_with_polls
 from tests.support.random_cases import random_case
-from tests.support.strict import Rules, StrictError
-from tests.support.strict_world import one_push_at_a_time
+from tests.support.strict import Rules, StrictError, one_push_at_a_time
 from tools.devices.table import Table
 
 DRAWS, QUICK_DRAWS, FIRST_SEED = 24, 1, 1001  # jobs of two or three strategies; the first has every kind of them

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.clock import HostClock
-from tests.support.device_steps import EXPECTED_STAGE_S, Step, engine_steps, stage_times
-from tests.support.fake_device import FakeDevice, FakeDeviceClock
+from tests.support.device_steps import EXPECTED_STAGE_S, FakeDevice, FakeDeviceClock, Step, engine_steps, stage_times
 from tools import aims
 from tools.devices.table import Table
 

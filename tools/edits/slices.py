@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_hydra.planner import save_plans
-from tests.support.cut_plans import in_slices, num_slices, replaying
+from tests.support.planner_cases import in_slices, num_slices, replaying
 
 
 def replay_in_slices(engine: Any, steps: int) -> None:

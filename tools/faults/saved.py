@@ -19,7 +19,7 @@ _NOBODY = 65534  # the user without rights, on any Linux
 
 def check_kills(quick: bool) -> Tally:
     """SIGKILL at random instants of saves over the same tags: the previous or the new one always loads whole."""
-    from tests.support.saver import Saver
+    from tests.support.folder_trials import Saver
 
     tally, pause = Tally("kills while saving"), random.Random(0)
     with tempfile.TemporaryDirectory() as scratch:
@@ -99,21 +99,21 @@ def check_damage(quick: bool) -> Tally:
 
 def check_drawn_damages(quick: bool) -> Tally:
     """Damages of files, folders and names, drawn at random: refused on all ranks, or loaded as what was saved."""
-    from tests.support.loads import damaged
+    from tests.support.damages import damaged
 
     return _drawn("drawn damages", damaged, 10 if quick else DAMAGES, slice(0, None, 1 + quick))
 
 
 def check_forgeries(quick: bool) -> Tally:
     """One value changed and all digests made to match: what all ranks refuse, or load as what it says, and go on."""
-    from tests.support.loads import forged
+    from tests.support.damages import forged
 
     return _drawn("forgeries", forged, 10 if quick else FORGERIES, slice(quick, None, 1 + quick))
 
 
 def _drawn(name: str, tried: Callable[..., dict[str, list[str]]], count: int, which: slice) -> Tally:
     """So many cases, over these of the jobs of several kinds, saved by as many ranks as load them and by more."""
-    from tests.support.loads import JOBS, save
+    from tests.support.damages import JOBS, save
 
     tally, accepted = Tally(name), 0
     templates = [(kind, saved_by) for saved_by in (2, 3) for kind in JOBS][which]
@@ -134,7 +134,7 @@ def _unwritable(scratch: Path) -> list[tuple[str, str]]:
     from ds_hydra.checkpoint import shard_file
     from ds_hydra.ranks.channel import Channel
     from ds_hydra.zero_hetero.errors import CheckpointError
-    from tests.support.saver import Saver
+    from tests.support.folder_trials import Saver
 
     def full(handle: int, data: memoryview) -> None:
         raise OSError(28, "No space left on device", "rank_00000.safetensors")

@@ -17,7 +17,7 @@ from ds_hydra.pipe.shape import PipelineShape
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.simulate.job import SimulatedJob
 from ds_hydra.simulate.step import Simulator
-from tests.support.random_plans import MODEL, dealt_phase, random_job, random_lengths, unequal_shapes
+from tests.support.planner_cases import MODEL, dealt_phase, random_job, random_lengths, unequal_shapes
 from tools import aims
 
 _RANKS = (8, 12, 16)

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from ds_hydra.pipe.models.causal_lm import CausalLM
-from tests.support.boxed_models import BOXED
-from tests.support.families import build_model
+from tests.support.families import BOXED, build_model
 
 
 def ways(quick: bool, missed: list[str]) -> list[dict[str, Any]]:

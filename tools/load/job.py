@@ -21,7 +21,7 @@ from ds_hydra.costs.cost_table import CostTable, SchemeCost, TableFile
 from ds_hydra.costs.shares import Shares
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.testing import run_ranks
-from tests.support.cut_plans import num_slices
+from tests.support.planner_cases import num_slices
 
 NUM_RANKS = 3
 HURT_AFTER = 3  # steps

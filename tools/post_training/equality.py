@@ -14,11 +14,10 @@ import ds_hydra
 from ds_hydra.pipe.models.adapted import NAMES_OF_PEFT
 from ds_hydra.planner import PhasedPlanner, StepPlan, parse_phases
 from ds_hydra.testing import float64_throughout, rank_environment, run_ranks, whole_gradients
-from tests.support.cut_plans import in_slices, num_slices, recomputing
 from tests.support.families import VALUED, build_model, reference_model
-from tests.support.sources import shared_source
-from tests.support.strict import Rules
-from tests.support.strict_world import strict_world
+from tests.support.planner_cases import in_slices, num_slices, recomputing
+from tests.support.small_job import shared_source
+from tests.support.strict import Rules, strict_world
 from tools.post_training.plain import ALL_LOSSES, LOSSES, VALUE_LOSSES, Compared
 from tools.post_training.rollouts import PER_RANK, rollouts, scores_of, share, values_of
 

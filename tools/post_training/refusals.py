@@ -13,8 +13,7 @@ from ds_hydra.losses import DPO, GSPO, Distillation, dapo, grpo
 from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError
 from tests.support.families import build_model
-from tests.support.small_job import same, small_engine, whole_state
-from tests.support.sources import shared_source
+from tests.support.small_job import same, shared_source, small_engine, whole_state
 
 Change = Callable[[dict[str, Any]], dict[str, Any]]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ds_hydra.losses import grpo
 from ds_hydra.testing import float64_throughout, run_ranks
 from tests.support.families import build_model, reference_model
-from tests.support.sources import shared_source
+from tests.support.small_job import shared_source
 from tools.post_training.equality import LAYOUTS, RANKS, Planned, apart, engine_of
 from tools.post_training.plain import LOSSES
 from tools.post_training.rollouts import rollouts, scores_of, share

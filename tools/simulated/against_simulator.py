@@ -16,7 +16,7 @@ from ds_hydra.emulate.cluster import emulate_plans
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.simulate.job import SimulatedJob
 from ds_hydra.simulate.step import Simulator
-from tests.support.random_plans import random_job, random_lengths, random_plan
+from tests.support.planner_cases import random_job, random_lengths, random_plan
 from tools import aims
 from tools.simulated.part import Part
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ds_hydra.emulate.cluster import EmulatedJob, emulate
 from ds_hydra.emulate.engine import EmulatedEngine
-from tests.support.random_plans import random_job, random_lengths, random_plan
+from tests.support.planner_cases import random_job, random_lengths, random_plan
 from tools import aims
 from tools.simulated.part import Part
 
