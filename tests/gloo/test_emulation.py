@@ -1,25 +1,55 @@
-"""The emulated cluster: times worked out by hand, steps whose sums are right, and what it refuses."""
+"""The emulated cluster, devices of two classes, slow ranks, and times on a device with a queue."""
 
 from __future__ import annotations
 
+import json
+import logging
 import math
+import re
+import time
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
 
 import deepspeed  # noqa: F401  (before forking: the ranks share it)
 import pytest
+import torch
+from torch import Tensor
 
-from ds_hydra.costs.cost_table import CostTable, TableFile
+from ds_hydra.costs.cost_table import CostTable, SchemeCost, TableFile
 from ds_hydra.emulate.cluster import EmulatedStep, emulate
 from ds_hydra.pipe.model_plan import ParamSpec, ShardRule
+from ds_hydra.pipe.models.causal_stage import CausalStage
 from ds_hydra.pipe.shape import ParallelScheme
-from ds_hydra.plan.step_plan import MicroBatchPlan, Phase, PipelinePlan, save_plans
+from ds_hydra.plan.step_plan import MicroBatchPlan, Phase, PipelinePlan, StepPlan, save_plans
+from ds_hydra.report import calibration
 from ds_hydra.simulate.links import Speed
 from ds_hydra.simulate.step import Simulator
+from ds_hydra.step.strategy_runtime import PeakMemory
+from ds_hydra.testing import float64_throughout, run_ranks
+from ds_hydra.zero_hetero.clock import HostClock
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
+from tests.support.cases import CASES
+from tests.support.device_steps import (
+    EACH_S,
+    EXPECTED_STAGE_S,
+    FakeDevice,
+    FakeDeviceClock,
+    Step,
+    engine_steps,
+    stage_times,
+)
 from tests.support.emulated_job import BUCKET_BYTES, emulated_job, square_model
+from tests.support.equivalence import MIXED_COSTS, compare
 from tests.support.planner_cases import room_for_pushes
+from tests.support.small_job import same, small_engine, small_model, whole_state
+from tests.support.strict import Rules
 
+# --- The emulated cluster: times worked out by hand, steps whose sums are right, and what it refuses.
 MIXED = ("tp2 + pp2", "2*pp2", "pp4", "4*tp1", "2*sp2", "tp2sp2", "tp2pp2", "pp4/zb-h1", "pp4/list", "tp2pp2/v")
 WIDE = 10**9  # features, beside which no parameter counts
 QUARTER_A_MS = BUCKET_BYTES / 4 / 1e-3  # bytes/s: a rank's part of a bucket takes 1 ms
@@ -184,3 +214,304 @@ def test_a_plan_that_does_not_fit_is_refused_by_all_ranks(tmp_path: Path) -> Non
     replayed = replace(job, choose="best", replay=str(tmp_path / "plans.jsonl"))
     with pytest.raises(PlanError, match="holds 6 tokens but MaxLen is 3"):
         emulate(replayed, 1)
+
+
+# --- Jobs whose ranks have devices of two classes, made up by hydra.cluster; the cases called "mixed" are such
+# jobs.
+CLUSTER = [{"ranks": 2, "device": "slow"}, {"ranks": 2, "device": "fast"}]
+STRATEGIES = ["(tp2[0:1]@slow > tp2[1:4]@fast)", "2*(tp1[0:1]@slow > tp1[1:4]@fast)", "tp2@slow + 2*tp1@fast"]
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("name", ["mixed", "mixed, two pipelines"])
+def test_stages_of_two_classes_break_no_rule_of_nccl(name: str) -> None:
+    (case,) = (case for case in CASES if case.name == name)
+    case = replace(case, steps=2, tokens_per_step=250, lengths=tuple(-(-length // 4) for length in case.lengths))
+    assert compare(case, strict=Rules(blocking=True)).missed(case.aims, case.name) == []
+
+
+@pytest.mark.drawn
+def test_each_class_is_given_work_by_its_own_speed() -> None:
+    """Two ranks of tp2 on the slow class have less than one of tp1 on the fast one. A digest knows the cluster."""
+
+    def train(rank: int, cluster: list[Any]) -> tuple[str, float, list[tuple[str, int]]]:
+        engine = small_engine(rank, strategies=STRATEGIES[2:], cluster=cluster, cost_table=str(MIXED_COSTS))
+        for _ in range(2):
+            engine.train_batch()
+        last = engine.last_step
+        assert last is not None
+        plan = StepPlan.from_json(last.plan, "the step's plan")
+        tokens = [
+            (str(one.shape), sum(batch.num_tokens for batch in one.microbatches)) for one in plan.phases[0].pipelines
+        ]
+        found = last.plan_digest, last.loss, tokens
+        engine.destroy()
+        return found
+
+    (digest, loss, tokens), *others = run_ranks(train, 4, CLUSTER)
+    assert all(other[:2] == (digest, loss) for other in others)
+    slow, *fast = (count for _, count in tokens)
+    assert min(fast) > slow, tokens
+    (other, same, _), *_ = run_ranks(train, 4, CLUSTER[::-1])
+    assert other != digest
+    assert same == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.drawn
+def test_strategies_are_proposed_for_the_classes() -> None:
+    def train(rank: int) -> tuple[tuple[str, ...], list[float], str]:
+        engine = small_engine(rank, strategies="auto", choose="best", cluster=CLUSTER, cost_table=str(MIXED_COSTS))
+        losses = [engine.train_batch().item() for _ in range(2)]
+        found = tuple(map(str, engine.crew.prepared.strategies)), losses, engine.last_step.plan_digest
+        engine.destroy()
+        return found
+
+    first, *others = run_ranks(train, 4)
+    assert others == [first] * 3
+    strategies, losses, _ = first
+    assert len(strategies) > 2
+    assert all("@slow" in one and "@fast" in one for one in strategies)
+
+    def alike(rank: int) -> list[float]:
+        engine = small_engine(rank, strategies=["2*tp2"], choose="best")
+        losses = [engine.train_batch().item() for _ in range(2)]
+        engine.destroy()
+        return losses
+
+    assert losses == pytest.approx(run_ranks(alike, 4)[0], rel=1e-5)
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize(
+    ("hydra", "words"),
+    [
+        ({"cluster": CLUSTER, "strategies": STRATEGIES}, "devices of 2 classes.*measure a table on a device of each"),
+        ({"cluster": CLUSTER, "strategies": ["tp2@slow + tp2@quick"], "cost_table": ...}, "class 'quick', but the job"),
+        ({"cluster": CLUSTER, "strategies": ["2*tp2"], "cost_table": ...}, "stage 0 of pipeline tp2 names no class"),
+        ({"cluster": CLUSTER, "strategies": ["tp2@slow + tp1@slow + tp1@fast"], "cost_table": ...}, "3 of slow, of "
+         "which the job has 2; 1 of fast"),
+        ({"cluster": CLUSTER, "strategies": STRATEGIES, "cost_table": "slow"}, "no costs of devices of class 'fast'"),
+        ({"cluster": CLUSTER, "strategies": ["sp2@slow + (tp1@fast > tp1@fast)"], "cost_table": {"slow": ...}},
+         "class 'slow' and not of|of the class 'fast' and not of 'slow'"),
+        ({"cluster": [{"ranks": 4}], "strategies": STRATEGIES[:1]}, "all devices of the job are alike"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_the_cluster_is_refused_on_all_ranks(
+    hydra: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    own = json.loads(MIXED_COSTS.read_text())
+    own["schemes"] = [row for row in own["schemes"] if row["scheme"].endswith("@slow")]
+    (tmp_path / "slow.json").write_text(json.dumps(own))
+    table = hydra.get("cost_table")
+    if table is ...:
+        hydra = hydra | {"cost_table": str(MIXED_COSTS)}
+    elif table == "slow":
+        hydra = hydra | {"cost_table": str(tmp_path / "slow.json")}
+    elif table is not None:
+        hydra = hydra | {"cost_table": {"slow": str(MIXED_COSTS)}}
+
+    def start(rank: int) -> str:
+        with pytest.raises((ConfigError, PlanError)) as refused:
+            small_engine(rank, choose="best", **hydra)
+        return str(refused.value)
+
+    for refusal in run_ranks(start, 4):
+        assert re.search(words, refusal, re.DOTALL), refusal
+
+
+# --- A rank that computes slowly is told by rank 0 in one line, within twenty steps of a real job, and plans
+# follow.
+SLOW, PACE, RECOVERS = 2, 6.0, 22  # the rank, how slow it is, and the step from which on it is not
+STEPS, SAVED = 36, 18
+
+
+class Trained(NamedTuple):
+    """What a rank saw of its job."""
+
+    lines: list[str]
+    plans: list[str]
+    recipes: list[str]
+    state: dict[str, Tensor]  # of masters, after the last step
+
+
+def train(rank: int, folder: Path, mode: str, *, steps: int = STEPS, exact: bool = True, **block: Any) -> Trained:
+    """A stage takes 0.8 ms a token besides, on the slow rank six times as much. It goes on from a checkpoint of the
+    folder, if there is one."""
+    calibration.APPLY_EVERY = 1000  # a correction of all costs is no part of a plan
+    forward, lines = CausalStage.forward, list[str]()
+    engine: Any = None
+
+    def sleeping(self: Any, hidden: Any, batch: Any) -> Any:
+        slow = rank == SLOW and engine.global_steps < RECOVERS
+        time.sleep(8e-4 * sum(batch.pack.lengths) * (PACE if slow else 1.0))
+        return forward(self, hidden, batch)
+
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ds_hydra").addHandler(handler)
+    model = small_model().double() if exact else None
+    exactly: Any = nullcontext() if model is None else float64_throughout(model)
+    with exactly, mock.patch.object(CausalStage, "forward", sleeping):
+        engine = small_engine(rank, model, strategies=["4*tp1"], cost_table=str(folder / "costs.json"),
+                              cost_correction=mode, tokens_per_step=300, **block)  # fmt: skip
+        plans, recipes = [], []
+        while engine.global_steps < steps:
+            engine.train_batch()
+            plans.append(engine.last_step.plan)
+            recipes.append(engine.last_step.planning_recipe)
+            if block.get("checkpoint") and engine.global_steps == SAVED:
+                engine.save_checkpoint(block["checkpoint"]["dir"])
+        state = whole_state(engine)
+        engine.destroy()
+    told = [line for line in lines if "times as long as others" in line or "as fast as others" in line]
+    return Trained(told, plans, recipes, state)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """With costs of what a stage takes: 0.8 ms a token, and some for a micro-batch of the small model."""
+    TableFile(CostTable((SchemeCost(ParallelScheme(), 0.0, 0.8, 20.0, 1000),))).save(tmp_path / "costs.json")
+    return tmp_path
+
+
+def share(plan: str) -> float:
+    """Of a step's tokens, those of the slow rank."""
+    planned = StepPlan.from_json(plan)
+    return sum(batch.num_tokens for batch in planned.pipelines[SLOW].microbatches) / planned.num_tokens
+
+
+def trained(folder: Path, mode: str, **options: Any) -> list[Trained]:
+    """By rank."""
+    return run_ranks(partial(train, **options), 4, folder, mode, timeout=240)
+
+
+@pytest.mark.drawn
+def test_a_slow_rank_is_told_and_plans_give_it_less_until_it_recovers(folder: Path) -> None:
+    applied, *others = trained(folder, "apply")
+    (slow,) = [line for line in applied.lines if line.startswith(f"rank {SLOW} ") and "times as long" in line]
+    assert slow.endswith("; the plans of the steps after the next one give it less")
+    assert all(other.lines == [] and other.plans == applied.plans for other in others)
+    paces = [max(StepPlan.from_json(plan).pipelines[SLOW].paces, default=1.0) for plan in applied.plans]
+    known = next(step for step, pace in enumerate(paces) if pace > 1.0)
+    assert known <= 20
+    # Computing, which takes as long on all ranks, counts too, and the machine may be busy with other things.
+    assert 1.5 < paces[known] < 1.25 * PACE
+    assert paces[-1] < 0.5 * paces[known]
+
+    def mean(plans: list[str]) -> float:
+        return sum(map(share, plans)) / len(plans)
+
+    before, after, again = (
+        mean(applied.plans[part]) for part in (slice(known), slice(known, RECOVERS), slice(-6, None))
+    )
+    assert after < 0.75 * before
+    assert again > 1.15 * after
+    # Whatever plans are made by, the same is trained.
+    told = trained(folder, "report")[0]
+    assert not any(StepPlan.from_json(plan).pipelines[SLOW].paces for plan in told.plans)
+    assert told.lines[0].endswith('; with hydra.cost_correction "apply" later plans give it less')
+    masters = [name for name in applied.state if name.endswith("/master")]
+    largest = max(float((told.state[name] - applied.state[name]).abs().max()) for name in masters)
+    assert 0.0 < largest < 1e-9
+
+
+@pytest.mark.long
+def test_restarts_and_replays_are_equal_to_the_bit(folder: Path) -> None:
+    job: Any = {"steps": SAVED + 2, "exact": False, "checkpoint": {"dir": str(folder / "saved"), "keep_last": None}}
+    whole = trained(folder, "apply", **job)[0]
+    assert StepPlan.from_json(whole.plans[-1]).pipelines[SLOW].paces
+    # What it measures itself counts from the second step after it on.
+    again = trained(folder, "apply", **job)[0]
+    assert (again.plans, again.recipes) == (whole.plans[SAVED:], whole.recipes[SAVED:])
+    assert same(again.state, whole.state)
+    save_plans(map(StepPlan.from_json, whole.plans), plans := folder / "plans.jsonl")
+    replayed = trained(folder, "off", steps=SAVED + 2, exact=False, replay=str(plans))[0]
+    assert same(replayed.state, whole.state)
+
+
+# --- Times of a step on a device with a queue: work is charged to who started it, in a stage and in a whole
+# engine.
+def test_a_stage_is_charged_its_kernels_and_its_waits() -> None:
+    device = FakeDevice()
+    assert stage_times(FakeDeviceClock(device), device) == pytest.approx(EXPECTED_STAGE_S, abs=1e-3)
+
+
+def test_a_stage_by_the_hosts_clock_has_done_nothing() -> None:
+    device = FakeDevice()
+    assert sum(stage_times(HostClock(lambda: device.host_s), device).values()) < 1e-3
+
+
+def test_an_engines_work_is_charged_to_what_started_it() -> None:
+    steps: list[Step] = run_ranks(engine_steps, 1, False)[0]
+    for launched, stats, record, _ in steps:
+        computing = launched["forward"] + launched["backward"]
+        assert computing > 100 * EACH_S
+        assert stats.compute_s == pytest.approx(computing, rel=0.01)
+        assert stats.run_s == pytest.approx(computing, rel=0.05)
+        assert stats.exposed_pull_s < 1.01 * launched["pull"]
+        assert record.pipeline_ms == (1e3 * stats.run_s,)
+    # The norm of a step, and the update of the step before: of the first step there is the norm only.
+    first, second = steps
+    assert 0 < first.record.optimizer_ms < second.record.optimizer_ms
+    assert second.record.optimizer_ms == pytest.approx(1e3 * first.launched["optimizer"], rel=0.01)
+
+
+def test_laps_of_a_step_can_be_kept() -> None:
+    for step in run_ranks(engine_steps, 1, False)[0]:
+        kinds = [kind for kind, _, _ in step.laps]
+        batches = step.record.num_micro_batches[0]
+        assert kinds.count("forward") == kinds.count("backward") == batches
+        assert kinds.index("pull") < kinds.index("run") < kinds.index("forward")
+        (run,) = ((begin, end) for kind, begin, end in step.laps if kind == "run")
+        computing = [lap for lap in step.laps if lap[0] in ("forward", "backward")]
+        assert all(run[0] <= begin < end <= run[1] for _, begin, end in computing)
+        assert all(one[2] <= other[1] for one, other in pairwise(computing))
+
+
+def test_an_engine_by_the_hosts_clock_has_done_nothing() -> None:
+    for launched, stats, *_ in run_ranks(engine_steps, 1, True)[0]:
+        assert stats.compute_s < 0.01 * (launched["forward"] + launched["backward"])
+
+
+class FakePeak:
+    """A peak that somebody else sets."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def restart(self) -> None:
+        self.bytes = 0
+
+    def read(self) -> int:
+        return self.bytes
+
+
+def peaks(rank: int) -> list[int]:
+    """What the records of three steps say, of which the second needs most."""
+    engine = small_engine(rank, strategies=["tp1"])
+    peak = engine.crew.stepper._peak = FakePeak()
+    found: list[int] = []
+    for needed in (300, 500, 200):
+
+        def need(*_: Any, needed: int = needed) -> None:
+            peak.bytes = max(peak.bytes, needed)
+
+        engine.crew.update.compare = need  # called in each step
+        engine.train_batch()
+        found.append(engine.last_step.peak_memory_bytes)
+    engine.destroy()
+    return found
+
+
+def test_peak_memory_is_of_one_step() -> None:
+    assert run_ranks(peaks, 1)[0] == [300, 500, 200]
+
+
+def test_the_peak_is_the_allocators(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, asked = torch.device("cuda", 1), list[torch.device]()
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", asked.append)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda of: 7 if of == device else 0)
+    peak = PeakMemory(device)
+    peak.restart()
+    assert (asked, peak.read()) == ([device], 7)
+    assert PeakMemory(torch.device("cpu")).read() == 0

@@ -1,11 +1,14 @@
-"""Steps from sequences that ranks hand in: the update of map-style data, whoever has them, and errors on all ranks."""
+"""Where sequences come from: ranks hand them in, a stream, data that change; lengths that are scanned."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import deepspeed  # noqa: F401  (before forking: the ranks share it)
@@ -14,17 +17,37 @@ import pytest
 import torch
 from torch import Tensor
 
-import ds_hydra.engine.engine  # noqa: F401
+import ds_hydra
+import ds_hydra.engine.engine
+from ds_hydra.data.lengths import ItemLengths, keep, kept, read_part
+from ds_hydra.data.sequences import SequenceData
+from ds_hydra.engine import prepare
+from ds_hydra.engine.data import read_twice, scan_together
 from ds_hydra.engine.plans import STEPS as STEPS_SEEN
+from ds_hydra.entry import accept
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.step_plan import MicroBatchPlan, Phase, PipelinePlan, StepPlan
+from ds_hydra.ranks.together import first_channel
 from ds_hydra.step.delivery import runners
 from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
-from tests.support.small_job import same, sequences, small_engine, whole_state
+from tests.support.small_job import (
+    LENGTHS,
+    Plain,
+    Stateful,
+    find_before_forks,
+    same,
+    sequences,
+    small_config,
+    small_engine,
+    small_source,
+    whole_state,
+)
 from tests.support.strict import Rules, strict_world
 
+# --- Steps from sequences that ranks hand in: the update of map-style data, whoever has them, and errors on all
+# ranks.
 STEPS = 3
 
 
@@ -234,3 +257,363 @@ def test_steps_that_are_all_short_are_told_once(longest: int, told: int) -> None
             "the longest of the 100 sequences of the first 50 steps has 8 tokens, and hydra.context_length is 64"
             in line
         )
+
+
+# --- Training on a stream: rank 0 reads it, every number of ranks trains the same, and a restart goes on
+# exactly.
+STREAMED = 5
+
+
+def streaming(rank: int, stream: Any, ahead: int = 0, **hydra: Any) -> Any:
+    return small_engine(rank, data=stream, context_length=128, planner={"ahead": ahead}, **hydra)
+
+
+def undisturbed(rank: int, kind: Any) -> tuple[list[dict[str, Tensor]], list[float], int]:
+    stream = kind(sequences())
+    engine = streaming(rank, stream)
+    states, losses = [], []
+    for _ in range(STREAMED):
+        losses.append(float(engine.train_batch()))
+        states.append(whole_state(engine))
+    engine.destroy()
+    return states, losses, stream.reads
+
+
+def interrupted(rank: int, kind: Any, ahead: int, folder: Path, states: list[dict[str, Tensor]]) -> list[int]:
+    """Stop after two steps and go on in a new engine, twice: the steps whose states differ."""
+    differ = []
+    engine = streaming(rank, kind(sequences()), ahead)
+    for again in (2, 2, 1):
+        for _ in range(again):
+            engine.train_batch()
+            if not same(whole_state(engine), states[engine.global_steps - 1]):
+                differ.append(engine.global_steps)
+        if engine.global_steps < STREAMED:
+            engine.save_checkpoint(folder)
+            engine.destroy()
+            engine = streaming(rank, kind(sequences()), ahead)
+            engine.load_checkpoint(folder)
+    engine.destroy()
+    return differ
+
+
+@pytest.mark.drawn
+def test_stopped_in_the_middle_is_the_undisturbed_run(tmp_path: Path) -> None:
+    found = run_ranks(undisturbed, 2, Stateful)
+    states, losses, reads = found[0]
+    assert not same(states[0], states[1])
+    assert losses == found[1][1]
+    assert reads > 0
+    assert found[1][2] == 0, "rank 0 alone reads"
+    assert run_ranks(interrupted, 2, Stateful, 2, tmp_path, states, timeout=200) == [[], []]
+
+
+def given(rank: int) -> dict[str, Tensor]:
+    """The same steps, handed in."""
+    engine = small_engine(rank, data=None)
+    data = sequences()
+    at = 0
+    for _ in range(3):
+        step: list[Tensor] = []
+        while sum(map(len, step)) < 250:
+            step.append(data[at % len(data)])
+            at += 1
+        engine.train_batch(step if rank == 1 else [])
+    return whole_state(engine)
+
+
+@pytest.mark.drawn
+def test_a_stream_trains_as_its_items_do() -> None:
+    states = run_ranks(undisturbed, 2, Plain)[0][0]
+    assert same(run_ranks(given, 2)[0], states[2])
+
+
+class Broken:
+    """Gives a few good items and then one that cannot be trained on."""
+
+    def __iter__(self) -> Any:
+        yield from sequences()[:8]
+        yield {"text": "x"}
+
+
+def failing(rank: int) -> str:
+    engine = streaming(rank, Broken())
+    try:
+        for _ in range(4):
+            engine.train_batch()
+    except ValueError as error:
+        return f"{type(error).__name__} after step {engine.global_steps}: {error}"
+    return "no error"
+
+
+def test_a_bad_item_is_an_error_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ds_hydra.watchdog import watchdog
+
+    monkeypatch.setattr(watchdog, "end_process", lambda text: None)
+    first, second = run_ranks(failing, 2)
+    assert first.startswith("ConfigError after step 1: item 8 of the data has the columns ['text']")
+    assert second.startswith("ConfigError after step 1: planning step 2 failed on rank 0: item 8 of the data")
+
+
+def hidden(rank: int) -> list[bool]:
+    engine = streaming(rank, Plain(sequences()), ahead=2, choose="best")
+    found = []
+    for _ in range(4):
+        engine.train_batch()
+        found.append(engine.last_step.planning_hidden)
+        time.sleep(1.0)  # a step as long as those that planning hides behind
+    engine.destroy()
+    return found
+
+
+def test_planning_hides_behind_training() -> None:
+    assert all(run_ranks(hidden, 1)[0][2:])
+
+
+def test_the_loader_makes_the_steps_that_are_left() -> None:
+    def job(rank: int) -> list[int]:
+        rows: Any = [[5] * 40] * 9
+        engine = streaming(rank, torch.utils.data.DataLoader(rows, collate_fn=lambda x: x), total_steps=3)
+        engine.train_batch()
+        steps = [number for number in engine.training_dataloader if engine.train_batch() is not None]
+        engine.destroy()
+        return [*steps, engine.global_steps, len(engine.training_dataloader)]
+
+    assert run_ranks(job, 1)[0] == [1, 2, 3, 3]
+
+
+# --- Data that a script changes between steps: read when a step begins, or refused where they were read ahead.
+class Staged:
+    """Tokens that follow from a stage, which may be the script's or an attribute of the data."""
+
+    def __init__(self, held: dict[str, int] | None) -> None:
+        self.items, self.lengths, self.stage, self.noted, self._held = sequences(), LENGTHS, 0, 0, held
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> Any:
+        stage = self.stage if self._held is None else self._held["stage"]
+        return torch.as_tensor(self.items[index]) // (1 + stage)
+
+
+def trained(rank: int, ahead: int, outside: bool, stages: tuple[int, ...]) -> Any:
+    held: dict[str, int] | None = {"stage": 0} if outside else None
+    data = Staged(held)
+    engine = small_engine(rank, data=data, planner={"ahead": ahead})
+    for stage in stages:
+        data.noted += 1  # which changes no sequence
+        if held is None:
+            data.stage = stage
+        else:
+            held["stage"] = stage
+        if ahead and stage:
+            with pytest.raises(ConfigError) as error:
+                engine.train_batch()
+            return str(error.value)
+        engine.train_batch()
+    return whole_state(engine)
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_a_stage_that_comes_too_late_is_refused(outside: bool) -> None:
+    (text,) = run_ranks(trained, 1, 1, outside, (0, 0, 1))
+    assert "were changed before step 3, whose sequences are read while the step before it runs" in text
+    assert '"planner": {"ahead": 0}' in text
+    assert outside or "noted is 3 now" in text or "stage is 1 now" in text
+
+
+@pytest.mark.drawn
+def test_without_reading_ahead_a_stage_begins_with_its_step() -> None:
+    one, other = (run_ranks(trained, 2, 0, outside, (0, 1, 2)) for outside in (False, True))
+    still = run_ranks(trained, 2, 1, False, (0, 0, 0))
+    assert all(map(same, one, other))
+    assert not any(map(same, one, still))
+
+
+# --- Lengths of data that do not tell them: read by all ranks together, kept for the next start, refused on all
+# alike.
+class Counted:
+    """Items whose reads are counted; with a fingerprint, as `datasets` has one."""
+
+    def __init__(self, items: list[Any], fingerprint: str | None = None):
+        self.items, self.reads, self._fingerprint = items, 0, fingerprint
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        return self.items[index]
+
+
+ITEMS = [
+    [1] * 5,
+    {"input_ids": [2] * 9, "seq_lengths": [4, 5]},
+    [3] * 7,
+    {"input_ids": [4] * 3},
+    {"input_ids": [5] * 6, "seq_lengths": [1, 2, 3]},
+    [6] * 8,
+    [7] * 2,
+]
+FOUND, COUNTS = [5, 4, 5, 7, 3, 1, 2, 3, 8, 2], [1, 2, 1, 1, 3, 1, 1]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "ds_hydra" / "lengths"
+
+
+def test_parts_are_joined_in_order() -> None:
+    for num_parts in (1, 2, 3, 7, 9):
+        found = ItemLengths.joined(read_part(ITEMS, part, num_parts) for part in range(num_parts))
+        assert (found.lengths.tolist(), found.counts.tolist()) == (FOUND, COUNTS)
+
+
+def together(rank: int, items: list[Any], fingerprint: str | None) -> list[Any]:
+    data = Counted(items, fingerprint)
+    try:
+        with first_channel() as channel:
+            found = scan_together(data, channel)
+    except ConfigError as error:
+        return [str(error)]
+    assert found is not None
+    lengths = SequenceData(data, scanned=found)._full_lengths
+    return [lengths.tolist(), data.reads]
+
+
+@pytest.mark.parametrize("fingerprint", [None, "a1b2"])
+def test_each_rank_reads_its_part_once_and_none_the_second_time(cache: Path, fingerprint: str | None) -> None:
+    looks = 1 + len(ITEMS)  # at the first item, and at all to compare them
+    found = run_ranks(together, 3, ITEMS, fingerprint)
+    assert [lengths for lengths, _ in found] == [FOUND] * 3
+    assert [reads - looks for _, reads in found] == [2, 2, 3]
+    again = run_ranks(together, 2, ITEMS, fingerprint)
+    assert [lengths for lengths, _ in again] == [FOUND] * 2
+    assert [reads - looks for _, reads in again] == ([3, 4] if fingerprint is None else [-7, -7])
+    assert cache.exists() == (fingerprint is not None)
+
+
+def test_a_bad_item_stops_all_that_scan() -> None:
+    first, second = run_ranks(together, 2, [*ITEMS, {"text": "x"}], "a1b2")
+    assert "failed on rank 1: item 7 of the data has the columns ['text']" in first[0]
+    assert "item 7 of the data has the columns ['text']" in second[0]
+
+
+def test_what_is_kept_belongs_to_one_fingerprint_and_is_whole(cache: Path) -> None:
+    data = Counted(ITEMS, "a1b2")
+    assert kept(data) is None
+    keep(data, read_part(data))
+    again = kept(data)
+    assert again is not None
+    assert np.array_equal(again.lengths, FOUND)
+    assert kept(Counted(ITEMS, "other")) is None
+    assert kept(Counted(ITEMS[:-1], "a1b2")) is None
+    (file,) = cache.iterdir()
+    file.write_bytes(file.read_bytes()[:40])
+    assert kept(data) is None
+    for lengths, counts in (
+        ([-1, *FOUND[1:]], COUNTS), ([2**61, *FOUND[1:]], COUNTS), ([FOUND], COUNTS), (np.ones(10), COUNTS),
+        (FOUND, [2, 0, 1, 1, 3, 2**63 - 1, -(2**63)]), (["x"] * 10, COUNTS),
+    ):  # fmt: skip
+        np.savez(file, lengths=lengths, counts=counts)
+        assert kept(data) is None
+    keep(ITEMS, read_part(ITEMS))
+    assert len(list(cache.iterdir())) == 1, "a list has no fingerprint"
+
+
+class Drawn(Counted):
+    """Items of which one token is drawn anew each time, or by the rank."""
+
+    def __init__(self, rank: int | None):
+        super().__init__([])
+        self.items, self._rank = [[9] * 5] * 20, rank
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        return [*super().__getitem__(index)[1:], self.reads if self._rank is None else self._rank]
+
+
+@pytest.mark.parametrize(("by_rank", "words"), [(False, "when it is read again"), (True, "on rank 1 than on rank 0")])
+def test_items_that_are_not_the_same_each_time_and_everywhere_are_refused(by_rank: bool, words: str) -> None:
+    def told(rank: int) -> str:
+        with first_channel() as channel:
+            read_twice(SequenceData([[1, 2], [3, 4, 5]]), channel)
+            with pytest.raises(ConfigError) as error:
+                read_twice(SequenceData(Drawn(rank if by_rank else None)), channel)
+        return str(error.value)
+
+    assert all(words in text for text in run_ranks(told, 2))
+
+
+# --- hydra.lengths: "auto" proposes strategies for the lengths of a file where those of the job are not known
+# ahead.
+LONGEST = 120
+
+
+def proposed_for(rank: int, data: Any, **hydra: Any) -> list[int]:
+    """The lengths that strategies are proposed for on this rank, once a step has been trained."""
+    seen: list[int] = []
+    plain = prepare.propose
+
+    def noted(job: Any, found: Any, memory: Any, lengths: Any, world: Any) -> Any:
+        seen[:] = lengths
+        return plain(job, found, memory, lengths, world)
+
+    prepare.propose = noted
+    settings = {"choose": "best", "context_length": LONGEST, "strategies": "auto"}
+    config = small_config(2, **settings | hydra)
+    config["hydra"]["strategies"] = "auto"
+    engine = small_engine(rank, config=config, data=data)
+    engine.train_batch(sequences()[rank : rank + 1]) if data is None else engine.train_batch()
+    engine.destroy()
+    return seen
+
+
+def stream() -> Iterator[Any]:
+    while True:
+        yield from sequences()
+
+
+@pytest.mark.parametrize(
+    ("kind", "too_long", "expected"),
+    [
+        ("handed in", "error", [9, 30, LONGEST]),
+        ("handed in", "truncate", [9, 30, LONGEST, LONGEST]),
+        ("stream", "skip", [9, 30, LONGEST]),
+        ("indexed", "error", list(LENGTHS)),
+    ],
+)
+def test_strategies_are_proposed_for_the_lengths_of_a_file(
+    kind: str, too_long: str, expected: list[int], tmp_path: Path
+) -> None:
+    find_before_forks()
+    small_source()
+    file = tmp_path / "lengths.json"
+    file.write_text(json.dumps([9, 30, 500]))
+
+    def run(rank: int) -> list[int]:
+        data = {"handed in": None, "indexed": sequences(), "stream": stream()}[kind]
+        return proposed_for(rank, data, lengths=str(file), too_long=too_long)
+
+    first, _ = run_ranks(run, 2)
+    assert first == expected
+
+
+def test_what_is_wrong_with_the_file_is_told_at_start(tmp_path: Path) -> None:
+    def wrong(lengths: Any, **hydra: Any) -> str:
+        with pytest.raises(ConfigError) as error:
+            ds_hydra.check_config({"hydra": {"lengths": lengths, **hydra}})
+        return str(error.value)
+
+    file = tmp_path / "lengths.txt"
+    file.write_text("500\n30x\n")
+    assert "nowhere.txt" in wrong(str(tmp_path / "nowhere.txt"))
+    assert "lengths.txt, line 2" in (told := wrong(str(file))), told
+    file.write_text("500\n300\n")
+    assert "none of its 2 sequences fits context_length=200" in wrong(str(file), context_length=200)
+    assert "must name a file, but is a list of 2" in wrong([500, 300])
+    listed = accept({"hydra": {"lengths": "nowhere.txt", "strategies": ["tp1"]}}, ranks=1)
+    assert listed is not None
+    assert "hydra.lengths has no effect" in listed.notes[0]

@@ -1,8 +1,4 @@
-"""Real launchers: two of them, as on two machines, and one that restarts what has died.
-
-torchrun's agents fork their ranks, and what their jobs are compared with runs on forked ranks too: ranks that begin as
-programs take seconds to import what they need, as those of `tools.bench_gpu` do under torchrun.
-"""
+"""Real launchers: two of them, as on two machines, hosts of one name, and one that restarts what has died."""
 
 from __future__ import annotations
 
@@ -26,7 +22,13 @@ from torch.distributed.run import config_from_args, get_args_parser
 from ds_hydra.testing import free_port, run_ranks
 from tests.support import launched_job, restarted_job, torchrun_job
 from tests.support.small_job import shared_source
+from tools import aims
+from tools.devices.two_hosts import measured
+from tools.hosts.namespaces import why_not
 
+# --- Real launchers: two of them, as on two machines, and one that restarts what has died. torchrun's agents
+# fork their ranks, and what their jobs are compared with runs on forked ranks too: ranks that begin as programs
+# take seconds to import what they need, as those of `tools.bench_gpu` do under torchrun.
 ROOT = Path(__file__).parents[2]
 
 
@@ -120,3 +122,16 @@ def test_a_launcher_restarts_what_has_died(tmp_path: Path) -> None:
     undisturbed = run_ranks(restarted_job.trained, 2, tmp_path / "undisturbed", -1, timeout=120)
     for rank in range(2):
         assert (tmp_path / f"restarted/digest{rank}").read_text() == undisturbed[rank]
+
+
+# --- A job on two hosts of one name, as containers on one machine may be: a share of the table `two_hosts`.
+@pytest.mark.drawn
+def test_hosts_of_one_name_are_told_apart_and_bytes_between_them_are_the_plans() -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    found = measured(1, ("2*tp1",), 1, 1, megabits=1000.0, names=("same", "same"), deepspeed=False, limit_s=300.0)
+    (step,), (expected,) = found["slow"], found["expected"]
+    for host, into in enumerate(step["into"]):
+        planned = sum(kind[host] for kind in expected.values())
+        assert 1 <= planned / found["least"]["2*tp1"] < 1.001, "each element enters a host once, gaps between them too"
+        assert abs(into / planned - 1) < aims.HOSTS_BYTES

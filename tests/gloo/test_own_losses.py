@@ -1,13 +1,16 @@
-"""Losses of the user's own are refused or right; an evaluation knows the loss of each sequence."""
+"""Losses of the user's own, of pairs of sequences and of critics: refused or right, and known in evaluation."""
 
 from __future__ import annotations
 
 import random
+import re
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain, product, repeat
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import deepspeed  # noqa: F401  (before forking: the ranks share it)
 import numpy as np
@@ -19,14 +22,27 @@ from torch import Tensor
 
 import ds_hydra
 import ds_hydra.engine.engine
+from ds_hydra.engine.losses import weigh
 from ds_hydra.engine.own_loss import check_token_loss
+from ds_hydra.losses import GSPO, Distillation, ValueLoss, dapo
+from ds_hydra.pipe import collectives
 from ds_hydra.pipe.loss import IGNORED
+from ds_hydra.pipe.models import causal_stage
+from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.testing import float64_throughout, rank_environment, run_ranks, token_losses
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.case import OWN, by_word
+from tests.support.checks import check
+from tests.support.equivalence import ADAMW
 from tests.support.families import build_model, reference_model
-from tests.support.small_job import shared_source, small_model
+from tests.support.small_job import rank_environment as rank_environment_sequence_loss
+from tests.support.small_job import refused_calls, shared_source, small_config, small_engine, small_model
+from tools import aims
+from tools.post_training import equality
+from tools.post_training.plain import VALUE_LOSSES
+from tools.post_training.rollouts import rollouts, share
 
+# --- Losses of the user's own are refused or right; an evaluation knows the loss of each sequence.
 LENGTHS = (9, 70, 5, 33, 1, 12, 40)
 
 
@@ -233,3 +249,228 @@ def test_predictions_come_back_to_the_rank_that_asked() -> None:
                 logits = model(input_ids=sample["input_ids"][None], use_cache=False).logits
                 following = torch.cat((sample["labels"][1:], torch.tensor([IGNORED])))
                 torch.testing.assert_close(part, likely(logits, following[None])[0], rtol=1e-9, atol=1e-9)
+
+
+# --- Losses of pairs of sequences, trained under changing strategies, against one process; and what is refused.
+STEPS, NUM_RANKS = 3, 4
+PAIRS = (2, 0, 3, 1)  # of each rank
+
+
+def pair_samples(step: int) -> list[dict[str, Tensor]]:
+    """Pairs with a prompt that is not learnt; the preferred one first. The second of the step weighs half."""
+    generator = torch.Generator().manual_seed(step)
+    made: list[dict[str, Tensor]] = []
+    for _ in range(2 * sum(PAIRS)):
+        tokens = torch.randint(3, 97, (int(torch.randint(6, 60, (), generator=generator)),), generator=generator)
+        labels = tokens.clone()
+        labels[:3] = IGNORED
+        made.append({"input_ids": tokens, "labels": labels, "sequence_weight": torch.tensor(1.0)})
+    made[1]["sequence_weight"] = torch.tensor(0.5)
+    return made
+
+
+def reference_losses(step: int) -> Tensor:
+    """Of the pairs' sequences by another model, as DPO has them."""
+    return torch.linspace(30.0, 90.0, 2 * sum(PAIRS), dtype=torch.float64).roll(step)
+
+
+def preference(losses: Tensor, before: Tensor) -> Tensor:
+    """DPO (arXiv 2305.18290, eq. 7) of pairs, from the losses of their sequences by two models."""
+    better, worse = (losses - before).view(-1, 2).unbind(dim=1)
+    return F.softplus(0.1 * (better - worse))
+
+
+def pairs(rank: int) -> tuple[list[float], dict[str, Tensor]]:
+    rank_environment_sequence_loss(rank)
+    hydra = {
+        "tokens_per_step": 600,
+        "context_length": 128,
+        "strategies": ["tp2 + 2*tp1", "2*pp2/v", "sp2 + tp2"],
+        "choose": "cycle",
+        "self_check": "off",
+        "steps_file": None,
+        "planner": {"ahead": 0},
+        "faults": {"frozen_seconds": 0},
+    }
+    config = {"optimizer": {"type": "AdamW", "params": ADAMW | {"torch_adam": True}}, "hydra": hydra}
+    config["gradient_clipping"] = 0.0
+    engine = ds_hydra.initialize(model=build_model("llama", torch.float64), config=config)[0]
+    own = slice(2 * sum(PAIRS[:rank]), 2 * sum(PAIRS[: rank + 1]))
+    losses = []
+    for step in range(STEPS):
+        before = reference_losses(step)[own]
+        engine.train_batch(
+            pair_samples(step)[own], sequence_loss=lambda found, before=before: preference(found, before)
+        )
+        losses.append(engine.last_step.loss)
+    return losses, engine.fp32_state_dict()
+
+
+@pytest.mark.drawn
+def test_pairs_are_trained_as_in_one_process() -> None:
+    model = reference_model("llama", torch.float64)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)  # type: ignore[arg-type]
+    with float64_throughout(model):
+        with shared_source(build_model("llama", torch.float64)):
+            found = run_ranks(pairs, NUM_RANKS, timeout=200)
+        expected = []
+        for step in range(STEPS):
+            data = pair_samples(step)
+            sums = torch.stack([token_losses(model, one).sum() * one["sequence_weight"] for one in data])
+            loss = preference(sums, reference_losses(step)).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            expected.append(float(loss.detach()))
+    assert all(losses == found[0][0] for losses, _ in found)
+    assert found[0][0] == pytest.approx(expected, rel=1e-9)
+    for name, value in model.named_parameters():
+        apart = (found[1][1][name] - value).detach().abs().max()
+        assert apart <= 1e-9 * value.detach().abs().max(), name
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda losses: losses.mean(), r"returned shape \(\): leave their mean"),
+        (lambda losses: losses.tolist(), "returned list"),
+        (lambda losses: losses.detach(), "no gradient"),
+        (lambda losses: losses * MODEL.lm_head.weight.sum(), r"reads the model's model\.embed_tokens\.weight"),
+        (lambda losses: losses * torch.ones((), requires_grad=True), r"shape \(\) that wants a gradient"),
+    ],
+)
+def test_what_is_no_loss_of_groups_is_refused(function: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        weigh(function, torch.ones(4, dtype=torch.float64), MODEL)
+
+
+def refused(rank: int) -> list[str]:
+    rank_environment_sequence_loss(rank)
+    texts = []
+
+    def broken(losses: Tensor) -> Tensor:
+        raise KeyError("margin")
+
+    good = [[5, 6, 7, 8]] * 2
+
+    def engine_of(**hydra: Any) -> Any:
+        block = {"tokens_per_step": 60, "strategies": ["2*tp1"], "self_check": "off", "steps_file": None}
+        quiet = {"faults": {"frozen_seconds": 0}, "planner": {"ahead": 0}}
+        config = {"optimizer": {"type": "AdamW"}, "hydra": block | quiet | hydra}
+        return ds_hydra.initialize(model=build_model("llama", torch.float32), config=config)[0]
+
+    engine = engine_of()
+    weight = engine.module.lm_head.weight
+    # An error of the function's own stays what it is on its rank, with the script's traceback.
+    for handed, function, error in (
+        (good, broken if rank else torch.sin, KeyError if rank else RuntimeError),
+        ([[5]] if rank else good, torch.sin, ConfigError),
+        (good, lambda losses: losses * weight.sum(), ConfigError),
+        (None, torch.sin, ConfigError),
+    ):
+        with pytest.raises(error) as caught:
+            engine.train_batch(handed, sequence_loss=function)
+        texts.append(str(caught.value))
+    engine.train_batch(good, sequence_loss=torch.sin)
+    return [*texts, str(engine.global_steps)]
+
+
+def test_errors_reach_all_ranks_and_training_goes_on() -> None:
+    first, second = run_ranks(refused, 2)
+    assert first[1:] == second[1:]
+    assert "the sequence_loss of step 1 failed on rank 1: KeyError: 'margin'" in first[0]
+    assert second[0] == "'margin'"
+    assert (
+        "failed on rank 1: a sequence_loss is of all sequences that are handed in, but 1 of fewer than two" in first[1]
+    )
+    assert re.search(r"reads the model's (lm_head|model\.embed_tokens)\.weight: the model's weights are not", first[2])
+    assert "pass them to train_batch() too" in first[3]
+    assert first[4] == "1"
+
+
+# --- Critics on ranks: a head of one output for each token, its values, and losses of them.
+VALUES = "llama, values"
+
+
+@pytest.mark.drawn
+def test_losses_of_values_are_those_of_one_process() -> None:
+    layouts = [equality.LAYOUTS[at] for at in (5, 7)]
+    rows, slices = equality.compare(VALUES, list(product(layouts, VALUE_LOSSES))[::2])
+    assert {row.loss for row in rows} == VALUE_LOSSES.keys()
+    assert slices > 0
+    assert max(max(row.of_loss, row.of_gradients) for row in rows) <= aims.POST_TRAINING, rows
+    found = equality.scores(layouts, VALUES)
+    assert max(apart for _, apart, _ in found) <= aims.POST_TRAINING, found
+
+
+def mean_of(values: Tensor, fields: dict[str, Tensor]) -> Tensor:
+    return (values - values.mean()).square()
+
+
+def items(rank: int) -> list[dict[str, Any]]:
+    return [{name: item[name] for name in ("input_ids", "labels", "returns", "old_values")}
+            for item in share(rank, rollouts(), (2, 2))]  # fmt: skip
+
+
+REFUSED: dict[str, tuple[Callable[[Any, list[dict[str, Any]]], Any], str]] = {
+    "a whole step": (lambda engine, own: engine.train_batch(own), "no loss of its own: train it by engine.forward"),
+    "no loss": (lambda engine, own: engine.forward_backward(own), "no loss of its own"),
+    "an evaluation": (lambda engine, own: engine.evaluate([one["input_ids"] for one in own]), "no loss of its own"),
+    "log-probabilities": (lambda engine, own: engine.log_probs(own), "call values()"),
+    "a loss of log-probabilities": (lambda engine, own: engine.forward_backward(own, dapo()), "a function of values"),
+    "one that mixes": (lambda engine, own: engine.forward_backward(own, GSPO()), "missing 1 required positional"),
+    "words": (lambda engine, own: engine.forward_backward(own, Distillation()), "the model gives values alone"),
+    "a mean": (lambda engine, own: engine.forward_backward(own, mean_of), "depends on others"),
+    "a temperature": (
+        lambda engine, own: engine.forward_backward(own, ValueLoss(), temperature=0.5), "a temperature divides logits"
+    ),
+    "no returns": (
+        lambda engine, own: engine.forward_backward([one["input_ids"] for one in own], ValueLoss()), "'returns'"
+    ),
+}  # fmt: skip
+
+
+def test_what_a_model_of_values_cannot_do_is_refused_on_all_ranks_and_nothing_changes() -> None:
+    def on_rank(rank: int) -> tuple[list[str], bool]:
+        engine = small_engine(rank, model=build_model(VALUES, torch.float32), data=None, strategies=["tp2", "2*tp1"])
+        calls = [partial(call, engine, items(rank)) for call, _ in REFUSED.values()]
+        errors = (ConfigError, KeyError, TypeError)  # of the loss itself: it stays what it is
+        return refused_calls(engine, calls, lambda: engine.forward_backward(items(rank), ValueLoss()), errors)
+
+    with shared_source(build_model(VALUES, torch.float32)):
+        (told, right), (others, also) = run_ranks(on_rank, 2, timeout=120)
+    assert right
+    assert also
+    assert told == others
+    for text, (name, (_, words)) in zip(told, REFUSED.items(), strict=True):
+        assert words in text, (name, text)
+
+
+def test_a_model_of_logits_has_no_values_and_one_of_values_no_loss_of_logits() -> None:
+    def on_rank(rank: int) -> None:
+        with pytest.raises(ConfigError, match=r"gives logits and no values.*call log_probs\(\)"):
+            small_engine(rank, data=None).values([[5, 6, 7]])
+        config = small_config(1, strategies=["tp1"])
+        model = build_model(VALUES, torch.float32)
+        with pytest.raises(ConfigError, match="a value for each token and no logits, which loss_fn is of"):
+            ds_hydra.initialize(model=model, config=config, loss_fn=lambda logits, labels: logits.square().sum(dim=-1))
+
+    run_ranks(on_rank, 1)
+
+
+@pytest.mark.drawn
+def test_a_head_of_values_is_checked_with_a_loss_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = build_model(VALUES, torch.float32)
+    model.dropout.p = 0.2
+    settings = {"keep": False, "loss_given": True, "options": StageOptions(token_sharding=True)}
+    assert check(model, "tp2", "sp2", "tp2pp2/v", **settings).objections() == []
+    with mock.patch.object(causal_stage, "all_rows", collectives.gather_rows):  # which adds up what all ranks have
+        objections = check(model, "tp2", "sp2", **settings).objections()
+    assert len(objections) == 1
+    assert re.search(r"tp2.* the gradient of .*; tp: use strategies with tp1", objections[0])
+
+
+def test_a_clip_must_be_positive() -> None:
+    with pytest.raises(ConfigError, match="clip must be positive, or None, but is 0"):
+        ValueLoss(0)

@@ -1,15 +1,16 @@
-"""Steps of several phases in real training: replayed from a file, recorded, stopped and gone on with, looked through.
-
-That they train as one process does is shown by the rows of the training table, and that these rows would see it if
-phases did not add up, by mutants.
-"""
+"""Plans of real training: phases, composed strategies, slices, corrected and simulated times, planners that fail."""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
+import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,16 +22,30 @@ from torch import Tensor
 
 import ds_hydra.engine.engine  # noqa: F401
 from ds_hydra.costs.cost_table import CostTable, SchemeCost, TableFile
-from ds_hydra.pipe.shape import ParallelScheme
-from ds_hydra.planner import PhasedPlanner, load_plans, parse_phases, save_plans
+from ds_hydra.costs.shares import Shares
+from ds_hydra.engine import plans, prepare
+from ds_hydra.engine.prepare import exposed_of, simulated_job
+from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
+from ds_hydra.plan.step_plan import StepPlan, load_plans
+from ds_hydra.planner import PhasedPlanner, Planner, PlannerOptions, parse_phases, save_plans
+from ds_hydra.planner.composing import COMPOSED
+from ds_hydra.profiling.links import LinkFigure, Links
+from ds_hydra.ranks.telling import Telling
+from ds_hydra.report import calibration
+from ds_hydra.simulate.job import read_job
+from ds_hydra.simulate.step import Simulator
 from ds_hydra.step.stepper import Stepper
 from ds_hydra.step.strategy_runtime import StrategyRuntime
-from ds_hydra.testing import run_ranks
+from ds_hydra.testing import float64_throughout, run_ranks
 from ds_hydra.zero_hetero.errors import PlanError
 from tests.support.cases import CASES
 from tests.support.equivalence import compare
-from tests.support.small_job import same, small_config, small_engine, small_model, whole_state
+from tests.support.planner_cases import in_slices, num_slices
+from tests.support.small_job import same, shared_source, small_config, small_engine, small_model, whole_state
 
+# --- Steps of several phases in real training: replayed from a file, recorded, stopped and gone on with, looked
+# through. That they train as one process does is shown by the rows of the training table, and that these rows
+# would see it if phases did not add up, by mutants.
 PHASES = "4*tp1 then tp2 + pp2 then tp4"
 LONGEST = (30, 60, 400)
 CANDIDATES = ["4*tp1", "tp4", "tp2 + pp2"]
@@ -213,3 +228,399 @@ def test_phases_that_do_not_add_up_are_seen(mutant: Callable[[], Any], differs: 
     with mutant():
         missed = compare(replace(case, steps=2)).missed(case.aims, case.name)
     assert any(f"{differs} differs" in line for line in missed), missed
+
+
+# --- A strategy that HiGHS composes for a step: connected at its first use, a candidate later on, kept by
+# checkpoints.
+POOL = tuple(map(StrategyShape.parse, ("2*tp2", "4*tp1")))
+MIX = "tp2 + 2*tp1"  # where one sequence is too long for tp1, and all others are best off there
+COMPOSED_STEPS, STOP, JOINS_AFTER = 8, 3, 4
+
+
+@pytest.fixture
+def cost_table(tmp_path: Path) -> str:
+    costs = (
+        SchemeCost(ParallelScheme(1), 0.0, 1.0, 0.0, max_length=95, util_length=1),
+        SchemeCost(ParallelScheme(2), 0.0, 0.7, 0.0, max_length=250, util_length=1),
+    )
+    TableFile(CostTable(costs)).save(tmp_path / "costs.json")
+    return str(tmp_path / "costs.json")
+
+
+def engine_of(rank: int, cost_table: str, **hydra: Any) -> Any:
+    with mock.patch.object(prepare, "propose_strategies", return_value=POOL):
+        return small_engine(rank, strategies="auto", choose="best", tokens_per_step=400, cost_table=cost_table, **hydra)
+
+
+def composed(engine: Any, steps: int) -> list[tuple[str, str, bool]]:
+    """Of each step its strategy, its plan, and whether the strategy was no candidate."""
+    found = []
+    for _ in range(steps):
+        engine.train_batch()
+        record = engine.last_step
+        assert record.highs is not None
+        assert record.highs.programs >= 1
+        assert record.highs.new_strategy == (json.loads(record.plan)["source"] == COMPOSED)
+        found.append((record.strategy, record.plan, record.highs.new_strategy))
+    return found
+
+
+def survives(rank: int, cost_table: str, folder: Path) -> list[str]:
+    """Train without a stop, then with one: what differs."""
+    with mock.patch.object(plans, "JOINS_AFTER", JOINS_AFTER):
+        engine = engine_of(rank, cost_table)
+        whole = composed(engine, COMPOSED_STEPS)
+        state = whole_state(engine)
+        engine = engine_of(rank, cost_table)
+        parts = composed(engine, STOP)
+        engine.save_checkpoint(folder)
+        candidates = engine.crew.plans.joined
+        engine = engine_of(rank, cost_table)
+        engine.load_checkpoint(folder)
+        differing = [] if engine.crew.plans.joined == candidates else ["candidates"]
+        parts += composed(engine, COMPOSED_STEPS - STOP)
+        differing += [] if same(whole_state(engine), state) else ["masters"]
+    differing += [f"step {step}" for step in range(COMPOSED_STEPS) if parts[step] != whole[step]]
+    first = next((step for step, (strategy, _, new) in enumerate(whole) if strategy == MIX and new), COMPOSED_STEPS)
+    if first >= STOP or candidates != ((first + JOINS_AFTER, StrategyShape.parse(MIX)),):
+        differing.append(f"composed at {first}: {candidates}")
+    later = [new for strategy, _, new in whole[first + JOINS_AFTER :] if strategy == MIX]
+    if not later or any(later):
+        differing.append("it did not join")
+    return differing
+
+
+@pytest.mark.drawn
+def test_a_composed_strategy_survives_a_restart(cost_table: str, tmp_path: Path) -> None:
+    assert run_ranks(survives, 4, cost_table, tmp_path / "saved", timeout=300) == [[]] * 4
+
+
+Batch = tuple[int, tuple[int, ...], tuple[int, ...]]
+
+
+def own_callback(rank: int, cost_table: str, ahead: int) -> tuple[list[str], list[Batch], list[Batch], list[str]]:
+    """Who planned, what the callback was called with and what it should have been, and what is refused."""
+    planner = Planner(CostTable.load(cost_table), POOL, PlannerOptions(kernels="pure"))
+    called: list[Batch] = []
+
+    def plan(step: int, ids: tuple[int, ...], lengths: tuple[int, ...]) -> StepPlan:
+        called.append((step, ids, lengths))
+        if step == 3:
+            return planner.plan(step + 1, ids, lengths)
+        return planner.plan(step, ids, lengths)
+
+    engine = small_engine(
+        rank, strategies=list(map(str, POOL)), choose="best", tokens_per_step=400, cost_table=cost_table,
+        planner={"ahead": ahead}, pre_step_callback=plan,
+    )  # fmt: skip
+    assert engine.pre_step_callback is (plan if rank == 0 else None)
+    makers, given = [], []
+    for step in range(3):
+        engine.train_batch()
+        makers.append(engine.last_step.planning_by)
+        plan_of_step = json.loads(engine.last_step.plan)
+        given.append((step, tuple(plan_of_step["sequence_ids"]), tuple(plan_of_step["lengths"])))
+    refused: list[str] = []
+    try:
+        engine.train_batch()
+    except PlanError as error:
+        refused.append(str(error))
+    return makers, called[:3], given, refused
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_a_users_own_callback_is_called_before_each_step_and_checked(cost_table: str, ahead: int) -> None:
+    for rank, (makers, called, given, refused) in enumerate(run_ranks(own_callback, 4, cost_table, ahead)):
+        assert makers == ["callback"] * 3
+        assert called == (given if rank == 0 else [])
+        assert "was asked for step 3" in refused[0]
+
+
+def listed(rank: int, cost_table: str) -> list[tuple[str, bool, float]]:
+    engine = small_engine(
+        rank, strategies=list(map(str, POOL)), choose="best", tokens_per_step=400, cost_table=cost_table
+    )
+    found = []
+    for _ in range(2):
+        engine.train_batch()
+        highs = engine.last_step.highs
+        found.append((engine.last_step.strategy, highs.new_strategy, highs.gain))
+        assert highs.strategy == MIX
+    return found
+
+
+def test_listed_strategies_alone_are_run_and_a_better_one_is_told(cost_table: str) -> None:
+    for steps in run_ranks(listed, 4, cost_table):
+        for strategy, new, gain in steps:
+            assert (strategy, new) == ("2*tp2", False)
+            assert gain > 0.05
+
+
+# --- A run with its long sequences in slices, replayed or planned, as a user would: the same training, or a
+# refusal.
+CUT_STEPS = 3
+
+
+def config(plans: Path, **hydra: Any) -> dict[str, Any]:
+    return small_config(2, seed=4, **({"planner": {"ahead": 0}, "replay": str(plans)} | hydra))
+
+
+def train(rank: int, settings: dict[str, Any]) -> tuple[dict[str, torch.Tensor], CostTable]:
+    engine = small_engine(rank, small_model().double(), settings)
+    for _ in range(CUT_STEPS):
+        engine.train_batch()
+    found = whole_state(engine), engine.crew.plans.table
+    engine.destroy()
+    return found
+
+
+@pytest.mark.drawn
+def test_replayed_slices_train_as_the_recorded_run_and_off_refuses_them(tmp_path: Path) -> None:
+    recorded, cut = tmp_path / "plans.jsonl", tmp_path / "cut.jsonl"
+    settings = config(recorded, choose="cycle", replay=None, plans_file=str(recorded))
+    with float64_throughout(small_model()), shared_source(small_model().double()):
+        whole, table = run_ranks(train, 2, settings, timeout=120)[0]
+        plans = [in_slices(plan, table) for plan in load_plans(recorded).values()]
+        assert any(map(num_slices, plans))
+        save_plans(plans, cut)
+        sliced, _ = run_ranks(train, 2, config(cut, self_check="on"), timeout=120)[0]
+    torch.testing.assert_close(sliced, whole, rtol=1e-9, atol=1e-12)
+
+    def refused(rank: int) -> str:
+        try:
+            train(rank, config(cut, chunks="off"))
+        except PlanError as error:
+            return str(error)
+        return ""
+
+    told = 'but this job runs whole sequences only: hydra.chunks is "off". Plan without slices'
+    assert all(told in text and "micro-batch" in text for text in run_ranks(refused, 2))
+
+
+@pytest.mark.drawn
+def test_sequences_that_the_planner_cuts_train_as_whole_ones(tmp_path: Path) -> None:
+    """A table with shares, and costs that grow fast with length: slices under the list order and in a V."""
+    costs = (SchemeCost(ParallelScheme(pp=pp), 2e-3 / pp, 0.2 / pp, 1.0 / pp, 200, 8, Shares.usual()) for pp in (1, 2))
+    table, plans = tmp_path / "table.json", tmp_path / "plans.jsonl"
+    TableFile(CostTable(tuple(costs), "made up")).save(table)
+    one = {"cost_table": str(table), "choose": "best", "replay": None, "plans_file": str(plans)}
+    with float64_throughout(small_model()), shared_source(small_model().double()):
+        whole, _ = run_ranks(train, 2, config(plans, **one, strategies=["2*tp1"]), timeout=120)[0]
+        for strategy in ("pp2/list", "pp2/v"):
+            plans.unlink()
+            cut, _ = run_ranks(train, 2, config(plans, **one, strategies=[strategy]), timeout=120)[0]
+            assert any(map(num_slices, load_plans(plans).values())), strategy
+            torch.testing.assert_close(cut, whole, rtol=1e-9, atol=1e-12, msg=partial("{}: {}".format, strategy))
+
+
+# --- Correction factors in a real training run: reported by default, and applied to the plans if the config
+# says so.
+def job(rank: int, mode: str, ahead: int) -> tuple[list[float], list[dict[str, Any]], list[str], float]:
+    """Losses, corrections and recipes of each step, and the largest factor by which the costs of plans have grown."""
+    calibration.APPLY_EVERY = 8
+    engine: Any = small_engine(rank, cost_correction=mode, planner={"ahead": ahead}, strategies=["2*tp1", "tp2"])
+    losses, corrections, recipes = [], [], []
+    before = engine.crew.plans.table
+    for _ in range(20):
+        losses.append(float(engine.train_batch()))
+        corrections.append(dict(engine.last_step.corrections))
+        assert engine.last_step.planning_by == ("producer" if ahead else "here")  # new costs need no new process
+        recipes.append(engine.last_step.planning_recipe)
+    scale = max(engine.crew.plans.table[cost.scheme].b / cost.b for cost in before.costs)
+    engine.destroy()
+    return losses, corrections, recipes, scale
+
+
+@pytest.fixture(scope="module")
+def reported() -> list[float]:
+    """Losses of a run that leaves the costs of its plans as they were."""
+    losses, _, _, scale = run_ranks(job, 2, "report", 0, timeout=120)[0]
+    assert scale == 1.0
+    return losses
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_applied_corrections_change_the_plans_costs_and_not_the_training(ahead: int, reported: list[float]) -> None:
+    applied = run_ranks(job, 2, "apply", ahead, timeout=120)
+    for losses, corrections, recipes, scale in applied:
+        assert losses == pytest.approx(reported, rel=1e-5)
+        assert set(corrections[-1]) == {"tp1", "tp2"}  # both kinds of pipelines were seen often enough
+        assert scale > 1.03  # the estimated table takes CPU ranks for faster than they are
+        # A correction holds from the step after the next on, whether that was planned ahead or not.
+        assert [len(set(part)) for part in (recipes[:9], recipes[9:17], recipes[17:])] == [1, 1, 1]
+        assert recipes[8] != recipes[9]
+    assert applied[0][3] == applied[1][3]
+
+
+def corrected(
+    rank: int, folder: Path, loaded: int | None, stops: tuple[int, ...], steps: int, ahead: int
+) -> tuple[list[str], list[str]]:
+    """Plans and their recipes, of all steps or of those from a checkpoint of the folder on."""
+    calibration.APPLY_EVERY, calibration.APPLY_CHANGE = 4, 0.0
+    engine: Any = small_engine(
+        rank, cost_correction="apply", planner={"ahead": ahead}, strategies=["2*tp1", "tp2", "pp2"],
+        checkpoint={"dir": str(folder), "keep_last": None, "resume": False},
+    )  # fmt: skip
+    if loaded is not None:
+        engine.load_checkpoint(folder, tag=f"step{loaded}")
+    plans, recipes = [], []
+    while engine.global_steps < steps:
+        engine.train_batch()
+        plans.append(engine.last_step.plan_digest)
+        recipes.append(engine.last_step.planning_recipe)
+        if engine.global_steps in stops:
+            engine.save_checkpoint(folder, tag=f"step{engine.global_steps}")
+    engine.destroy()
+    return plans, recipes
+
+
+@pytest.mark.drawn
+def test_a_restart_plans_by_the_corrections_that_the_job_had(tmp_path: Path) -> None:
+    """After the step that a correction is found in, the one that it holds from, and the next."""
+    stops = (4, 5, 6)
+    plans, recipes = run_ranks(corrected, 2, tmp_path, None, stops, 9, 2, timeout=120)[0]
+    assert recipes == [recipes[0]] * 5 + [recipes[5]] * 4
+    assert recipes[4] != recipes[5]
+    again = run_ranks(lambda rank: [corrected(rank, tmp_path, stop, (), 9, 0) for stop in stops], 2, timeout=120)[0]
+    assert again == [(plans[stop:], recipes[stop:]) for stop in stops]
+
+
+# --- Where links were measured, the planner's process knows the job, and simulates its best plans with their
+# messages.
+LINKS = Links(tuple(LinkFigure(op, 2, 100.0, 1e7) for op in ("all_reduce", "all_gather", "all_to_all", "p2p")))
+MEASURED = CostTable(
+    (
+        SchemeCost(ParallelScheme(1, 1), 0.0, 1.0, 2.0, 400, 10),
+        SchemeCost(ParallelScheme(2, 1), 0.0, 0.51, 2.0, 400, 10),
+        SchemeCost(ParallelScheme(1, 2), 0.0, 0.5, 1.0, 400, 10),
+    )
+)
+SIMULATED_STEPS = 3
+
+
+def planned(rank: int, folder: Path, ahead: int) -> Any:
+    """On rank 0: who planned, and whether the plans are those of a planner here."""
+    config = small_config(
+        2,
+        cost_table=str(folder / "table.json"),
+        choose="best",
+        planner={"ahead": ahead},
+        plans_file=str(folder / "plans"),
+    )
+    engine = small_engine(rank, config=config)
+    for _ in range(SIMULATED_STEPS):
+        engine.train_batch()
+    crew = engine.crew
+    found = None
+    if rank == 0:
+        recipe, cluster = crew.plans._recipe, simulated_job(crew.job, crew.world, crew.prepared.found)
+        exposed = exposed_of(crew.job, crew.world, crew.prepared.found)
+        assert exposed is not None
+        here = Planner(
+            crew.plans.table, crew.plans.strategies, recipe.options,
+            exposed_ms=list(map(exposed, crew.plans.strategies)), step_ms=Simulator(cluster).step_ms,
+        )  # fmt: skip
+        told = read_job(json.loads(recipe.text)["job"])
+        plans = load_plans(folder / "plans").values()
+        same = [plan == here.plan(plan.step, plan.sequence_ids, plan.lengths) for plan in plans]
+        last = engine.last_step
+        assert last.predicted_step_ms == StepPlan.from_json(last.plan).step_ms != last.predicted_ms
+        assert last.expected_ms == pytest.approx(last.predicted_step_ms), "no step has corrected it yet"
+        found = last.planning_by, told == cluster, same
+    engine.destroy()
+    return found
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_plans_of_training_are_those_of_the_shortest_simulated_step(ahead: int, tmp_path: Path) -> None:
+    TableFile(MEASURED, links=LINKS.to_record()).save(tmp_path / "table.json")
+    assert run_ranks(planned, 2, tmp_path, ahead, timeout=200)[0] == (
+        ("producer" if ahead else "here"),
+        True,
+        [True] * SIMULATED_STEPS,
+    )
+
+
+# --- A training run whose planning process is killed, frozen or talks nonsense goes on with the same plans.
+NONSENSE = (sys.executable, "-c", "import sys; print('nonsense', flush=True); sys.stdin.read()")
+Found = tuple[list[float], list[str], list[str]]
+
+
+def faulty_job(rank: int, fault: str) -> Found:
+    """Losses, plans and who made them, of eight steps; rank 0's planning process is hurt after the third."""
+    ahead = 0 if fault == "in process" else 2
+    engine: Any = small_engine(rank, planner={"ahead": ahead}, faults={"frozen_seconds": 2.0})
+    losses: list[float] = []
+    plans: list[str] = []
+    makers: list[str] = []
+    for step in range(8):
+        losses.append(float(engine.train_batch()))
+        plans.append(engine.last_step.plan_digest)
+        makers.append(engine.last_step.planning_by)
+        service = getattr(engine.pre_step_callback, "service", None)
+        if step == 2 and service is not None and service.producer_pid is not None and fault != "none":
+            if fault == "garbage":
+                service._command = NONSENSE
+            os.kill(service.producer_pid, signal.SIGSTOP if fault == "frozen" else signal.SIGKILL)
+    engine.destroy()
+    return losses, plans, makers
+
+
+@pytest.fixture(scope="module")
+def calm() -> Found:
+    """The same steps without a fault."""
+    found: Found = run_ranks(faulty_job, 2, "none", timeout=120)[0]
+    assert set(found[2]) == {"producer"}
+    return found
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize(
+    ("fault", "maker"),
+    [("died", "restarted"), ("frozen", "restarted"), ("garbage", "here"), ("in process", "here")],
+)
+def test_training_is_the_same_to_the_bit(fault: str, maker: str, calm: Found) -> None:
+    results = run_ranks(faulty_job, 2, fault, timeout=120)
+    for losses, made, makers in results:
+        assert (losses, made) == calm[:2]
+        assert maker in makers
+    assert results[0] == results[1]
+
+
+def slow(rank: int) -> tuple[list[str], list[str], int]:
+    """Who made the plans of four steps; what a rank was doing while the third one's was late, and how often it was told
+    that there is no plan yet: four times in what a collective may wait."""
+    faults = {"frozen_seconds": 60.0}
+    engine: Any = small_engine(rank, planner={"ahead": 1}, faults=faults, timeout_seconds=4.0)
+    makers, doing = [], []
+    heard: list[str] = []
+    tell = Telling.tell
+
+    def listened(telling: Telling, text: str | None) -> str:
+        heard.append(tell(telling, text))
+        return heard[-1]
+
+    with mock.patch.object(Telling, "tell", listened):
+        for step in range(4):
+            service = getattr(engine.pre_step_callback, "service", None)
+            if step == 2:
+                if service is not None:
+                    os.kill(service.producer_pid, signal.SIGSTOP)
+                    threading.Timer(5.0, os.kill, (service.producer_pid, signal.SIGCONT)).start()
+                threading.Timer(4.0, lambda: doing.append(engine.crew.activity.now)).start()
+            engine.train_batch()
+            makers.append(engine.last_step.planning_by)
+    engine.destroy()
+    return makers, doing, heard.count("waiting\n")
+
+
+def test_ranks_wait_for_a_plan_for_longer_than_for_a_message() -> None:
+    first, second = run_ranks(slow, 2, timeout=120)
+    assert first == second
+    makers, doing, waits = first
+    assert makers == ["producer"] * 4
+    assert doing[0].startswith("waiting for plan")
+    assert waits >= 3

@@ -1,8 +1,13 @@
-"""Steps in parts, fields, and losses of log-probabilities on ranks: what a public loop of GRPO asks of an engine."""
+"""Steps in parts and losses of log-probabilities; routers and experts on ranks."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -11,23 +16,40 @@ from unittest import mock
 import deepspeed  # noqa: F401  (before forking: the ranks share it)
 import pytest
 import torch
+import torch.distributed as dist
 from peft import set_peft_model_state_dict
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import ds_hydra.engine.engine  # noqa: F401
-from ds_hydra.losses import GSPO
+from ds_hydra.losses import GSPO, dapo
+from ds_hydra.pipe import expert_parallel
+from ds_hydra.pipe.expert_parallel import RowsComputed, _own_experts
+from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.models.experts import find_routing
 from ds_hydra.testing import rank_environment, run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
+from tests.support.case import Case
+from tests.support.equivalence import make_engine, samples_of, traced_once
 from tests.support.families import build_model, kept_in_fp32
-from tests.support.small_job import same, small_config, small_engine, small_model, whole_state
+from tests.support.small_job import (
+    refused_calls,
+    same,
+    shared_source,
+    small_config,
+    small_engine,
+    small_model,
+    whole_state,
+)
 from tools import aims
-from tools.post_training import equality, refusals
-from tools.post_training.equality import Layout
+from tools.post_training import equality, refusals, routes
+from tools.post_training.equality import LAYOUTS, Layout
 from tools.post_training.memory import Live
 from tools.post_training.rollouts import rollouts, share
 
+# --- Steps in parts, fields, and losses of log-probabilities on ranks: what a public loop of GRPO asks of an
+# engine.
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 3
 
@@ -252,3 +274,231 @@ def test_engines_of_one_process_group_train_as_if_each_were_alone() -> None:
         return agrees
 
     assert run_ranks(job, 2, timeout=200) == [[True] * 3] * 2
+
+
+# --- Choices of experts that are given to routers on ranks, and those that routers make by themselves.
+MIXTRAL = "mixtral"
+
+
+def worst(rows: list[routes.Row]) -> float:
+    return max(max(row.of_loss, row.of_gradients, row.of_log_probs) for row in rows)
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize(
+    ("family", "layouts"),
+    [
+        (MIXTRAL, (LAYOUTS[5], LAYOUTS[7])),
+        (MIXTRAL, routes.SPREAD[:1]),
+        ("norms of queries and keys (GLM-4.5)", LAYOUTS[1:2]),
+        pytest.param("granite, experts", LAYOUTS[4:5], marks=pytest.mark.long),  # a hybrid
+    ],
+)
+def test_experts_that_are_given_are_those_of_one_process(family: str, layouts: tuple[Any, ...]) -> None:
+    rows = routes.compare(family, layouts)
+    assert worst(rows) <= aims.POST_TRAINING, rows
+    assert not any(row.choices_off for row in rows), rows
+
+
+@pytest.mark.drawn
+def test_one_expert_of_one_token_is_felt() -> None:
+    def off(items: list[dict[str, Any]]) -> None:
+        if len(items) == routes.PER_RANK[2]:
+            choices = items[3]["routed_experts"]
+            items[3]["routed_experts"] = choices.clone()
+            items[3]["routed_experts"][5, 2, 0] = next(e for e in range(4) if e not in choices[5, 2].tolist())
+
+    rows = routes.compare(MIXTRAL, LAYOUTS[3:4], ["PPO"], off)
+    assert rows[0].of_gradients > 1e-5, rows
+    assert not rows[0].choices_off, "what is given is what is used"
+
+
+def changed(change: Callable[[torch.Tensor], Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    def changes(item: dict[str, Any]) -> dict[str, Any]:
+        choices = item["routed_experts"].clone()
+        found = change(choices)
+        return item | {"routed_experts": choices if found is None else found}
+
+    return changes
+
+
+def put(expert: int) -> Callable[[torch.Tensor], None]:
+    return lambda choices: choices.__setitem__((2, 1, 0), expert)
+
+
+REFUSED: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
+    "a router missing": (changed(lambda choices: choices[:, :3]), "4 routers and 2 experts of a token"),
+    "too many experts": (changed(lambda choices: torch.cat((choices, choices), dim=2)), "2 experts of a token"),
+    "a token missing": (changed(lambda choices: choices[1:]), "it is to have whole numbers of the shape"),
+    "numbers": (changed(lambda choices: choices.double()), "and the type float64"),
+    "an expert too high": (changed(put(4)), "at token 2 routed_experts names the expert 4 of model.layers.1.mlp.gate"),
+    "a negative one": (changed(put(-1)), "names the expert -1 of model.layers.1.mlp.gate (0 to 3), which there is not"),
+    "one twice": (changed(lambda choices: choices.__setitem__((2, 1, 0), choices[2, 1, 1])), "(0 to 3), twice"),
+    "none": (lambda item: {name: item[name] for name in item if name != "routed_experts"}, "the same fields"),
+}
+
+
+def test_choices_that_cannot_be_used_are_refused_on_all_ranks_and_nothing_changes() -> None:
+    def on_rank(rank: int) -> tuple[list[str], bool]:
+        model = build_model(MIXTRAL, torch.float32)
+        engine = small_engine(rank, model=model, data=None, strategies=["tp2", "2*tp1"])
+        own = [{name: item[name] for name in ("input_ids", "labels", "advantages", "routed_experts")}
+               for item in share(rank, routes.routed(rollouts(count=4), 4), (2, 2))]  # fmt: skip
+        calls: list[Callable[[], Any]] = []
+        for change, _ in REFUSED.values():
+            given = [own[0], change(own[1]) if rank == 1 else own[1]]
+            calls += [partial(engine.forward_backward, given, dapo()), partial(engine.log_probs, given)]
+        return refused_calls(engine, calls, lambda: engine.forward_backward(own, dapo()))
+
+    with shared_source(build_model(MIXTRAL, torch.float32)):
+        (told, right), (others, also) = run_ranks(on_rank, 2, timeout=120)
+    assert right
+    assert also
+    assert told == others
+    for number, (name, (_, words)) in enumerate(REFUSED.items()):
+        for text in told[2 * number : 2 * number + 2]:
+            assert words in text, (name, text)
+            assert "rank 1" in text, (name, text)
+
+
+class Sorting(nn.Module):
+    """A router that finds its experts by sorting, and asks for the largest in vain."""
+
+    def __init__(self, router: Any, *, asks: bool) -> None:
+        super().__init__()
+        self.weight, self.asks = router.weight, asks
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = hidden.reshape(-1, hidden.shape[-1]) @ self.weight.T
+        if self.asks:
+            torch.topk(logits, 2, dim=-1)
+        chosen = logits.argsort(dim=-1, descending=True)[:, :2]
+        return logits, logits.gather(-1, chosen).softmax(-1), chosen
+
+
+@pytest.mark.parametrize(
+    ("asks", "words"),
+    [(False, r"model\.layers\.2\.mlp of Mixtral.* chooses its experts otherwise: .*by torch\.topk"),
+     (True, r"model\.layers\.2\.mlp\.gate \(Sorting\) does not choose its experts by the torch\.topk")],
+)  # fmt: skip
+def test_routers_that_choose_otherwise_are_refused_by_name(asks: bool, words: str) -> None:
+    model = build_model(MIXTRAL, torch.float32)
+    model.model.layers[2].mlp.gate = Sorting(model.model.layers[2].mlp.gate, asks=asks)
+    with pytest.raises(ConfigError, match=words):
+        find_routing(CausalLM(model, by_one_rank=True))
+
+
+def test_a_model_without_routers_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM has no routers: .*by torch\.topk"):
+        find_routing(CausalLM(build_model("llama", torch.float32), by_one_rank=True))
+
+
+# --- The record of a step tells how uneven the routing to spread experts was, as one process counts it.
+EXPERTS = 4
+TOKENS = torch.randint(3, 90, (24,), generator=torch.Generator().manual_seed(2))
+
+
+def trained(rank: int, folder: Path, strategies: list[str], one_gets_all: bool) -> None:
+    def to_first(
+        forward: Any, first: int, count: int, hidden: Tensor, chosen: Tensor, *rest: Any, **more: Any
+    ) -> Tensor:
+        return _own_experts(forward, first, count, hidden, torch.zeros_like(chosen), *rest, **more)
+
+    rank_environment(rank)
+    with mock.patch.object(expert_parallel, "_own_experts", to_first if one_gets_all else _own_experts):
+        steps_file = str(folder / "steps.jsonl")
+        config = small_config(dist.get_world_size(), strategies=strategies, tokens_per_step=96, steps_file=steps_file)
+        config["scheduler"]["params"]["warmup_max_lr"] = 0.0  # so that all steps route alike
+        engine = small_engine(rank, build_model("qwen3_moe", torch.float32), config, data=[TOKENS] * 32)
+        for _ in strategies:
+            engine.train_batch()
+
+
+def records(folder: Path, strategies: list[str], *, ranks: int, one_gets_all: bool = False) -> list[dict[str, Any]]:
+    run_ranks(partial(trained, folder=folder, strategies=strategies, one_gets_all=one_gets_all), ranks)
+    return [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+
+
+def plain_shares(groups: int) -> list[float]:
+    """For each layer of the plain model, the routes to the largest of so many equal groups of experts over the mean."""
+    model = build_model("qwen3_moe", torch.float32)
+    counts: dict[int, Tensor] = defaultdict(lambda: torch.zeros(EXPERTS))
+
+    def note(layer: int, module: Any, given: tuple[Tensor, ...]) -> None:
+        counts[layer] += torch.bincount(given[1].flatten(), minlength=EXPERTS)
+
+    for layer, block in enumerate(model.model.layers):
+        block.mlp.experts.register_forward_pre_hook(partial(note, layer))
+    model(TOKENS[None])
+    found = [each.view(groups, -1).sum(1) for _, each in sorted(counts.items())]
+    return [float(each.max() / each.mean()) for each in found]
+
+
+@pytest.mark.drawn
+def test_a_record_has_the_largest_ranks_share_of_each_layer(tmp_path: Path) -> None:
+    """By stages of two and of four ranks; a step whose experts nobody shares has none."""
+    strategies = ["tp4ep4", "2*tp2ep2", "tp2sp2ep4", "tp2ep2pp2", "4*tp1"]
+    *spread, alone = records(tmp_path, strategies, ranks=4)
+    for record, groups in zip(spread, (4, 2, 4, 2), strict=True):
+        right = plain_shares(groups)
+        assert record["expert_imbalance"] == pytest.approx(sum(right) / len(right), abs=1e-6)
+        assert record["worst_expert_imbalance"] == pytest.approx(max(right), abs=1e-6)
+        assert record["worst_expert_imbalance"] > record["expert_imbalance"] > 1.0
+    assert alone["expert_imbalance"] == alone["worst_expert_imbalance"] == 0.0
+
+
+def test_all_tokens_to_one_expert(tmp_path: Path) -> None:
+    (record, other) = records(tmp_path, ["tp2ep2", "sp2ep2"], ranks=2, one_gets_all=True)
+    assert record["expert_imbalance"] == record["worst_expert_imbalance"] == 2.0
+    assert other["expert_imbalance"] == 2.0
+
+
+def test_rows_are_counted_since_they_were_taken() -> None:
+    routed = RowsComputed(4)
+    assert routed.take() == 0.0
+    routed.add(30, 80)
+    assert routed.take() == 1.5
+    routed.add(0, 80)
+    routed.add(20, 80)
+    assert (routed.take(), routed.take()) == (0.5, 0.0)
+
+
+# --- Whole experts on ranks: a checkpoint is neither of jobs that spread them nor of jobs that cut them by
+# width.
+SPREAD = Case("", "qwen3_moe", ("tp2ep2", "sp2ep2"), steps=4).shortened()
+
+
+def _saved(rank: int, case: Case, folder: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Two steps, a checkpoint, and the losses of two more; what is trained when it was saved."""
+    engine = make_engine(case, samples_of(case))
+    for _ in range(2):
+        engine.train_batch()
+    engine.save_checkpoint(folder)
+    values = engine.fp32_state_dict()
+    return [float(engine.train_batch()) for _ in range(2)], values if rank == 0 else {}
+
+
+def _resumed(rank: int, case: Case, folder: str) -> tuple[list[float], dict[str, Tensor]]:
+    engine = make_engine(case, samples_of(case))
+    engine.load_checkpoint(folder)
+    values = engine.fp32_state_dict()
+    return [float(engine.train_batch()) for _ in range(2)], values if rank == 0 else {}
+
+
+@pytest.mark.drawn
+def test_jobs_of_both_kinds_and_another_ep_go_on_from_a_checkpoint(tmp_path: Path) -> None:
+    with traced_once(SPREAD):
+        losses, values = run_ranks(_saved, 2, SPREAD, str(tmp_path), timeout=120)[0]
+        again, same = run_ranks(_resumed, 2, SPREAD, str(tmp_path), timeout=120)[0]
+    by_width = replace(SPREAD, strategies=("tp2", "2*tp1"))
+    with traced_once(by_width):
+        found, turned = run_ranks(_resumed, 2, by_width, str(tmp_path), timeout=120)[0]
+    four = replace(SPREAD, strategies=("tp2sp2ep4", "sp4ep4"))
+    with traced_once(four):
+        on_four, moved = run_ranks(_resumed, 4, four, str(tmp_path), timeout=120)[0]
+    for other in (same, turned, moved):
+        assert values.keys() == other.keys()
+        assert all(torch.equal(value, other[name]) for name, value in values.items()), "to the bit"
+    assert again == losses
+    for others in (found, on_four):
+        assert all(abs(one - other) <= 1e-9 * abs(one) for one, other in zip(losses, others, strict=True))

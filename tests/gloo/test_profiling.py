@@ -1,22 +1,38 @@
-"""Stages measured by local shapes and on ranks, memory against the process's peak, and the profiling tool's life."""
+"""Stages measured by local shapes and on ranks; the profiling tool's life; memory to the byte, and none left."""
 
 from __future__ import annotations
 
 import json
+import logging
+import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import deepspeed  # noqa: F401  (before forking: the ranks share it)
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from ds_hydra.costs.memory import JobMemory
+import ds_hydra
+import ds_hydra.engine.engine
+from ds_hydra.commands.profile import main as profile_main
+from ds_hydra.commands.profile_session import Session
+from ds_hydra.config.hydra_block import parse_config
+from ds_hydra.costs.analytic import model_shape
+from ds_hydra.costs.cost_table import CostTable, read_table_file
+from ds_hydra.costs.memory import ElementBytes, JobMemory, RankBytes, push_turns, rank_bytes
+from ds_hydra.engine.costs import describe_job, job_cost_table
 from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.runtime import StageRuntime
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.profiling.fit import Point, Rung, entry_from_record, make_ladder
@@ -31,10 +47,19 @@ from ds_hydra.profiling.stage_memory import (
 )
 from ds_hydra.profiling.stage_timer import StageTimer, Timing, hollow_source
 from ds_hydra.profiling.survey import RepeatBudget, Survey, distinct_stages
-from ds_hydra.testing import run_ranks
+from ds_hydra.step import strategy_runtime
+from ds_hydra.step.strategy_runtime import PeakMemory
+from ds_hydra.step.update import Update
+from ds_hydra.testing import rank_environment, run_ranks
+from ds_hydra.zero_hetero import scratch_plan
 from ds_hydra.zero_hetero.clock import HostClock
+from ds_hydra.zero_hetero.errors import ConfigError
+from tests.support.planner_cases import room_for_pushes
 from tests.support.profiled import LINKS, SMALL, write_model
+from tests.support.small_job import LENGTHS, same, small_config, small_engine, small_source, whole_state
 
+# --- Stages measured by local shapes and on ranks, memory against the process's peak, and the profiling tool's
+# life.
 CPU = torch.device("cpu")
 
 
@@ -263,3 +288,273 @@ def test_all_to_alls_over_two_nodes_are_priced_at_the_links_between_them() -> No
     for scheme, ms in ((ParallelScheme(2, 1, 2), 2.0), (ParallelScheme(4, 1, 2), 11.0), (ParallelScheme(8), 20.0)):
         timer = SimpleNamespace(scheme=scheme)
         assert survey._collectives_ms(timer, calls) == pytest.approx(ms)  # type: ignore[arg-type]
+
+
+# --- The profiling tool's life: a table that a job takes, a run that goes on where it was interrupted, bad
+# input.
+def profile(model: Path, out: Path, *more: str) -> int:
+    links = out.with_name("links.json")
+    links.write_text(json.dumps(LINKS.to_record()))
+    return profile_main(
+        ["--model", str(model), "--gpus", "2", "--out", str(out), "--links", str(links), "--ranks", "1", "--rungs", "3",
+         "--seconds", "0.005", "--clock", "cpu", "--quick", *more]
+    )  # fmt: skip
+
+
+@pytest.mark.drawn
+def test_the_tool_writes_a_table_that_a_job_takes(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "table.json"
+    assert profile(model, out, "--schemes", "tp1", "sp2") in (0, 1)  # 1: noise above the aims
+    assert "ds-hydra profile: 2 schemes in" in capsys.readouterr().out
+    assert profile(model, out, "--schemes", "pp2", "--merge") in (0, 1)
+    assert [str(s) for s in CostTable.load(out).schemes] == ["tp1", "sp2", "pp2"]
+    found = read_table_file(out)
+    assert found.job is not None
+    assert found.measured is not None
+    assert found.measured["sp2"]["how"] == "local shapes"
+    for cost in found.table.costs:
+        assert cost.shares is not None
+        assert 0.1 < cost.shares.forward.b <= 0.6
+        assert found.activations is not None
+        assert cost.shares.context == found.activations[cost.uniform.tp, cost.uniform.sp].context
+    assert not list(tmp_path.glob("*.partial"))
+
+    parsed = parse_config({"hydra": {"tokens_per_step": 64, "strategies": ["2*tp1", "sp2"], "cost_table": str(out)}})
+    assert parsed is not None
+    source = hollow_source(model, parsed.hydra.stage_options)
+    shape = model_shape(source.plan, 32, 96)
+    job = describe_job(source, CPU, torch.float32, 2)
+    assert job_cost_table(parsed.hydra, shape, (), 64, job).table == found.table
+    with pytest.raises(ConfigError, match=r"(?s)not measured for this job.*dtype.*'bfloat16'"):
+        job_cost_table(parsed.hydra, shape, (), 64, describe_job(source, CPU, torch.bfloat16, 2))
+
+
+@pytest.mark.drawn
+def test_an_interrupted_run_goes_on_where_it_was(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, measured = tmp_path / "table.json", []
+    real = Session.save_partial
+
+    def interrupt(self: Session) -> None:
+        real(self)
+        measured.append(len(self.done))
+        if len(self.done) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Session, "save_partial", interrupt)
+    assert profile(model, out, "--schemes", "tp1", "pp2") == 130
+    assert not out.exists()
+    assert "1 of 2 schemes" in capsys.readouterr().out
+    assert profile(model, out, "--schemes", "tp1", "pp2") in (0, 1)
+    assert "going on after 1 schemes" in capsys.readouterr().out
+    assert measured == [0, 1, 2]
+
+
+def longest_of(rank: int, model: Path, table: Path) -> int:
+    """MaxLen of tp1 that a job of 2 ranks takes from a table, whose figure is of whole sequences."""
+    logging.getLogger("ds_hydra").setLevel(logging.ERROR)
+    rank_environment(rank)
+    block = {"tokens_per_step": 64, "strategies": ["2*tp1"], "cost_table": str(table), "steps_file": None,
+             "planner": {"ahead": 0}, "self_check": "off", "chunks": "off"}  # fmt: skip
+    config = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}, "hydra": block}
+    job = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=torch.float32)
+    engine: Any = ds_hydra.initialize(model=job, training_data=[[3] * 20] * 4, config=config)[0]
+    engine.destroy()
+    return engine.crew.plans.table[ParallelScheme()].max_length
+
+
+@pytest.mark.drawn
+def test_maxlen_of_a_measured_table_follows_the_number_of_ranks(model: Path, tmp_path: Path) -> None:
+    """Fewer ranks share the masters, so each has less room for tokens than in the job that the table was made for."""
+    found = {}
+    for gpus in ("2", "8"):
+        out = tmp_path / f"table{gpus}.json"
+        assert profile(model, out, "--schemes", "tp1", "--gpus", gpus) in (0, 1)
+        limit = CostTable.load(out)[ParallelScheme()].max_length
+        found[gpus] = (limit, *run_ranks(longest_of, 2, model, out))
+    assert found["2"][0] == found["2"][1] == found["2"][2]
+    assert found["8"][0] > found["8"][1] == found["8"][2]
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--schemes", "tp3"), "cannot be cut by tp3"),
+        (("--schemes", "tp1", "--device_memory", "0.00001"), "no scheme fits"),
+        (("--longest", "1"), "shortest < longest"),
+        (("--schemes", "tq2"), "cannot read the term"),
+    ],
+)
+def test_bad_input_is_told(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    assert profile(model, tmp_path / "t.json", *arguments) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "t.json").exists()
+
+
+def test_models_that_are_none_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert profile(tmp_path / "missing.json", tmp_path / "t.json") == 2
+    assert "does not exist" in capsys.readouterr().err
+
+
+# --- A rank that has no memory left says for which tokens, what was predicted, and which setting needs less.
+FULL = "CUDA out of memory. Tried to allocate 2.00 GiB"
+
+
+def told(rank: int, where: tuple[type, str], peak: int) -> str:
+    """What a rank says whose device is full when it comes to a method for the second time, in its second step."""
+    engine, calls = small_engine(rank, tokens_per_step=130), 0
+    engine.train_batch()
+    method = getattr(*where)
+
+    def full(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == (2 if where[0] is StageRuntime else 1):
+            raise torch.OutOfMemoryError(FULL)
+        return method(*args, **options)
+
+    allocated = mock.patch.object(PeakMemory, "read", return_value=peak)
+    with mock.patch.object(*where, full), allocated, pytest.raises(torch.OutOfMemoryError) as found:
+        engine.train_batch()
+    return str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("peak", "remedy"),
+    [
+        (1 << 20, "Others hold memory of this device, or it is in pieces"),
+        (1 << 40, "The prediction is too low: measure this model with `ds-hydra profile`"),
+    ],
+)
+def test_the_micro_batch_its_tokens_both_peaks_and_the_setting_are_named(peak: int, remedy: str) -> None:
+    (text,) = run_ranks(told, 1, (StageRuntime, "_backward"), peak, timeout=120)
+    # The second step has the sequences 3 to 6, of 33, 90, 64 and 9 tokens, in micro-batches as the table allows.
+    found = text.partition("in the backward of micro-batch 1 (")[2]
+    tokens, _, rest = found.partition(" tokens, sequences ")
+    ids = [int(number) for number in rest.partition(")")[0].split(", ")]
+    assert int(tokens) == sum(LENGTHS[number] for number in ids)
+    assert "), in stage 0 of tp1 under tp1: " in text
+    assert f"{'1.0 MiB' if peak == 1 << 20 else '1024.00 GiB'} were given out at the most" in text
+    assert re.search(
+        r"[\d.]+ MiB are predicted for its micro-batches of up to \d+ tokens, [\d.]+ MiB of them for", text
+    )
+    assert remedy in text
+    assert "hydra.activation_checkpointing and a larger tp, sp or pp in hydra.strategies need less" in text
+    assert text.endswith(FULL)
+
+
+def test_what_does_not_depend_on_tokens_says_so() -> None:
+    (text,) = run_ranks(told, 1, (Update, "apply"), 0, timeout=120)
+    assert text.startswith("rank 0 has no memory left between the passes of a step")
+    assert "Take the most demanding strategy out of hydra.strategies" in text
+
+
+# --- What the memory model counts for a rank is what its runtimes hold, to the byte; gaps in it change no
+# value; and which pushes wait for memory.
+SIZES = {"fp32": 4, "bf16": 2}
+_TRAIN = strategy_runtime.StrategyRuntime.train
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize(
+    ("grad_dtype", "wire", "node_size"),
+    [("fp32", "bf16", 4), ("bf16", "bf16", 2), ("bf16", "fp32", 4), ("fp32", "bf16", 3)],
+)
+def test_every_rank_holds_what_is_counted(grad_dtype: str, wire: str, node_size: int) -> None:
+    def run(rank: int) -> list[tuple[RankBytes, RankBytes, int]]:
+        room = 20_000  # bytes: for some pushes and not for all
+        with (
+            mock.patch.object(scratch_plan, "AT_ONCE", 300),
+            mock.patch.object(strategy_runtime, "room_for_pushes", return_value=room),
+            room_for_pushes(room),
+        ):
+            return steps(rank)
+
+    def steps(rank: int) -> list[tuple[RankBytes, RankBytes, int]]:
+        config = small_config(4, node_size=node_size)
+        config["hydra"]["strategies"] = [*config["hydra"]["strategies"], "tp2pp2/v"]
+        config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": grad_dtype}}
+        config |= {"communication_data_type": wire}
+        engine = small_engine(rank, config=config)
+        found, waiting = [], 0
+        for _ in config["hydra"]["strategies"]:
+            engine.train_batch()
+            stepper, world = engine.crew.stepper, engine.crew.world
+            runtime = stepper.runtimes.built[engine.last_step.strategy]
+            arena = stepper.arena
+            held = RankBytes(
+                sum(buffer.nbytes for buffer in runtime.pulls.buffers),
+                runtime.gradient_bytes,
+                arena.scratch.num_bytes,
+            )
+            element = ElementBytes(2, SIZES[grad_dtype], wire=SIZES[wire])
+            plan, strategy = engine.job.source.plan, runtime.strategy
+            counted = rank_bytes(plan, strategy, element, node_size=world.node_size)[rank]
+            turns = push_turns(plan, strategy, element, node_size=world.node_size)[:, rank]
+            assert [window.after for window in runtime.pushes._windows] == turns.tolist()
+            found.append((held, counted, arena.params.nbytes + arena.grads.nbytes))
+            waiting += int(turns.any())
+        assert waiting, "some pushes wait for memory"
+        return found
+
+    for rows in run_ranks(run, 4, timeout=120):
+        assert [held for held, _, _ in rows] == [counted for _, counted, _ in rows]
+        assert {room for _, _, room in rows} == {max(held.params + held.grads for held, _, _ in rows)}
+        assert len({held for held, _, _ in rows}) > 1, "strategies differ in what they hold"
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("num_ranks", [3, 4])
+def test_parameters_begin_on_128_bytes_and_are_what_they_are_side_by_side(
+    num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(rank: int) -> tuple[dict[str, Tensor], list[str]]:
+        engine = small_engine(rank, config=small_config(num_ranks) | {"bf16": {"enabled": True}})
+        for _ in range(4):
+            engine.train_batch()
+        askew = [
+            f"{strategy} {name}"
+            for strategy, runtime in engine.crew.stepper.runtimes.built.items()
+            for name, parameter in runtime.parts[0].parameters.items()
+            if parameter.storage_offset() % 64
+        ]
+        return whole_state(engine), askew
+
+    results = run_ranks(run, num_ranks, timeout=120)
+    assert [askew for _, askew in results] == [[]] * num_ranks
+    monkeypatch.setattr(small_source(), "plan", replace(small_source().plan, alignment=1))
+    side_by_side = run_ranks(run, num_ranks, timeout=120)
+    assert any(askew for _, askew in side_by_side)
+    assert all(same(one, other) for (one, _), (other, _) in zip(results, side_by_side, strict=True))
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize(("num_ranks", "grad_dtype"), [(4, "fp32"), (4, "bf16"), (3, "bf16")])
+def test_sums_among_gradients_are_those_in_memory_of_their_own(num_ranks: int, grad_dtype: str) -> None:
+    """To the bit, under strategies that change: where sums lie [Note: where sums lie] changes no value."""
+
+    def run(rank: int, apart: bool) -> tuple[dict[str, Tensor], int]:
+        config = small_config(num_ranks) | {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": grad_dtype}}
+        engine = small_engine(rank, config=config)
+        masters, arena, among = engine.crew.masters.trained, engine.crew.stepper.arena, 0
+        for _ in range(4):
+            with mock.patch.object(strategy_runtime.StrategyRuntime, "train", _apart if apart else _TRAIN):
+                engine.train_batch()
+            among += sum(grad.untyped_storage().data_ptr() == arena.grads.data_ptr() for grad in masters.grads)
+        return whole_state(engine), among
+
+    (among, count), (apart, none) = (run_ranks(run, num_ranks, each, timeout=200)[0] for each in (False, True))
+    assert count > 0 == none
+    assert same(among, apart)
+
+
+def _apart(runtime: strategy_runtime.StrategyRuntime, *batches: Any, alone: bool, **others: Any) -> Any:
+    """A phase of a step, as if there were others."""
+    assert alone
+    return _TRAIN(runtime, *batches, alone=False, **others)

@@ -1,23 +1,46 @@
-"""Pulls and pushes of a step: gradients leave in one order as the last backward passes them."""
+"""Pulls and pushes of a step: one order, messages, types on the wire, what is held, and a trace of it."""
 
 from __future__ import annotations
 
 import gc
+import json
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_hydra.testing import run_ranks
+from ds_hydra.engine.record import measured_spans
+from ds_hydra.pipe.attention.backends import varlen_attention
+from ds_hydra.pipe.contexts import Contexts
+from ds_hydra.pipe.placement import place_pipeline
+from ds_hydra.pipe.rows import Chunk, MicroBatch, Pack
+from ds_hydra.pipe.runtime import StageRuntime
+from ds_hydra.pipe.schedules.batches import Batches
+from ds_hydra.pipe.schedules.batches import Work as BatchWork
+from ds_hydra.pipe.schedules.registry import training_slots
+from ds_hydra.pipe.shape import PipelineShape
+from ds_hydra.pipe.stage import StagePlace
+from ds_hydra.report.trace import trace_faults
+from ds_hydra.testing import run_ranks, whole_gradients
+from ds_hydra.watchdog import Activity
+from ds_hydra.zero_hetero.clock import HostClock, Stopwatch
 from ds_hydra.zero_hetero.layout import even_layout, layout_of_intervals
 from ds_hydra.zero_hetero.link import Link
+from ds_hydra.zero_hetero.masters import MasterShards
 from ds_hydra.zero_hetero.pushes import Pulls, PushBucket, Pushes
 from ds_hydra.zero_hetero.transfer_plan import plan_transfer
 from ds_hydra.zero_hetero.transport import HostLane, InProcessTransport, Post, TorchTransport, Transport, Work
+from tests.support.small_job import STRATEGIES, small_config, small_engine
+from tests.support.strict import StrictTransport
 
+# --- Pulls and pushes of a step: gradients leave in one order as the last backward passes them.
 WIDTH = 6
 NUM_LAYERS = 4
 NUMEL = WIDTH * WIDTH + WIDTH
@@ -324,3 +347,235 @@ def test_pull_casts_once_and_keeps_its_buffers() -> None:
     for low, full in run_ranks(body, 2):
         assert torch.equal(low, (torch.arange(10) + 1 / 3).bfloat16())
         assert torch.equal(full, torch.arange(10.0))
+
+
+# --- The gradient's norm takes one message between all ranks, and that comes when a rank has all its sums.
+class Watched:
+    """torch.distributed as `grad_norm` sees it; keeps what it is asked for, and the rank's gradients at that moment."""
+
+    def __init__(self, gradients: Callable[[], Tensor]) -> None:
+        self.gradients = gradients
+        self.seen: list[tuple[str, Tensor]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(dist, name)
+        if name == "get_world_size":
+            return found
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.seen.append((name, self.gradients()))
+            return found(*args, **kwargs)
+
+        return call
+
+
+def norms(rank: int) -> list[tuple[list[str], bool, float, float]]:
+    """Of each step: the calls for the norm, whether gradients were final by then, the norm, and one made of them."""
+    config = {**small_config(2), "gradient_clipping": 0.0}
+    engine = small_engine(rank, config=config)
+    masters = engine.crew.masters.trained
+    steps = []
+
+    def gradients() -> Tensor:
+        return torch.cat(masters.grads)
+
+    def put(grads: Sequence[Tensor] | None) -> None:
+        MasterShards.put_grads(masters, grads)
+        for grad in masters.grads:
+            grad.fill_(7.0)  # what a push has not overwritten is seen
+
+    masters.put_grads = put  # type: ignore[method-assign]
+    for _ in STRATEGIES[2]:
+        watched = Watched(gradients)
+        masters.dist = watched  # type: ignore[assignment]
+        engine.train_batch()
+        masters.dist = dist
+        squares = torch.zeros(1, dtype=torch.float64) + gradients().double().square().sum()
+        dist.all_reduce(squares)
+        final = all(torch.equal(seen, gradients()) and not (seen == 7.0).any() for _, seen in watched.seen)
+        steps.append(([name for name, _ in watched.seen], final, engine.last_step.grad_norm, float(squares.sqrt())))
+    engine.destroy()
+    return steps
+
+
+def test_one_message_makes_the_norm_and_comes_after_all_sums() -> None:
+    for steps in run_ranks(norms, 2, timeout=120):
+        for calls, final, norm, expected in steps:
+            assert calls == ["all_gather"]
+            assert final
+            assert abs(norm - expected) < 1e-9 * expected
+
+
+# --- Gradients travel in the type that the config names: what it costs in bytes, and what 16 bit loses.
+def step(rank: int, wire: str | None) -> tuple[dict[str, Tensor], int]:
+    """Gradients of an FP32 step, whole on rank 0, and the bytes that this rank has pushed."""
+    config = small_config(2, strategies=["2*tp1"]) | {"gradient_clipping": 0.0}
+    engine = small_engine(rank, config=config if wire is None else {**config, "communication_data_type": wire})
+    engine.train_batch()
+    found = whole_gradients(engine), engine.last_step.push_bytes
+    engine.destroy()
+    return found
+
+
+@pytest.mark.drawn
+def test_the_wire_has_the_type_of_the_config() -> None:
+    runs = {wire: run_ranks(step, 2, wire, timeout=120)[0] for wire in (None, "fp32", "bf16", "fp16")}
+    assert runs["bf16"][1] == runs["fp16"][1] == runs["fp32"][1] // 2 > 0
+    wide = runs["fp32"][0]
+    assert all(torch.equal(wide[name], gradient) for name, gradient in runs[None][0].items())
+    apart = {
+        wire: max(float((runs[wire][0][name] - wide[name]).norm() / wide[name].norm()) for name in wide)
+        for wire in ("bf16", "fp16")
+    }
+    assert 2.0**-12 < apart["bf16"] < 2.0**-8, apart
+    assert 0 < apart["fp16"] < apart["bf16"], apart
+
+
+# --- Tensors under way to other stages: a rank holds a few of them, however many micro-batches a step has.
+STAGES, COUNT, EDGE = 4, 32, 3
+
+
+class Part:
+    """A range of layers that multiplies what it gets by a weight; no gradient is put off."""
+
+    leaves: frozenset[Any] = frozenset()
+
+    def __init__(self, place: StagePlace) -> None:
+        self.place, self.weight = place, torch.full((EDGE,), 1.5, requires_grad=True)
+        put_off = nullcontext()
+        self.weight_gradients = mock.Mock(unfinished=frozenset(), of=lambda *_, **__: put_off)
+
+    def forward(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
+        out = (torch.ones(1, 2, EDGE) if hidden is None else hidden) * self.weight
+        return out.sum() if self.place.is_last else out
+
+    def take_router_loss(self) -> None:
+        """It has no routers."""
+
+    def take_imbalances(self) -> tuple[float, ...]:
+        """Nor experts."""
+        return ()
+
+
+class Counted(StageRuntime):
+    """Notes after each turn's messages how many sends are open."""
+
+    most = 0
+
+    def _communicate(self, run: Any, messages: Any) -> None:
+        super()._communicate(run, messages)
+        self.most = max(self.most, len(run.sending))
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("schedule", ["v", "list", "zb-h1"])
+def test_a_rank_holds_as_many_sent_tensors_as_two_for_each_stage(schedule: str, strict: bool) -> None:
+    pipeline = place_pipeline(PipelineShape.parse(f"pp{STAGES}/{schedule}"), 0, 2 * STAGES)
+    work = BatchWork(forward=10, backward=12, weight=8, kept=2, until_weight=1)
+    works = (work,) * COUNT if schedule != "zb-h1" else ()
+    known = Batches((-1,) * COUNT, pipeline.parts, works, room=2 * STAGES * pipeline.parts)
+
+    def run(rank: int) -> tuple[int, float]:
+        transport: Transport = TorchTransport()
+        if strict:
+            transport = StrictTransport(dist.new_group())
+        parts: list[Any] = [Part(place) for place in StagePlace.all_of(pipeline, rank, lambda _: None)]
+        runtime = Counted(
+            parts, pipeline, rank, transport, [(EDGE, EDGE)] * pipeline.parts, torch.device("cpu"), torch.float32,
+            activity=Activity(), watch=Stopwatch(None),
+        )  # fmt: skip
+        batches = [MicroBatch(Pack((2,)), torch.zeros(1, 2))] * COUNT
+        runtime.run(training_slots(schedule, known, STAGES, rank), batches)
+        return runtime.most, float(sum(part.weight.grad.sum() for part in parts))
+
+    found = run_ranks(run, STAGES, timeout=60)
+    expected = COUNT * 2 * EDGE * 1.5 ** (STAGES * pipeline.parts - 1)
+    assert [total for _, total in found] == [pytest.approx(expected * pipeline.parts)] * STAGES
+    assert max(most for most, _ in found) <= 2 * STAGES
+
+
+# --- Ranks that share queries, of which some compute none of a slice: gradients of its keys are those of one
+# process.
+HEADS = 2
+ROWS = (((4, 40), 0, 4), ((6,), 4, 10))  # lengths, and which tokens of a sequence of ten the first of them are
+
+
+def gradients(rank: int, sp: int) -> list[torch.Tensor]:
+    """Of the queries, keys and values of this rank's tokens, row by row."""
+    if sp > 1 and not dist.is_initialized():
+        dist.init_process_group("gloo")
+    contexts, leaves, losses = Contexts(10), list[torch.Tensor](), list[torch.Tensor]()
+    generator = torch.Generator().manual_seed(0)
+    for lengths, start, stop in ROWS:
+        pack = Pack(lengths, sp_rank=rank, sp=sp, chunk=Chunk(start, stop, contexts))
+        whole = [torch.randn(sum(lengths), HEADS, 4, dtype=torch.float64, generator=generator) for _ in range(4)]
+        q, k, v, wanted = (x[slice(*pack.local)].clone() for x in whole)
+        leaves += [x.requires_grad_() for x in (q, k, v)]
+        losses.append((varlen_attention(q, k, v, pack, context=contexts.of("layer")) * wanted).sum())
+    for loss in reversed(losses):
+        loss.backward()  # type: ignore[no-untyped-call]
+    return [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+
+def test_a_slice_whose_queries_others_compute() -> None:
+    """Of the first row the last ranks compute queries of the sequence beside the slice alone."""
+    (alone,) = run_ranks(gradients, 1, 1)
+    shared = [torch.cat(parts) for parts in zip(*run_ranks(gradients, 3, 3), strict=True)]
+    assert len(alone) == len(shared) == 6
+    for one, other in zip(alone, shared, strict=True):
+        torch.testing.assert_close(other, one, rtol=0, atol=1e-13)
+
+
+# --- A traced step of a real run: what every rank did, in the order that was predicted, by the rules of a
+# trace.
+def job(rank: int, folder: str) -> list[float]:
+    """Three steps, of which the second is traced."""
+    engine: Any = small_engine(
+        rank,
+        strategies=["2*tp1", "pp2/v", "tp2"],
+        steps_file=f"{folder}/steps.jsonl",
+        trace={"steps": [2], "profiler": True},
+    )
+    losses = [float(engine.train_batch()) for _ in range(3)]
+    engine.destroy()
+    return losses
+
+
+def computing(record: dict[str, Any], process: str) -> list[str]:
+    """Forwards and backwards of a process, in order of time; weights' gradients may run together."""
+    (pid,) = {e["pid"] for e in record["traceEvents"] if e["name"] == "process_name" and e["args"]["name"] == process}
+    events = [e for e in record["traceEvents"] if e["pid"] == pid and e.get("cat") in ("forward", "backward")]
+    names = [event["name"] for event in sorted(events, key=lambda event: event["ts"])]
+    return [name for name in names if not name.startswith("W")]
+
+
+def test_a_traced_step_is_written_with_what_was_predicted(tmp_path: Path) -> None:
+    run_ranks(job, 2, str(tmp_path), timeout=240)
+    assert sorted(path.name for path in tmp_path.glob("trace_*")) == ["trace_step2.json"]
+    record = json.loads((tmp_path / "trace_step2.json").read_text())
+    assert not trace_faults(record)
+    for rank in range(2):
+        measured = computing(record, f"rank {rank} measured")
+        assert measured == computing(record, f"rank {rank} predicted")
+        assert measured[0] == "F0"
+        assert "F0'" in measured
+        assert json.loads((tmp_path / f"profile_step2_rank{rank}.json").read_text())["traceEvents"]
+    kinds = {(event["cat"], event["name"]) for event in record["traceEvents"] if event["ph"] == "X"}
+    assert {("pull", "pull"), ("push", "push"), ("control", "schedule"), ("norm", "norm")} <= kinds
+
+
+def test_a_trace_begins_with_the_step_s_first_pull() -> None:
+    """The update of the step before comes first among the laps, and is left out."""
+    now = iter(range(100))
+    watch = Stopwatch(HostClock(lambda: float(next(now))))
+    with watch.lap("optimizer"):
+        pass
+    with watch.lap("pull"):
+        pass
+    with watch.lap("run"), watch.lap("forward", microbatch=3):
+        pass
+    spans = measured_spans(watch.take(), 7)
+    assert [(span.rank, span.name, span.start_s, span.stop_s) for span in spans] == [
+        (7, "pull", 0.0, 1.0), (7, "schedule", 2.0, 5.0), (7, "F3", 3.0, 4.0)
+    ]  # fmt: skip

@@ -1,24 +1,38 @@
-"""engine(batch), backward, step: the update of DeepSpeed's own loop, or of train_batch, as hydra.loss_norm says."""
+"""DeepSpeed's own face: three calls, fewer or more batches than configured, getters, and models that it has cut."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-import deepspeed  # noqa: F401  (before forking: the ranks share it)
+import deepspeed
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from deepspeed.runtime.config import DeepSpeedConfig
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 import ds_hydra
 import ds_hydra.engine.engine
+import ds_hydra.zero
+from ds_hydra.host import user_model
+from ds_hydra.host.settings import batch_sizes
+from ds_hydra.host.user_model import make_whole
 from ds_hydra.pipe.loss import IGNORED
+from ds_hydra.ranks.together import first_channel
 from ds_hydra.testing import OneProcess, Sample, float64_throughout, rank_environment, run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.equivalence import decay_groups
 from tests.support.families import build_model, reference_model, vocab_size
-from tests.support.small_job import shared_source
+from tests.support.small_job import same, shared_source, small_config, small_engine, small_model
 
+# --- engine(batch), backward, step: the update of DeepSpeed's own loop, or of train_batch, as hydra.loss_norm
+# says.
 FAMILY, RANKS, ACCUMULATION, STEPS = "llama", 2, 2, 3
 ADAMW: dict[str, Any] = {"lr": 2e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 LENGTHS = (((9, 30), (12,)), ((5, 7, 3), (20, 4)))  # of each rank's batches in a step
@@ -256,3 +270,401 @@ def test_batches_means_need_batches() -> None:
 
     with pytest.raises(ConfigError, match="of the batches that a script hands in"):
         run_ranks(job, 1)
+
+
+# --- Updates of fewer or more batches than configured: what plain DeepSpeed's own loop makes of them.
+USUAL = 4
+UPDATES = ((4, 4), (2, 2), (6, 6), (3, 1), (4, 2))  # batches of both ranks
+CONFIG: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": USUAL}
+
+
+def usual_batch(update: int, rank: int, number: int) -> dict[str, Tensor]:
+    """Two sequences of one length, which differs between batches."""
+    generator = torch.Generator().manual_seed(100 * update + 10 * rank + number)
+    tokens = torch.randint(3, 97, (2, 6 + 5 * (number % 3) + 3 * rank), generator=generator)
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def updated(rank: int, engine: Any, updates: Any, script_factor: float = 1.0) -> list[float]:
+    """Updates that the script closes by hand; the norms of their gradients."""
+    norms = []
+    for update, counts in enumerate(updates):
+        for number in range(counts[rank]):
+            engine.set_gradient_accumulation_boundary(number == counts[rank] - 1)
+            engine.backward(script_factor * engine(**usual_batch(update, rank, number)).loss)
+            engine.step()
+        if not counts[rank]:  # as plain DeepSpeed cannot
+            engine.set_gradient_accumulation_boundary(True)
+            engine.step()
+        norms.append(float(engine.get_global_grad_norm()))
+    return norms
+
+
+def optimizer_of(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.5)
+
+
+def plain(rank: int) -> tuple[list[float], dict[str, Tensor]]:
+    import deepspeed
+
+    rank_environment(rank)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    model = small_model(tied=False)
+    config = CONFIG | {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
+    engine = deepspeed.initialize(model=model, optimizer=optimizer_of(model), config=config)[0]
+    norms = updated(rank, engine, UPDATES)
+    return norms, {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
+
+
+def hydra(rank: int, updates: Any = UPDATES, **block: Any) -> tuple[list[float], dict[str, Tensor], list[str]]:
+    rank_environment(rank)
+    lines: list[str] = []
+
+    def keep(record: logging.LogRecord) -> bool:
+        lines.append(record.getMessage())
+        return True
+
+    logging.getLogger("ds_hydra.engine.steps").addFilter(keep)
+    model = small_model(tied=False)
+    own = {"context_length": 64, "strategies": ["2*tp1", "pp2"], "choose": "cycle", "self_check": "off"}
+    own |= {"planner": {"ahead": 0}, "faults": {"frozen_seconds": 0}, "steps_file": None, "loss_norm": "batch"} | block
+    engine = ds_hydra.initialize(model=model, optimizer=optimizer_of(model), config=CONFIG | {"hydra": own})[0]
+    return updated(rank, engine, updates), engine.fp32_state_dict(), lines
+
+
+def test_each_batch_counts_what_deepspeed_lets_it_count() -> None:
+    (norms, parameters), _ = run_ranks(plain, 2)
+    first, second = run_ranks(hydra, 2)
+    assert first[0] == second[0]
+    assert all(abs(own - right) < 1e-5 * right for own, right in zip(first[0], norms, strict=True)), (first[0], norms)
+    for name, right in parameters.items():
+        assert torch.allclose(first[1][name], right, rtol=1e-4, atol=1e-6), name
+    assert len(first[2]) == 1, "told once"
+    assert "an update of 4 batches, where gradient_accumulation_steps and ranks make 8" in first[2][0]
+    assert "0.5 of their mean" in first[2][0]
+    assert second[2] == []
+
+
+def test_a_rank_without_batches_counts_in_the_divisor() -> None:
+    """Four batches of one rank of two are half of what the two ranks should have, and so is their gradient."""
+
+    def alone(rank: int) -> list[float]:
+        return hydra(rank, ((0, 4),))[0]
+
+    def job_of_four(rank: int) -> list[float]:
+        CONFIG["gradient_accumulation_steps"] = 2
+        return hydra(rank, ((0, 4),))[0]
+
+    (half, _), (full, _) = run_ranks(alone, 2), run_ranks(job_of_four, 2)
+    assert abs(2 * half[0] - full[0]) < 1e-6 * full[0]
+
+
+def test_the_mean_over_targets_is_of_those_that_there_are() -> None:
+    def job(rank: int) -> list[float]:
+        found, _, lines = hydra(rank, ((2, 2),), loss_norm="token")
+        assert lines == []
+        return found
+
+    def whole(rank: int) -> list[float]:
+        CONFIG["gradient_accumulation_steps"] = 2
+        return hydra(rank, ((2, 2),), loss_norm="token")[0]
+
+    assert run_ranks(job, 2) == run_ranks(whole, 2)
+
+
+# --- Every public attribute and call without arguments of a DeepSpeed engine, asked of a plain one and of ours.
+DIFFERENT = {
+    "buffered_allreduce_fallback": "refused: sums gradients of the model's parameters, which have none here",
+    "checkpoint_engine": "DeepSpeed's writer of its own files; checkpoints have another form here",
+    "clip_fp32_gradients": "refused: clips gradients of the model's parameters, which have none here",
+    "collect_python_gc": "counts what the garbage collector found in this process",
+    "config": "has the block hydra in it",
+    "enable_backward_allreduce": "true: no collective runs in backward()",
+    "flatten": "a helper of DeepSpeed's own gradient buckets",
+    "get_global_grad_norm": "told under FP32 with ZeRO stage 0 too, where DeepSpeed has None",
+    "module_forward_post_hook": "a hook of DeepSpeed's own forward, which is not run",
+    "module_forward_pre_hook": "a hook of DeepSpeed's own forward, which is not run",
+    "no_sync": "a context of another class",
+    "optimizer": "torch's own over the masters, where DeepSpeed wraps it",
+    "param_names": "the same names, of parameters of another class",
+    "save_non_zero_checkpoint": "which rank writes DeepSpeed's files; every rank writes one here",
+    "save_zero_checkpoint": "which rank writes DeepSpeed's files; every rank writes one here",
+    "unflatten": "a helper of DeepSpeed's own gradient buckets",
+}
+"""What may be another, and why."""
+
+WITH_EFFECTS = frozenset((
+    "allreduce_gradients", "backward", "destroy", "empty_partition_cache", "offload_states", "reload_states", "step",
+))  # fmt: skip
+"""Calls without arguments that are no questions."""
+
+
+def asked_engine(module: Any, config: dict[str, Any]) -> Any:
+    model = small_model(tied=False)
+    return module.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+
+def config_of(hydra: bool, num_ranks: int, stage: int, bf16: bool) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 6, "warmup_max_lr": 1e-2}},
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": bf16},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 1000},
+    }
+    if hydra:
+        config["hydra"] = {
+            "tokens_per_step": 400, "strategies": [f"{num_ranks}*tp1"], "loss_norm": "batch", "self_check": "off",
+            "steps_file": None, "planner": {"ahead": 0}, "faults": {"frozen_seconds": 0},
+        }  # fmt: skip
+    return config
+
+
+def described(value: Any) -> Any:
+    """A value that can be compared and leaves its process: numbers, texts and their containers, else a class's name."""
+    if isinstance(value, Tensor):
+        return ("tensor", str(value.dtype), value.device.type, described(value.tolist()))
+    if isinstance(value, dict):
+        return {key if isinstance(key, str) else type(key).__name__: described(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [described(one) for one in value]
+    if inspect.ismethod(value):
+        return value.__name__
+    return value if isinstance(value, int | float | str | None) else type(value).__qualname__
+
+
+def answers(engine: Any, names: list[str]) -> dict[str, Any]:
+    """What it answers to each name: a value, or the error that it raises."""
+    found = {}
+    for name in names:
+        try:
+            value = getattr(engine, name)
+            if inspect.ismethod(value) and not isinstance(value, nn.Module | Optimizer):
+                needed = [one for one in inspect.signature(value).parameters.values() if one.default is one.empty]
+                if any(one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in needed):
+                    continue
+                value = value()
+        except Exception as error:
+            value = f"{type(error).__name__} of {name}"
+        found[name] = described(value)
+    return found
+
+
+def asked(rank: int, names: list[str], num_ranks: int, **precision: Any) -> list[dict[str, Any]]:
+    """Answers before the first step, within accumulation, and after two updates: of a plain engine to all names that it
+    has, of ours to those `names`."""
+    hydra = bool(names)
+    rank_environment(rank)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("gloo", verbose=False)
+    engine = asked_engine(ds_hydra if hydra else deepspeed, config_of(hydra, num_ranks, **precision))
+    has = {name for name in dir(engine) if not name.startswith("_") and not hasattr(nn.Module, name)}
+    names = names or sorted(has - WITH_EFFECTS)
+    engine.train()
+    generator = torch.Generator().manual_seed(rank)
+    found = [answers(engine, names)]
+    for batches in (1, 7):
+        for _ in range(batches):
+            ids = torch.randint(3, 97, (engine.train_micro_batch_size_per_gpu(), 16), generator=generator)
+            loss = engine(input_ids=ids, labels=ids)
+            engine.backward(loss if hydra else loss.loss)
+            engine.step()
+        found.append(answers(engine, names))
+    return found
+
+
+def alike(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and isinstance(other, float):
+        return one == pytest.approx(other, rel=1e-3)
+    if isinstance(one, list | tuple) and type(one) is type(other) and len(one) == len(other):
+        return all(map(alike, one, other))
+    return bool(one == other) and type(one) is type(other)
+
+
+@pytest.mark.parametrize(("num_ranks", "stage", "bf16"), [(1, 0, False), (2, 1, True)])
+def test_all_that_an_engine_is_asked_is_answered_as_deepspeed_answers(num_ranks: int, stage: int, bf16: bool) -> None:
+    ask = functools.partial(asked, num_ranks=num_ranks, stage=stage, bf16=bf16)
+    theirs = run_ranks(functools.partial(ask, names=[]), num_ranks)[-1]
+    ours = run_ranks(functools.partial(ask, names=list(theirs[0])), num_ranks)[-1]
+    for when, plain, own in zip(("before", "within", "after"), theirs, ours, strict=True):
+        assert len(plain) > 170
+        differing = {name: (value, own.get(name)) for name, value in plain.items() if not alike(value, own.get(name))}
+        assert differing.keys() <= DIFFERENT.keys(), (when, differing)
+    assert ours[2]["train_batch_size"] == 8 * num_ranks
+    assert (ours[1]["micro_steps"], ours[2]["micro_steps"], ours[2]["global_steps"]) == (1, 8, 2)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(8, 2, 4), (8, 2, None), (8, None, 4), (None, 2, 4), (8, None, None), (None, 2, None)],
+)
+def test_batch_sizes_follow_from_each_other_as_in_deepspeed(sizes: tuple[int | None, ...]) -> None:
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    config = {name: size for name, size in zip(names, sizes, strict=True) if size is not None}
+    theirs = DeepSpeedConfig(dict(config))
+    assert batch_sizes(config, 1) == tuple(getattr(theirs, name) for name in names)
+
+
+def test_batch_sizes_are_set_where_batches_are_handed_in() -> None:
+    def run(rank: int) -> list[Any]:
+        rank_environment(rank)
+        engine = asked_engine(ds_hydra, config_of(True, 2, 1, False))
+        engine.set_train_batch_size(8)
+        found: list[Any] = [[size() for size in engine.get_batch_info()]]
+        ids = torch.arange(3, 19).view(1, 16)
+        for _ in range(2):
+            engine.backward(engine(input_ids=ids, labels=ids))
+            engine.step()
+        found.append(engine.global_steps)
+        with pytest.raises(ConfigError, match=r"a multiple of train_micro_batch_size_per_gpu 2 times 2 ranks"):
+            engine.set_train_batch_size(6)
+        engine.set_train_micro_batch_size(3)
+        return [*found, [size() for size in engine.get_batch_info()]]
+
+    assert run_ranks(run, 2) == [[[8, 2, 2], 1, [12, 3, 2]]] * 2
+
+
+# --- Models that deepspeed.zero.Init has cut, and the contexts of deepspeed.zero, before and after
+# ds_hydra.initialize.
+ZERO_3 = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+
+
+def start(rank: int) -> None:
+    rank_environment(rank)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("gloo", verbose=False)
+
+
+def from_pretrained(folder: Path) -> Any:
+    """As scripts load under a ZeRO-3 config: transformers cuts it."""
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations import HfDeepSpeedConfig
+
+    kept = HfDeepSpeedConfig(ZERO_3)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    del kept
+    return model
+
+
+def from_config() -> Any:
+    with deepspeed.zero.Init(config_dict_or_path=ZERO_3):
+        return small_model()
+
+
+def whole_again(rank: int, folder: Path, ways: list[str]) -> list[str]:
+    """What is left of the cuts, or differs from a model that was never cut."""
+    start(rank)
+    wrong = []
+    for way in ways:
+        model = from_config() if way == "Init" else from_pretrained(folder)
+        kept = dict(model.named_parameters())
+        with deepspeed.zero.GatheredParameters(kept.values()):  # Init draws other random numbers
+            drawn = {name: one.detach().clone() for name, one in kept.items()}
+        right = drawn if way == "Init" else dict(small_model().named_parameters())
+        cut = sum(hasattr(one, "ds_id") for one in kept.values())
+        with first_channel() as channel:
+            make_whole(model, channel)
+        for name, one in model.named_parameters():
+            if one is not kept[name] or type(one) is not nn.Parameter or not torch.equal(one, right[name]):
+                wrong.append(f"{way}: {name} is another")
+            if left := {key for key in vars(one) if not key.startswith("_")}:
+                wrong.append(f"{way}: {name} has {left}")
+        if cut != len(right) or model.lm_head.weight is not model.model.embed_tokens.weight:
+            wrong.append(f"{way}: {cut} of {len(right)} were cut, or weights are not tied")
+        if "zero3" in torch.nn.functional.linear.__name__:
+            wrong.append(f"{way}: linear is DeepSpeed's")
+    return wrong
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_was_cut_is_whole_again(num_ranks: int, tmp_path: Path) -> None:
+    small_model().save_pretrained(tmp_path)
+    run = functools.partial(whole_again, folder=tmp_path, ways=["Init", "from_pretrained"])
+    assert run_ranks(run, num_ranks) == [[]] * num_ranks
+
+
+def cut_and_trained(rank: int, folder: Path | None) -> dict[str, Tensor]:
+    start(rank)
+    engine = small_engine(rank, from_pretrained(folder) if folder else small_model())
+    for _ in range(2):
+        engine.train_batch()
+    return engine.fp32_state_dict()
+
+
+def test_a_cut_model_trains_as_a_whole_one(tmp_path: Path) -> None:
+    small_model().save_pretrained(tmp_path)
+    runs = [run_ranks(functools.partial(cut_and_trained, folder=folder), 2)[0] for folder in (tmp_path, None)]
+    assert same(*runs)
+
+
+def refused(rank: int) -> list[str]:
+    start(rank)
+    found = []
+    user_model.available_bytes = lambda: 100_000 if rank == 1 else 2**40
+    with pytest.raises(ConfigError) as told:
+        small_engine(rank, from_config())
+    found.append(str(told.value))
+    model = small_model()
+    deepspeed.initialize(model=model, config={**ZERO_3, "optimizer": {"type": "Adam", "params": {"torch_adam": True}}})
+    with pytest.raises(ConfigError) as told:
+        small_engine(rank, model)
+    return [*found, str(told.value)]
+
+
+def test_what_no_memory_holds_is_refused_with_the_line_to_remove() -> None:
+    for large, trains in run_ranks(refused, 2):
+        assert "takes 0.0 GiB whole: for 2 ranks" in large
+        assert "take out `with deepspeed.zero.Init()`" in large
+        assert "an engine of ZeRO stage 3" in trains
+
+
+def gathered(rank: int) -> dict[str, Any]:
+    """Reading and writing within `GatheredParameters`, by one rank and by all."""
+    start(rank)
+    with ds_hydra.zero.Init(config_dict_or_path=small_config(2)):
+        model = small_model()
+    with ds_hydra.zero.GatheredParameters(model.lm_head.weight, modifier_rank=1):
+        if rank == 1:
+            nn.init.constant_(model.lm_head.weight, 0.25)
+    former = list(model.parameters())
+    engine = small_engine(rank, model)
+    weight = engine.module.model.norm.weight
+    found: dict[str, Any] = {}
+    found["cut"] = any(hasattr(one, "ds_id") for one in former)
+    with ds_hydra.zero.GatheredParameters(list(engine.module.parameters())):
+        if rank == 1:  # alone
+            found["read"] = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    with ds_hydra.zero.GatheredParameters(former):
+        found["former"] = None if rank else former[0].sum().item()
+    with pytest.raises(ConfigError) as told, ds_hydra.zero.GatheredParameters(weight, modifier_rank=0):
+        nn.init.zeros_(weight)
+    found["written"] = str(told.value)
+    found["right"] = engine.fp32_state_dict()
+    dist.barrier()
+    return found
+
+
+def test_gathered_parameters_are_read_by_any_rank_and_written_before_initialize() -> None:
+    zero, one = run_ranks(gathered, 2)
+    assert same(one["read"], one["right"])
+    assert not one["cut"]
+    assert (one["right"]["lm_head.weight"] == 0.25).all()
+    assert zero["former"] == pytest.approx(0.25 * one["right"]["lm_head.weight"].numel())
+    assert "engine.load_16bit_model(folder)" in one["written"]
+
+
+def test_without_the_block_cutting_is_deepspeeds() -> None:
+    def cuts(rank: int) -> bool:
+        start(rank)
+        with ds_hydra.zero.Init(config_dict_or_path=ZERO_3):
+            layer = nn.Linear(4, 4)
+        with ds_hydra.zero.GatheredParameters(layer.weight, modifier_rank=0):
+            if rank == 0:
+                layer.weight.data.fill_(3.0)
+        with ds_hydra.zero.GatheredParameters(layer.weight):
+            return hasattr(layer.weight, "ds_id") and bool((layer.weight == 3.0).all())
+
+    assert run_ranks(cuts, 2) == [True, True]

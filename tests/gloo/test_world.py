@@ -1,4 +1,4 @@
-"""Worlds: channels, groups and transports of all ranks, given back without a trace."""
+"""Worlds: channels, groups and transports of all ranks, given back without a trace; ranks that give no result."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ds_hydra.ranks.channel import Channel
 from ds_hydra.ranks.groups import GroupCache, apart, make_groups, needed_groups
 from ds_hydra.ranks.world import World
 from ds_hydra.step.strategy_runtime import teams_of
-from ds_hydra.testing import run_ranks
+from ds_hydra.testing import RankError, run_ranks
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError
 from ds_hydra.zero_hetero.nodes import Cluster, NodeSize
 from ds_hydra.zero_hetero.transport import Parcel, TorchTransport, Work
@@ -35,6 +35,7 @@ from tools import aims
 from tools.devices.sockets import RANKS, sockets_of_start
 
 
+# --- Worlds: channels, groups and transports of all ranks, given back without a trace.
 def test_texts_of_any_length_reach_all_ranks() -> None:
     sizes = (0, 5, 4088, 4089, 1 << 15, (1 << 15) + 1, 200_000)
 
@@ -334,3 +335,18 @@ def test_operators_that_add_up_in_one_order_suffice_for_training() -> None:
         return [during, torch.are_deterministic_algorithms_enabled()]
 
     assert run_ranks(train, 2) == [[True, False]] * 2
+
+
+# --- What `run_ranks` says of a rank that gives no result: where it hangs, and how it left.
+def test_a_rank_that_hangs_tells_where(capfd: pytest.CaptureFixture[str]) -> None:
+    def sleeps_on_rank_1(rank: int) -> None:
+        time.sleep(60 * rank)
+
+    with pytest.raises(TimeoutError, match=r"ranks \[1\] of 2"):
+        run_ranks(sleeps_on_rank_1, 2, timeout=2)
+    assert capfd.readouterr().err.count("in sleeps_on_rank_1") == 1
+
+
+def test_a_rank_that_leaves_is_named_with_its_exit_code() -> None:
+    with pytest.raises(RankError, match="rank 0 left without a result, exit code 3"):
+        run_ranks(lambda rank: os._exit(3), 1)

@@ -468,7 +468,7 @@ def whole(page: str) -> list[str]:
     return re.findall(r"<h2>(.*?)</h2>", page)
 
 
-def shown(step: int, **changes: Any) -> dict[str, Any]:
+def page_record(step: int, **changes: Any) -> dict[str, Any]:
     return {
         "step": step, "strategy": "tp8 + 4*tp2", "step_ms": 2000.0 + step, "predicted_ms": 1900.0, "num_tokens": 90_000,
         "expected_ms": 1990.0, "num_sequences": 51, "planning_ms": 2.0, "planning_hidden": True, "loss": 9.0 - step,
@@ -484,7 +484,7 @@ def test_a_run_is_one_page_with_what_the_fixed_layout_would_have_taken(tmp_path:
     plans = [planner.plan(step, range(51), LENGTHS) for step in range(3)]
     save_plans(plans, tmp_path / "plans.jsonl")
     steps = tmp_path / "steps.jsonl"
-    steps.write_text("".join(json.dumps(shown(step)) + "\n" for step in (1, 2, 3)))
+    steps.write_text("".join(json.dumps(page_record(step)) + "\n" for step in (1, 2, 3)))
     page = tmp_path / "run.html"
     command = ["report", str(steps), "--html", str(page)]
     assert main(command) == 0
@@ -510,11 +510,11 @@ def test_a_run_is_one_page_with_what_the_fixed_layout_would_have_taken(tmp_path:
 
 
 def test_who_waited_is_told_phase_by_phase() -> None:
-    waits = waits_of([shown(1)])
+    waits = waits_of([page_record(1)])
     assert waits == {"tp8": [0.0], "tp2": pytest.approx([900 / 2001, 950 / 2001, 950 / 2001, 950 / 2001])}
-    phased = shown(1, strategy="2*tp8 then 8*tp2", num_pipelines=[2, 8], pipeline_ms=[500.0, 400.0] + [600.0] * 8)
+    phased = page_record(1, strategy="2*tp8 then 8*tp2", num_pipelines=[2, 8], pipeline_ms=[500.0, 400.0] + [600.0] * 8)
     assert waits_of([phased]) == {"tp8": pytest.approx([0.0, 100 / 2001]), "tp2": [0.0] * 8}
-    assert waits_of([shown(1, strategy="tp16", pipeline_ms=[5.0])]) == {}
+    assert waits_of([page_record(1, strategy="tp16", pipeline_ms=[5.0])]) == {}
 
 
 def test_layouts_by_length_end_with_one_that_holds_the_longest() -> None:
