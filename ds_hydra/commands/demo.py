@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from ds_hydra.commands.figures import FOLDER, figures_parser, finish, guarded, print_bars
+from ds_hydra.commands.figures import FOLDER, OURS, figures_parser, finish, guarded, ours, print_bars
 from ds_hydra.commands.moving import moving
 from ds_hydra.commands.on_cpus import on_cpus
 
@@ -33,7 +33,6 @@ CLUSTERS = {"a800-32b": 64, "a800-7b": 32}  # GPUs
 # In words, and as `ds-hydra preview --lengths` takes it; other lengths are in `tools.bench_systems`.
 MIXES = {"web pages, as CommonCrawl (log-normal, median 500)": "lognormal:6.22,1.233"}
 ROWS = tuple((model, lengths) for model in CLUSTERS for lengths in MIXES)
-OURS = "ds-hydra"
 LINKS = (12.0, 25.0, 50.0, 100.0)  # GB/s between nodes
 FIRST = 2  # steps that are shipped one by one
 
@@ -111,11 +110,6 @@ def print_gain(gain: Gain, how: str) -> dict[str, Any]:
     print_bars([(f"{name}: {gain.layouts[name]}" if name in gain.layouts else ours(gain.mixed), ms)
                 for name, ms in gain.mean_ms.items()])  # fmt: skip
     return {**gain.mean_ms, "gain": gain.gain}
-
-
-def ours(mixed: float) -> str:
-    """What ds-hydra did, by the share of the steps that mixed shapes."""
-    return f"{OURS}: chosen anew in every step, of several shapes in {mixed:.0%} of them"
 
 
 def main(arguments: Sequence[str] | None = None, *, name: str = "ds-hydra demo") -> int:

@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_hydra.commands.demo import ours
 from ds_hydra.commands.figures import (
     BAR,
     FILES,
@@ -29,6 +28,7 @@ from ds_hydra.commands.figures import (
     guarded,
     links_of,
     new_file,
+    ours,
     print_bars,
     print_table,
     shipped,
