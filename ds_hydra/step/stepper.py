@@ -64,7 +64,7 @@ class _Part(NamedTuple):
     plan: StepPlan
     weight: int
     runs: tuple[PhaseRun, ...]
-    kept: tuple[RankBatches, ...]  # that this rank counts, where losses of sequences were kept
+    kept: tuple[RankBatches, ...] | None  # that this rank counts; None where losses of sequences are not kept
 
 
 class Stepper:
@@ -222,8 +222,8 @@ class Stepper:
             # must never reach the masters.
             self._update.compare(step, runtime)
         self._running = None
-        kept = [mine for runtime, mine, _ in phases if keep_losses and runtime.place.tp_rank == 0]
-        self._parts = [*parts, _Part(plan, weight, tuple(runs), tuple(kept))]
+        kept = tuple(mine for runtime, mine, _ in phases if runtime.place.tp_rank == 0) if keep_losses else None
+        self._parts = [*parts, _Part(plan, weight, tuple(runs), kept)]
 
     @property
     def loss_of_part(self) -> float:
@@ -265,7 +265,8 @@ class Stepper:
         # the bit, and the gradients are still there: a skipped step leaves them as they were.
         if not math.isfinite(applied.norm):
             self._update.explain(step, plan, runs)
-        kept = [one for part in parts for one in part.kept]
+        keeps = all(part.kept is not None for part in parts)  # alike on all ranks, whatever this one counts
+        kept = [one for part in parts for one in part.kept or ()]
         return StepOutcome(
             tuple(
                 PhaseOutcome(run.runtime.strategy, of_ranks, largest_of_ranks(run.runtime.strategy, shares))
@@ -276,7 +277,7 @@ class Stepper:
             sum(run.runtime.pull_bytes for run in runs),
             sum(run.runtime.push_bytes for run in runs),
             rows,
-            of_sequences=self.forwards.losses_of(kept, len(plan.lengths)) if kept else None,
+            of_sequences=self.forwards.losses_of(kept, len(plan.lengths)) if keeps else None,
         )
 
     @property
