@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_hydra.watchdog import progress
+from ds_hydra.watchdog import progress, watchdog
 from ds_hydra.watchdog.progress import Stand, few_of, named, stuck
 from tests.support.ends import all_told, codes, ends
 from tests.support.small_job import small_engine
@@ -33,7 +33,8 @@ def test_a_lock_that_is_taken_twice_is_named_and_ends(case: Case, tmp_path: Path
 @pytest.mark.drawn
 @pytest.mark.parametrize("place", ["script", "data", "evaluation"])
 def test_who_is_slow_is_named_and_not_ended(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "NAMED_S", 2.0)
+    for module in (progress, watchdog):
+        monkeypatch.setattr(module, "NAMED_S", 2.0)
     found = run(Case(place, "plain", "slow 8"), tmp_path, limit_s=60.0)
     assert codes(found) == [0, 0, 0], all_told(found)
     assert all_told(found).count("rank 1 moves, in step 3") >= 2, all_told(found)

@@ -181,13 +181,14 @@ def _trainer(case: Case, at: Place, folder: Path, limit_s: float) -> None:
         return trainers.collate(items)
 
     hydra: dict[str, Any] = {"faults": {"frozen_seconds": 9.0}, "timeout_seconds": limit_s}
-    hydra["steps_file"] = str(folder / "steps.jsonl")
+    hydra["steps_file"], hydra["strategies"] = str(folder / "steps.jsonl"), ["2*tp1", "pp2"]
     if case.place == "saving thread":
         hydra["checkpoint"] = {"dir": str(folder / "saved"), "every": 1, "asynchronous": True}
     data: Any = Items(sequences()[:28], "data", at)
     if case.place == "stream":
         data = Stateful(Items(sequences()[:28], "stream", at))
-    settings = trainers.settings(folder, 2, trainers.config(**hydra), max_steps=STEPS)
+    own = {"max_steps": STEPS, "save_strategy": "no", "accelerator_config": {"dispatch_batches": False}}
+    settings = trainers.settings(folder, 2, trainers.config(**hydra), **own)
     trainer = HydraTrainer(
         trainers.small_model(), settings, data_collator=collate, callbacks=[Callback()],
         train_dataset=data, eval_dataset=Items(sequences()[:8], "evaluation", at),
