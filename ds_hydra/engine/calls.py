@@ -12,8 +12,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
+from ds_hydra.watchdog.host import EXIT_CODE, end_process, say
 from ds_hydra.zero_hetero.told import told_of
 
 if TYPE_CHECKING:
@@ -21,6 +22,23 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 _LOST_IN = "ranks were lost in {}(), which cannot be begun again"
+
+
+def end_lost(why: str) -> NoReturn:
+    """End this process, whose job has lost what it needs to go on."""
+    say(f"{why}. Restart the job: it resumes from the newest checkpoint")
+    end_process(EXIT_CODE)
+    raise AssertionError("it has ended")
+
+
+def end_stuck(where: str) -> NoReturn:
+    """End this process, which stands still at `where` after another rank was lost."""
+    say(
+        "this rank did not come out of its step after another one was lost (hydra.elastic.stuck_seconds): it ends. It "
+        f"stands here:\n{where}"
+    )
+    end_process(EXIT_CODE)
+    raise AssertionError("it has ended")
 
 
 def _same(found: Any) -> Any:
@@ -39,8 +57,6 @@ class EngineCall(Generic[Result]):
 
     def begin(self, calls: Calls, meet: Callable[[], None]) -> Result:
         """What it returns, on this rank or one that is ahead. All `meet` when they have it."""
-        from ds_hydra.engine.epochs import end_lost  # what only elastic jobs enter
-
         if self._began and self.once:
             end_lost(_LOST_IN.format(self.once))
         self._began = True
@@ -69,7 +85,6 @@ def taken_once(
     items: Callable[[], Iterator[Result]], once: str, by_fault: Callable[[Exception], bool]
 ) -> Iterator[Result]:
     """Items that all ranks take one after the other, of a call that cannot be begun again: then the process ends."""
-    from ds_hydra.engine.epochs import end_lost
 
     def guarded(next_one: Callable[[], Any]) -> Any:
         try:

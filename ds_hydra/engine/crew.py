@@ -1,4 +1,4 @@
-"""A job and a world in; masters, optimizer, plans and all else that belongs to one set of ranks out, until `close`.
+"""All parts that train a job on one set of ranks: assembled in order, and let go of together.
 
 [Note: order of assembly]
 Every part needs some of those before it, and what can be refused is refused before it costs anything:

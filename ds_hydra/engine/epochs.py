@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.optim import Optimizer
@@ -19,7 +19,6 @@ from ds_hydra.engine.default_group import BACKENDS
 from ds_hydra.engine.record import Measured, step_record
 from ds_hydra.host.environment import members_folder
 from ds_hydra.ranks.together import first_channel
-from ds_hydra.watchdog.host import EXIT_CODE, end_process, say
 from ds_hydra.zero_hetero.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -194,18 +193,3 @@ def tell(view: View, since: tuple[float, float], *, step: int, protected: bool) 
         "epoch %d: lost members: %s, new ones: %s; %d ranks go on with step %d after %.2f s (assembled in %.2f s); %s",
         view.epoch, lost, joined, len(ids), step, now - stopped, now - began, held,
     )  # fmt: skip
-
-
-def end_stuck(where: str) -> NoReturn:
-    say(
-        "this rank did not come out of its step after another one was lost (hydra.elastic.stuck_seconds): it ends. It "
-        f"stands here:\n{where}"
-    )
-    end_process(EXIT_CODE)
-    raise AssertionError("it has ended")
-
-
-def end_lost(why: str) -> NoReturn:
-    say(f"{why}. Restart the job: it resumes from the newest checkpoint")
-    end_process(EXIT_CODE)
-    raise AssertionError("it has ended")

@@ -31,7 +31,7 @@ from ds_hydra.elastic.agent import MemberAgent
 from ds_hydra.elastic.buddies import shift_of
 from ds_hydra.elastic.view import View
 from ds_hydra.engine import epochs, joining
-from ds_hydra.engine.calls import Calls, EngineCall
+from ds_hydra.engine.calls import Calls, EngineCall, end_lost, end_stuck
 from ds_hydra.engine.default_group import make_default_group
 from ds_hydra.engine.guard import stacks_folder
 from ds_hydra.engine.standing import SurvivingState
@@ -79,7 +79,7 @@ class GoingOn:
 
     def __init__(self, engine: HydraEngine, config: ElasticConfig, agent: MemberAgent):
         self._engine, self.agent = engine, agent
-        self.freeing = Freeing(config.stuck_seconds, epochs.end_stuck, agent.addresses)
+        self.freeing = Freeing(config.stuck_seconds, end_stuck, agent.addresses)
         with first_channel() as channel:
             self.freeing.adopt(channel)
         self.shift = 0  # who keeps whose copy [Note: buddies]
@@ -113,7 +113,7 @@ class GoingOn:
             # A refusal that each rank finds by itself holds, whether or not others have left by it already.
             refused = told_of(error) is not None or isinstance(error, (ConfigError, PlanError))
             if not refused and self.by_fault(error):
-                epochs.end_lost("ranks were lost before the job's first step")
+                end_lost("ranks were lost before the job's first step")
             self.close()
             raise
         self._standing.put_aside(view, self._engine.crew)

@@ -30,7 +30,7 @@ from ds_hydra.elastic.agent import Invitation, MemberAgent
 from ds_hydra.elastic.membership import TURN_S
 from ds_hydra.elastic.rounds import Patience
 from ds_hydra.elastic.view import View
-from ds_hydra.engine import epochs
+from ds_hydra.engine.calls import end_lost
 from ds_hydra.host.environment import INVITATION, MOST_RANKS, launched_number, members_folder
 from ds_hydra.zero_hetero.errors import ConfigError
 from ds_hydra.zero_hetero.told import Told
@@ -109,7 +109,7 @@ def refuse(view: View, told: Told, agent: MemberAgent) -> None:
     """All ranks of a view have the error that they cannot train together: go back to those that did before processes
     joined, which end themselves; where none has joined the job ends."""
     if not view.joined:
-        epochs.end_lost(f"the ranks that are left cannot go on: {told.text}")
+        end_lost(f"the ranks that are left cannot go on: {told.text}")
     logger.warning("%d ranks cannot train together (%s): the job goes on without those that have come",
                    len(view.members), told.text)  # fmt: skip
     agent.unfit(len(view.members))

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from ds_hydra.elastic.buddies import check_nothing_lost
 from ds_hydra.elastic.resume import newest_layout, table_to_apply, usable
 from ds_hydra.elastic.view import NOTHING_HELD, Report, View
+from ds_hydra.engine.calls import end_lost
 from ds_hydra.engine.copies import Held
-from ds_hydra.engine.epochs import end_lost
 from ds_hydra.zero_hetero.errors import PlanError
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What a launcher has set in the environment in; numbers, or ConfigError, out. No torch."""
+"""What a launcher has set in the environment, as numbers; ConfigError for what is none. No torch."""
 
 from __future__ import annotations
 
