@@ -381,8 +381,7 @@ def test_without_the_block_deepspeed_gets_every_argument(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("backend", "num_ranks", "device"),
-    [("nccl", 4, torch.device("cuda", 1)), ("nccl", 1, None), ("gloo", 4, None)],
+    ("backend", "num_ranks", "device"), [("nccl", 4, torch.device("cuda", 1)), ("nccl", 1, None), ("gloo", 4, None)]
 )
 def test_groups_under_torchrun_get_their_device(
     monkeypatch: pytest.MonkeyPatch, backend: str, num_ranks: int, device: torch.device | None

@@ -245,10 +245,7 @@ def hook(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"hydra": {**BLOCK, "token_per_step": 1}}, ["token_per_step", "did you mean 'tokens_per_step'"]),
         ({"hydra": BLOCK, "gradient_cliping": 1.0}, ["mean 'gradient_clipping'"]),
-        (
-            {"hydra": BLOCK, "optimizer": {**ADAM, "params": {"lr": "auto"}}},
-            ["optimizer.params.lr", '"auto"'],
-        ),
+        ({"hydra": BLOCK, "optimizer": {**ADAM, "params": {"lr": "auto"}}}, ["optimizer.params.lr", '"auto"']),
         ({"hydra": BLOCK, "scheduler": {"type": "WarmpLR"}}, ["mean 'WarmupLR'"]),
         ({"hydra": {**BLOCK, "cost_table": "nowhere.json"}}, ["nowhere.json", "ds-hydra profile"]),
         ({"hydra": {**BLOCK, "strategies": ["tp2"]}}, ["uses 2 = 2 ranks but the job has 1"]),

@@ -338,10 +338,7 @@ def test_they_do_so_and_evaluate_with_a_sequence_in_slices(shape: str, checkpoin
 def test_hooks_of_parameters_see_the_gradient_of_each_micro_batch() -> None:
     plain = build_model("llama", torch.float64)
     name = "model.layers.1.mlp.up_proj.weight"
-    single, doubled = (
-        outcome(plain, "pp2/zb-h1").gradients[name],
-        outcome(hooked(), "pp2/zb-h1").gradients[name],
-    )
+    single, doubled = (outcome(plain, "pp2/zb-h1").gradients[name], outcome(hooked(), "pp2/zb-h1").gradients[name])
     assert torch.allclose(doubled, 2.0 * single, rtol=1e-12)
     assert off(hooked(), "pp2/zb-h1") is None
 

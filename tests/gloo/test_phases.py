@@ -579,8 +579,7 @@ def calm() -> Found:
 
 @pytest.mark.drawn
 @pytest.mark.parametrize(
-    ("fault", "maker"),
-    [("died", "restarted"), ("frozen", "restarted"), ("garbage", "here"), ("in process", "here")],
+    ("fault", "maker"), [("died", "restarted"), ("frozen", "restarted"), ("garbage", "here"), ("in process", "here")]
 )
 def test_training_is_the_same_to_the_bit(fault: str, maker: str, calm: Found) -> None:
     results = run_ranks(faulty_job, 2, fault, timeout=120)

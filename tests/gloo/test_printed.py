@@ -332,10 +332,7 @@ _AUTO: dict[str, Any] = {
     "wall_clock_breakdown": False,
 }
 _OPTIMIZED = {
-    "optimizer": {
-        "type": "AdamW",
-        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
-    }
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
 }
 CONFIGS = {"its own": None, "ZeRO-3 with auto": _AUTO}
 KINDS = ("accelerated", "grpo", "lora", "sft", "three_calls", "trainer")
@@ -598,9 +595,7 @@ def test_it_trains_as_with_zero_1(name: str, num_ranks: int) -> None:
 
 
 @pytest.mark.drawn
-@pytest.mark.parametrize(
-    "name", ["transformers ZeRO-3, offloaded", "LLaMA-Factory z2_autotp", "transformers with Ulysses"]
-)
+@pytest.mark.parametrize("name", PUBLIC_BY_TRAINER)
 def test_a_trainer_makes_an_update_with_it(name: str, tmp_path: Path) -> None:
     save_model(tmp_path / "model", **SMALL)
     config = {**PUBLIC[name].config, **printed_block(), "activation_checkpointing": {"number_checkpoints": "auto"}}

@@ -489,9 +489,7 @@ def test_every_rank_holds_what_is_counted(grad_dtype: str, wire: str, node_size:
             runtime = stepper.runtimes.built[engine.last_step.strategy]
             arena = stepper.arena
             held = RankBytes(
-                sum(buffer.nbytes for buffer in runtime.pulls.buffers),
-                runtime.gradient_bytes,
-                arena.scratch.num_bytes,
+                sum(buffer.nbytes for buffer in runtime.pulls.buffers), runtime.gradient_bytes, arena.scratch.num_bytes
             )
             element = ElementBytes(2, SIZES[grad_dtype], wire=SIZES[wire])
             plan, strategy = engine.job.source.plan, runtime.strategy

@@ -376,10 +376,7 @@ def memory_that_is_used_again_too_early(rank: int, transport: Transport) -> None
 
 MUTANTS = [
     (pushes_in_the_order_they_are_ready, r"exchange 4 .* meets another one: tag 1\d with .* here, tag 1\d with"),
-    (
-        a_pull_that_is_not_waited_for,
-        r"reads where rank \d: exchange 2 \(tag 2\) of 'links' receives from",
-    ),
+    (a_pull_that_is_not_waited_for, r"reads where rank \d: exchange 2 \(tag 2\) of 'links' receives from"),
     (memory_that_is_used_again_too_early, r"(writes what|takes memory that) rank \d: exchange 4 \(tag 13\)"),
 ]
 

@@ -498,8 +498,7 @@ def test_all_that_an_engine_is_asked_is_answered_as_deepspeed_answers(num_ranks:
 
 
 @pytest.mark.parametrize(
-    "sizes",
-    [(8, 2, 4), (8, 2, None), (8, None, 4), (None, 2, 4), (8, None, None), (None, 2, None)],
+    "sizes", [(8, 2, 4), (8, 2, None), (8, None, 4), (None, 2, 4), (8, None, None), (None, 2, None)]
 )
 def test_batch_sizes_follow_from_each_other_as_in_deepspeed(sizes: tuple[int | None, ...]) -> None:
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

@@ -360,8 +360,7 @@ def test_a_tag_saved_again_is_there_at_every_moment(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("latest", "reason"),
-    [("", "is empty"), ("b", "does not exist"), ("../a", "no tag"), ("\xff\0", "no tag")],
+    ("latest", "reason"), [("", "is empty"), ("b", "does not exist"), ("../a", "no tag"), ("\xff\0", "no tag")]
 )
 def test_a_broken_latest_names_the_newest_tag(tmp_path: Path, latest: str, reason: str) -> None:
     complete(tmp_path, "a", 1)

@@ -65,10 +65,7 @@ def test_imports_are_read_wherever_they_stand() -> None:
     )
     below = [Source("ds_hydra/data/b.py", "import ds_hydra.pipe.a\n"), Source("ds_hydra/data/c.py", "")]
     edges = folder_imports([above, *below])
-    assert edges == {
-        ("pipe", "ds_hydra/data"): {"ds_hydra.pipe.a"},
-        ("ds_hydra/data", "pipe"): {"ds_hydra.data.b"},
-    }
+    assert edges == {("pipe", "ds_hydra/data"): {"ds_hydra.pipe.a"}, ("ds_hydra/data", "pipe"): {"ds_hydra.data.b"}}
     assert circles(edges) == [["ds_hydra/data", "pipe"]]
     assert circles({("a", "b"): 1, ("b", "c"): 1, ("a", "c"): 1}) == []
     assert circles({("a", "b"): 1, ("b", "c"): 1, ("c", "a"): 1, ("c", "d"): 1}) == [["a", "b", "c"]]

@@ -461,14 +461,7 @@ def test_what_nothing_can_hold_is_refused() -> None:
     table = table_of(case)
     only = CostTable(tuple(cost for cost in table.costs if str(cost.scheme).endswith("@h20")))
     with pytest.raises(PlanError, match="no row of class 'h800' with sp1"):
-        propose_mixed(
-            case.cluster,
-            only,
-            memory_of(case),
-            MIXED,
-            sum(MIXED),
-            LONGEST,
-        )
+        propose_mixed(case.cluster, only, memory_of(case), MIXED, sum(MIXED), LONGEST)
     small = replace(memory_of(case), class_bytes={"h20": 20e9, "h800": 20e9}, _cache={})
     with pytest.raises(PlanError, match="no strategy was found that holds a sequence of 4096 tokens in the devices'"):
         propose_mixed(case.cluster, table, small, MIXED, sum(MIXED), LONGEST)

@@ -19,13 +19,7 @@ from hypothesis import strategies as st
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.placement import Strategy, place_strategy
-from ds_hydra.pipe.schedules.actions import (
-    Action,
-    Slot,
-    backward_of_first_push,
-    last_weight_gradient,
-    slots_from_text,
-)
+from ds_hydra.pipe.schedules.actions import Action, Slot, backward_of_first_push, last_weight_gradient, slots_from_text
 from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.registry import evaluation_slots, training_slots
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape

@@ -172,11 +172,7 @@ def test_the_grid_shows_the_error_where_it_is() -> None:
     ]
     with pytest.raises(PlanError, match="stage 0 waits at B0") as caught:
         place((order("F0 B0 F1 B1"), order("F0 F1 B0 B1")), Batches.whole(2))
-    assert str(caught.value).splitlines()[1:] == [
-        "tick      0   1",
-        "stage 0   F0  B0  <-- here",
-        "stage 1   .   F0",
-    ]
+    assert str(caught.value).splitlines()[1:] == ["tick      0   1", "stage 0   F0  B0  <-- here", "stage 1   .   F0"]
 
 
 @pytest.mark.parametrize(

@@ -402,11 +402,7 @@ def test_tables_are_within_a_tenth_of_public_runs_that_they_were_not_fitted_to()
 
 def test_links_between_nodes_and_inside_them_are_those_of_the_cell() -> None:
     slow = replace(FAST, between=12.0)
-    for cell, between, inside in (
-        (FAST, 25e9, 1.0),
-        (slow, 12e9, 1.0),
-        (NEWER_CELLS[0], 50e9, 900 / 400),
-    ):
+    for cell, between, inside in ((FAST, 25e9, 1.0), (slow, 12e9, 1.0), (NEWER_CELLS[0], 50e9, 900 / 400)):
         links = cluster_of(cell, measured(cell)).links
         assert links.between == BETWEEN._replace(bytes_per_s=between)
         assert links.inside.bytes_per_s == pytest.approx(inside * 1.5e11)

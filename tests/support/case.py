@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -68,6 +69,10 @@ class Case:
     def has_tp(self) -> bool:
         """Whether some stage is shared by tensor parallel ranks."""
         return any(re.search(r"tp(?!1(?!\d))", text) for text in self.strategies)
+
+    def row(self, name: str, *strategies: str, **changes: Any) -> Case:
+        """This case under another name, under these strategies if there are any, and with what else changes."""
+        return replace(self, name=name, strategies=strategies or self.strategies, **changes)
 
     def shortened(self) -> Case:
         """The case in few steps, each under a strategy drawn by the case's name, and two at least; of the strategies

@@ -51,41 +51,41 @@ def latent() -> Iterator[Case]:
         yield Case(f"latent, {family}, slices", family, SLICED, steps=4, slices=True, recompute=True,
                    quick=family == "deepseek_v3")  # fmt: skip
     base = Case("", "deepseek_v3", ("tp2pp2", "tp4", "tp2sp2", "sp2 + 2*tp1"), steps=4)
-    yield replace(base, name="latent, all tokens", token_sharding=False)
-    yield replace(base, name="latent, checkpointed", activation_checkpointing=True)
-    yield replace(base, name="latent, split", strategies=("tp2pp2/zb-h1", "sp2 + pp2/zb-h1"), steps=2)
-    yield replace(base, name="latent, spread", strategies=("tp2ep2pp2/v", "tp4ep4", "tp2sp2ep4"), steps=3, slices=True)
-    yield replace(base, name="latent fp32", dtype=FLOAT32, optimizer="SGD")
-    yield replace(base, name="latent on 8 ranks", strategies=CHANGING_8)
+    yield base.row("latent, all tokens", token_sharding=False)
+    yield base.row("latent, checkpointed", activation_checkpointing=True)
+    yield base.row("latent, split", "tp2pp2/zb-h1", "sp2 + pp2/zb-h1", steps=2)
+    yield base.row("latent, spread", "tp2ep2pp2/v", "tp4ep4", "tp2sp2ep4", steps=3, slices=True)
+    yield base.row("latent fp32", dtype=FLOAT32, optimizer="SGD")
+    yield base.row("latent on 8 ranks", *CHANGING_8)
 
 
 def windows() -> Iterator[Case]:
     """Sliding windows over slices, of which only rows in reach stay: slices longer and shorter than they are, layers
     computed again and not, beside layers without a window."""
     base = Case("", "mistral", SLICED, steps=4, slices=True, recompute=True)
-    yield replace(base, name="windows, mistral")
-    yield replace(base, name="windows, gemma3", family="gemma3_text", quick=True)
-    yield replace(base, name="windows, gpt_oss", family="gpt_oss")
-    yield replace(base, name="windows, checkpointed", activation_checkpointing=True)
-    yield replace(base, name="windows, some checkpointed", family="gemma3_text", activation_checkpointing=True)
-    yield replace(base, name="windows, nothing again", recompute=False, lengths=(300, 200, 450) * 8)
-    yield replace(base, name="windows, split", strategies=("tp2pp2/zb-h1", "sp2 + pp2/zb-h1"), steps=2)
-    yield replace(base, name="windows, phases", strategies=("4*tp1 then 2*pp2/v then tp4/list",))
-    yield replace(base, name="windows fp32", dtype=FLOAT32, optimizer="SGD")
+    yield base.row("windows, mistral")
+    yield base.row("windows, gemma3", family="gemma3_text", quick=True)
+    yield base.row("windows, gpt_oss", family="gpt_oss")
+    yield base.row("windows, checkpointed", activation_checkpointing=True)
+    yield base.row("windows, some checkpointed", family="gemma3_text", activation_checkpointing=True)
+    yield base.row("windows, nothing again", recompute=False, lengths=(300, 200, 450) * 8)
+    yield base.row("windows, split", "tp2pp2/zb-h1", "sp2 + pp2/zb-h1", steps=2)
+    yield base.row("windows, phases", "4*tp1 then 2*pp2/v then tp4/list")
+    yield base.row("windows fp32", dtype=FLOAT32, optimizer="SGD")
 
 
 def chunks() -> Iterator[Case]:
     """Attention in chunks and queries that are scaled by their position, in packs and slices (Llama 4)."""
     base = Case("", "llama4", CHANGING, steps=4)
-    yield replace(base, name="chunks")
+    yield base.row("chunks")
     sliced = replace(base, strategies=SLICED, slices=True, recompute=True)
-    yield replace(sliced, name="chunks, slices", quick=True)
-    yield replace(sliced, name="chunks, checkpointed", activation_checkpointing=True)
-    yield replace(sliced, name="chunks, nothing again", recompute=False, lengths=(300, 200, 450) * 8)
-    yield replace(sliced, name="chunks, split", strategies=("tp2pp2/zb-h1", "sp2 + pp2/zb-h1"), steps=2)
-    yield replace(base, name="chunks, phases", strategies=("4*tp1 then 2*tp2 then tp4",))
-    yield replace(base, name="chunks fp32", dtype=FLOAT32, optimizer="SGD")
-    yield replace(base, name="chunks on 8 ranks", strategies=CHANGING_8)
+    yield sliced.row("chunks, slices", quick=True)
+    yield sliced.row("chunks, checkpointed", activation_checkpointing=True)
+    yield sliced.row("chunks, nothing again", recompute=False, lengths=(300, 200, 450) * 8)
+    yield sliced.row("chunks, split", "tp2pp2/zb-h1", "sp2 + pp2/zb-h1", steps=2)
+    yield base.row("chunks, phases", "4*tp1 then 2*tp2 then tp4")
+    yield base.row("chunks fp32", dtype=FLOAT32, optimizer="SGD")
+    yield base.row("chunks on 8 ranks", *CHANGING_8)
 
 
 def shared_queries() -> Iterator[Case]:
@@ -95,22 +95,22 @@ def shared_queries() -> Iterator[Case]:
     for family, draws in (("llama", False), ("gemma2", False), ("gemma3_text", False), ("gpt_oss", False),
                           ("llama4", False), ("deepseek_v3", False), ("dropout (Phi)", True)):  # fmt: skip
         own = replace(base, family=family, draws=draws)
-        yield replace(own, name=f"shared queries, {family}", quick=family == "gemma3_text")
-        yield replace(own, name=f"shared queries, {family}, slices", slices=True, recompute=not draws)
+        yield own.row(f"shared queries, {family}", quick=family == "gemma3_text")
+        yield own.row(f"shared queries, {family}, slices", slices=True, recompute=not draws)
     dropping = replace(base, strategies=("sp3 + tp1", "tp2sp2"), draws=True, slices=True, steps=2)
     for family in DROPPING:
-        yield replace(dropping, name=f"shared queries, {family}", family=family)
+        yield dropping.row(f"shared queries, {family}", family=family)
     by_two = replace(base, strategies=("sp6 + 2*tp1", "tp2sp3 + tp2"), slices=True)
-    yield replace(by_two, name="shared queries, two by two")
-    yield replace(by_two, name="shared queries, two by two, sinks", family="gpt_oss", steps=2)
-    yield replace(by_two, name="shared queries, two by two, dropout", family="dropout (Phi)", draws=True, steps=2)
-    yield replace(base, name="shared queries, split", strategies=("sp3/zb-h1 + tp1",), slices=True)
-    yield replace(base, name="shared queries, checkpointed", activation_checkpointing=True)
-    yield replace(base, name="shared queries, all heads at once", sp_overlap=False, slices=True)
-    yield replace(base, name="shared queries, fewer tokens", lengths=(3,) * 20, tokens_per_step=6, strategies=("sp6",))
-    yield replace(base, name="shared queries, phases", strategies=("4*tp1 then sp3 + tp1",))
-    yield replace(base, name="shared queries over nodes", node_size=2, strategies=("sp3 + tp1", "2*sp2"), slices=True)
-    yield replace(base, name="shared queries fp32", dtype=FLOAT32, optimizer="SGD")
+    yield by_two.row("shared queries, two by two")
+    yield by_two.row("shared queries, two by two, sinks", family="gpt_oss", steps=2)
+    yield by_two.row("shared queries, two by two, dropout", family="dropout (Phi)", draws=True, steps=2)
+    yield base.row("shared queries, split", "sp3/zb-h1 + tp1", slices=True)
+    yield base.row("shared queries, checkpointed", activation_checkpointing=True)
+    yield base.row("shared queries, all heads at once", sp_overlap=False, slices=True)
+    yield base.row("shared queries, fewer tokens", "sp6", lengths=(3,) * 20, tokens_per_step=6)
+    yield base.row("shared queries, phases", "4*tp1 then sp3 + tp1")
+    yield base.row("shared queries over nodes", "sp3 + tp1", "2*sp2", node_size=2, slices=True)
+    yield base.row("shared queries fp32", dtype=FLOAT32, optimizer="SGD")
     yield from _inside_nodes()
 
 
@@ -119,27 +119,27 @@ def _inside_nodes() -> Iterator[Case]:
     of which `sp4` has two and `tp2sp2` one each."""
     base = Case("", "llama", ("sp4", "tp2sp2"), steps=2, node_size=2)
     sliced = replace(base, slices=True, recompute=True)
-    yield replace(base, name="heads inside nodes")
-    yield replace(sliced, name="heads inside nodes, slices", quick=True)
+    yield base.row("heads inside nodes")
+    yield sliced.row("heads inside nodes, slices", quick=True)
     for family in ("llama_1_key_head", "gemma2", "mistral", "gpt_oss", "llama4", "deepseek_v3"):
-        yield replace(sliced, name=f"heads inside nodes, {family}", family=family, quick=family == "llama_1_key_head")
-    yield replace(base, name="heads inside nodes, latent", family="deepseek_v3", activation_checkpointing=True)
-    yield replace(base, name="heads inside nodes, dropout", family="dropout (Phi)", draws=True)
-    yield replace(base, name="heads inside nodes, dropout, slices", family="dropout (Phi)", draws=True, slices=True)
-    yield replace(base, name="heads inside nodes, three groups", family="llama_8_key_heads", sp_groups=3)
-    yield replace(sliced, name="heads inside nodes, at once", sp_overlap=False)
-    yield replace(base, name="heads inside nodes, split", strategies=("sp4/zb-h1", "tp2sp2/zb-h1"))
+        yield sliced.row(f"heads inside nodes, {family}", family=family, quick=family == "llama_1_key_head")
+    yield base.row("heads inside nodes, latent", family="deepseek_v3", activation_checkpointing=True)
+    yield base.row("heads inside nodes, dropout", family="dropout (Phi)", draws=True)
+    yield base.row("heads inside nodes, dropout, slices", family="dropout (Phi)", draws=True, slices=True)
+    yield base.row("heads inside nodes, three groups", family="llama_8_key_heads", sp_groups=3)
+    yield sliced.row("heads inside nodes, at once", sp_overlap=False)
+    yield base.row("heads inside nodes, split", "sp4/zb-h1", "tp2sp2/zb-h1")
     of_8 = replace(sliced, strategies=("sp8", "tp2sp4", "sp4pp2/v"), steps=3)
-    yield replace(of_8, name="heads inside nodes of 4 ranks", node_size=4)
-    yield replace(of_8, name="heads inside nodes, on four nodes", family="llama_1_key_head")
-    yield replace(sliced, name="heads inside nodes, on three nodes", strategies=("sp6", "tp2sp3", "3*tp2"), steps=3)
+    yield of_8.row("heads inside nodes of 4 ranks", node_size=4)
+    yield of_8.row("heads inside nodes, on four nodes", family="llama_1_key_head")
+    yield sliced.row("heads inside nodes, on three nodes", "sp6", "tp2sp3", "3*tp2", steps=3)
     # A row of 240 tokens fills its memory, so that all ranks share its heads; others do not.
     full = replace(base, family="llama_8_key_heads", lengths=(240, 40, 30, 20, 33, 11) * 12, tokens_per_step=250)
-    yield replace(full, name="heads inside nodes, full rows", strategies=("sp4",), quick=True)
+    yield full.row("heads inside nodes, full rows", "sp4", quick=True)
     full = replace(full, family="latent, dropout", draws=True, strategies=("sp4", "tp2sp2"))
-    yield replace(full, name="heads inside nodes, full rows, dropout")
-    yield replace(base, name="heads inside nodes, phases", strategies=("4*tp1 then sp4",))
-    yield replace(sliced, name="heads inside nodes fp32", dtype=FLOAT32, optimizer="SGD")
+    yield full.row("heads inside nodes, full rows, dropout")
+    yield base.row("heads inside nodes, phases", "4*tp1 then sp4")
+    yield sliced.row("heads inside nodes fp32", dtype=FLOAT32, optimizer="SGD")
 
 
 # --- Training cases of modules in which tokens meet: boxes, recurrent layers that carry states through slices,
@@ -147,22 +147,20 @@ def _inside_nodes() -> Iterator[Case]:
 def boxed() -> Iterator[Case]:
     """Modules in which tokens meet, run once for each sequence: in all layers or in some."""
     base = Case("", "bloom", CHANGING, steps=3, optimizer="SGD", dtype=FLOAT32)
-    yield replace(
-        base, name="boxes", strategies=("tp2pp2", "sp2 + 2*tp1"), dtype=FLOAT64, optimizer="AdamW", quick=True
-    )
-    yield replace(base, name="boxes, V", strategies=("pp2/v + sp2", "tp2pp2/zb-h1"), recompute=True)
-    yield replace(base, name="boxes, checkpointed", activation_checkpointing=True)
-    yield replace(base, name="boxes, phases", strategies=("4*tp1 then 2*tp2 then tp4",))
-    yield replace(base, name="boxes, dropout", family="gptj, dropout", draws=True, dtype=FLOAT64, optimizer="AdamW")
+    yield base.row("boxes", "tp2pp2", "sp2 + 2*tp1", dtype=FLOAT64, optimizer="AdamW", quick=True)
+    yield base.row("boxes, V", "pp2/v + sp2", "tp2pp2/zb-h1", recompute=True)
+    yield base.row("boxes, checkpointed", activation_checkpointing=True)
+    yield base.row("boxes, phases", "4*tp1 then 2*tp2 then tp4")
+    yield base.row("boxes, dropout", family="gptj, dropout", draws=True, dtype=FLOAT64, optimizer="AdamW")
     for family in ("lfm2", "qwen3_next", "falcon_h1"):
         # Exponentials of sums over a sequence magnify FP32's rounding in the delta rule's gradients.
         own = replace(base, family=family, amplifies=family == "qwen3_next")
-        yield replace(own, name=f"hybrid, {family}")
-        yield replace(own, name=f"hybrid, {family}, V", strategies=("pp2/v + sp2", "pp4/zb-h1"))
+        yield own.row(f"hybrid, {family}")
+        yield own.row(f"hybrid, {family}, V", "pp2/v + sp2", "pp4/zb-h1")
     hybrid = replace(base, family="lfm2")
-    yield replace(hybrid, name="hybrid", strategies=("tp2pp2/v", "sp2 + pp2"), recompute=True, steps=2, quick=True)
-    yield replace(hybrid, name="hybrid on 8 ranks", strategies=CHANGING_8)
-    yield replace(hybrid, name="hybrid, checkpointed", activation_checkpointing=True)
+    yield hybrid.row("hybrid", "tp2pp2/v", "sp2 + pp2", recompute=True, steps=2, quick=True)
+    yield hybrid.row("hybrid on 8 ranks", *CHANGING_8)
+    yield hybrid.row("hybrid, checkpointed", activation_checkpointing=True)
 
 
 def states() -> Iterator[Case]:
@@ -170,28 +168,22 @@ def states() -> Iterator[Case]:
     base = Case("", "qwen3_next", IN_SLICES, steps=3, slices=True)
     for family in ("qwen3_next", "bamba", "lfm2"):
         own = replace(base, family=family)
-        yield replace(own, name=f"states, {family}")
-        yield replace(own, name=f"states, {family}, one strategy", strategies=("pp2",))
-        yield replace(own, name=f"states, {family}, V", strategies=("tp2pp2/v", "pp2/v + sp2", "pp4/list"),
-                      recompute=True)  # fmt: skip
-    hybrid = replace(
-        base, name="states", strategies=("tp2pp2/v", "sp2 + pp2/list"), steps=2, recompute=True, quick=True
-    )
+        yield own.row(f"states, {family}")
+        yield own.row(f"states, {family}, one strategy", "pp2")
+        yield own.row(f"states, {family}, V", "tp2pp2/v", "pp2/v + sp2", "pp4/list", recompute=True)
+    hybrid = base.row("states", "tp2pp2/v", "sp2 + pp2/list", steps=2, recompute=True, quick=True)
     yield hybrid
-    yield replace(hybrid, name="states, sp", family="bamba", strategies=("sp4", "tp2sp2"))
-    yield replace(base, name="states, split", strategies=("tp2pp2/zb-h1", "sp2 + pp2/zb-h1", "pp4/zb-h1"))
-    yield replace(base, name="states, checkpointed", family="bamba", activation_checkpointing=True)
-    yield replace(base, name="states in phases", family="bamba",
-                  strategies=("4*tp1 then 2*pp2 then tp2sp2", "pp2 + sp2 then pp4"))  # fmt: skip
+    yield hybrid.row("states, sp", "sp4", "tp2sp2", family="bamba")
+    yield base.row("states, split", "tp2pp2/zb-h1", "sp2 + pp2/zb-h1", "pp4/zb-h1")
+    yield base.row("states, checkpointed", family="bamba", activation_checkpointing=True)
+    yield base.row("states in phases", "4*tp1 then 2*pp2 then tp2sp2", "pp2 + sp2 then pp4", family="bamba")
     dropped = replace(base, family="lora in boxes with dropout", draws=True, steps=2)
-    yield replace(dropped, name="states, lora with dropout", strategies=("pp2/v + sp2", "pp4/list"), recompute=True,
-                  quick=True)  # fmt: skip
-    yield replace(base, name="states, lora", family="lora in boxes", strategies=CHANGING_WITHOUT_TP)
-    yield replace(base, name="states, frozen lower layers", family="bamba",
-                  frozen=("embed_tokens", "layers.0.", "layers.1."))  # fmt: skip
-    yield replace(base, name="states fp32", family="lfm2", dtype=FLOAT32, optimizer="SGD")
-    yield replace(base, name="states on 8 ranks", family="lfm2", strategies=CHANGING_8)
-    yield replace(base, name="states, long ones only", lengths=(300, 200, 450) * 8, strategies=("2*pp2", "tp2pp2"))
+    yield dropped.row("states, lora with dropout", "pp2/v + sp2", "pp4/list", recompute=True, quick=True)
+    yield base.row("states, lora", *CHANGING_WITHOUT_TP, family="lora in boxes")
+    yield base.row("states, frozen lower layers", family="bamba", frozen=("embed_tokens", "layers.0.", "layers.1."))
+    yield base.row("states fp32", family="lfm2", dtype=FLOAT32, optimizer="SGD")
+    yield base.row("states on 8 ranks", *CHANGING_8, family="lfm2")
+    yield base.row("states, long ones only", "2*pp2", "tp2pp2", lengths=(300, 200, 450) * 8)
 
 
 _WITH_HEADS = ("qwen3_next", "qwen3_5", "olmo_hybrid", "bamba", "granite_4", "nemotron_h", "granite, experts")
@@ -200,10 +192,10 @@ _BY_TP = ("tp2 + 2*tp1", "tp2pp2", "tp4", "tp2sp2")
 
 def _otherwise(case: Case) -> Iterator[Case]:
     """The same, of other types, computed again, and with frozen layers."""
-    yield replace(case, name=f"{case.name}, checkpointed", activation_checkpointing=True)
-    yield replace(case, name=f"{case.name}, frozen lower layers", frozen=("embeddings", "layers.0.", "layers.1."))
-    yield replace(case, name=f"{case.name}, fp32", dtype=FLOAT32, optimizer="SGD")
-    yield replace(case, name=f"{case.name}, bf16", dtype=BFLOAT16)
+    yield case.row(f"{case.name}, checkpointed", activation_checkpointing=True)
+    yield case.row(f"{case.name}, frozen lower layers", frozen=("embeddings", "layers.0.", "layers.1."))
+    yield case.row(f"{case.name}, fp32", dtype=FLOAT32, optimizer="SGD")
+    yield case.row(f"{case.name}, bf16", dtype=BFLOAT16)
 
 
 def by_heads() -> Iterator[Case]:
@@ -211,19 +203,20 @@ def by_heads() -> Iterator[Case]:
     base = Case("", "qwen3_next", _BY_TP, steps=4)
     for family in _WITH_HEADS:
         own = replace(base, family=family)
-        yield replace(own, name=f"by heads, {family}")
-        yield replace(own, name=f"by heads, {family}, slices", strategies=("tp2 + 2*tp1", "tp2pp2/v", "tp4"), steps=3,
-                      slices=True, recompute=True)  # fmt: skip
+        yield own.row(f"by heads, {family}")
+        yield own.row(
+            f"by heads, {family}, slices", "tp2 + 2*tp1", "tp2pp2/v", "tp4", steps=3, slices=True, recompute=True
+        )
     few = replace(base, family="nemotron_h", steps=2)
-    yield replace(few, name="by heads", strategies=("tp4", "tp2pp2/zb-h1"), slices=True, recompute=True, quick=True)
-    yield replace(few, name="by heads on 8 ranks", strategies=("tp8", "tp4sp2", "tp4 + tp2pp2"))
-    yield replace(few, name="by heads, split", strategies=("tp2pp2/zb-h1", "sp2 + tp2/zb-h1"), slices=True)
-    yield replace(few, name="by heads, phases", strategies=("4*tp1 then 2*tp2 then tp4",))
-    yield from _otherwise(replace(few, name="by heads"))
+    yield few.row("by heads", "tp4", "tp2pp2/zb-h1", slices=True, recompute=True, quick=True)
+    yield few.row("by heads on 8 ranks", "tp8", "tp4sp2", "tp4 + tp2pp2")
+    yield few.row("by heads, split", "tp2pp2/zb-h1", "sp2 + tp2/zb-h1", slices=True)
+    yield few.row("by heads, phases", "4*tp1 then 2*tp2 then tp4")
+    yield from _otherwise(few.row("by heads"))
     for family in ADAPTED_BY_HEADS:
         own = replace(base, family=family, draws="dropout" in family)
-        yield replace(own, name=f"by heads, {family}")
-        yield replace(own, name=f"by heads, {family}, slices", strategies=("tp4", "tp2pp2/v"), steps=2, slices=True)
+        yield own.row(f"by heads, {family}")
+        yield own.row(f"by heads, {family}, slices", "tp4", "tp2pp2/v", steps=2, slices=True)
 
 
 def by_heads_over_tokens() -> Iterator[Case]:
@@ -231,23 +224,22 @@ def by_heads_over_tokens() -> Iterator[Case]:
     base = Case("", "qwen3_next", ("sp2 + 2*tp1", "sp4", "tp2sp2", "pp2sp2"), steps=4)
     for family in _WITH_HEADS:
         own = replace(base, family=family)
-        yield replace(own, name=f"heads over sp, {family}")
-        yield replace(own, name=f"heads over sp, {family}, slices", strategies=("sp4", "pp2sp2/v", "tp2sp2"), steps=3,
-                      slices=True, recompute=True)  # fmt: skip
+        yield own.row(f"heads over sp, {family}")
+        yield own.row(
+            f"heads over sp, {family}, slices", "sp4", "pp2sp2/v", "tp2sp2", steps=3, slices=True, recompute=True
+        )
     few = replace(base, family="nemotron_h", steps=2)
-    yield replace(few, name="heads over sp", strategies=("sp4", "pp2sp2/zb-h1"), slices=True, recompute=True,
-                  quick=True)  # fmt: skip
-    yield replace(few, name="heads over sp on 8 ranks", strategies=("sp8", "tp2sp4", "tp4sp2"))
+    yield few.row("heads over sp", "sp4", "pp2sp2/zb-h1", slices=True, recompute=True, quick=True)
+    yield few.row("heads over sp on 8 ranks", "sp8", "tp2sp4", "tp4sp2")
     # Four ranks share two key heads, two by two.
-    yield replace(few, name="heads over sp, fewer heads", family="qwen3_next", strategies=("sp4", "pp2sp2"),
-                  slices=True)  # fmt: skip
-    yield replace(few, name="heads over sp, split", strategies=("pp2sp2/zb-h1", "sp2/zb-h1 + tp2"), slices=True)
-    yield replace(few, name="heads over sp, phases", strategies=("4*tp1 then 2*sp2 then sp4",))
-    yield from _otherwise(replace(few, name="heads over sp"))
+    yield few.row("heads over sp, fewer heads", "sp4", "pp2sp2", family="qwen3_next", slices=True)
+    yield few.row("heads over sp, split", "pp2sp2/zb-h1", "sp2/zb-h1 + tp2", slices=True)
+    yield few.row("heads over sp, phases", "4*tp1 then 2*sp2 then sp4")
+    yield from _otherwise(few.row("heads over sp"))
     for family in ADAPTED_BY_HEADS:
         own = replace(base, family=family, draws="dropout" in family, steps=2)
-        yield replace(own, name=f"heads over sp, {family}", strategies=("sp4", "tp2sp2"))
-        yield replace(own, name=f"heads over sp, {family}, slices", strategies=("sp2 + pp2", "pp2sp2/v"), slices=True)
+        yield own.row(f"heads over sp, {family}", "sp4", "tp2sp2")
+        yield own.row(f"heads over sp, {family}, slices", "sp2 + pp2", "pp2sp2/v", slices=True)
 
 
 # --- Training cases of pipelines whose stages differ in device class, degrees and layers: the classes are made
@@ -261,42 +253,38 @@ EIGHT = ((4, "slow"), (2, "fast"), (2, "fast"))
 def mixed() -> Iterator[Case]:
     """24 rows; ranks of a class follow each other in some clusters and not in others."""
     base = Case("", "llama", ("(tp2[0:1]@slow > tp2[1:4]@fast)",), steps=3, cluster=HALVES)
-    yield replace(base, name="mixed")
-    yield replace(base, name="mixed, two pipelines", strategies=("(tp1[0:1]@slow > tp1[1:4]@fast) + "
-                  "(tp1[0:2]@slow > tp1[2:4]@fast)", "2*(tp1[0:1]@slow > tp1[1:4]@fast)"))  # fmt: skip
-    yield replace(base, name="mixed, a class alone", strategies=("tp2@slow + tp2@fast", "sp2@slow + 2*tp1@fast"))
-    yield replace(base, name="mixed, tp and sp", strategies=("(sp2[0:1]@slow > tp2[1:4]@fast)",
-                  "(tp2[0:2]@fast > sp2[2:4]@slow)"))  # fmt: skip
-    yield replace(base, name="mixed, apart", cluster=APART, quick=True, strategies=("(tp2[0:3]@slow > tp2[3:4]@fast)",
-                  "(tp1[0:1]@slow > tp2[1:3]@fast > tp1[3:4]@slow)", "(sp2@slow > tp2@fast)"))  # fmt: skip
-    yield replace(base, name="mixed, apart, sp over nodes", cluster=APART, strategies=("sp2@slow + sp2@fast",
-                  "(tp1[0:1]@fast > sp2[1:3]@slow > tp1[3:4]@fast)"))  # fmt: skip
-    yield replace(base, name="mixed, three of a class", cluster=THREE, strategies=("(tp2@slow > tp1@slow > tp1@fast)",
-                  "tp1@slow + (tp2[0:1]@slow > tp1[1:4]@fast)"))  # fmt: skip
-    yield replace(base, name="mixed, tied", family="llama_tied", strategies=("(tp2[0:1]@slow > tp2[1:4]@fast)",
-                  "2*(tp1@slow > tp1@fast)"))  # fmt: skip
+    yield base.row("mixed")
+    yield base.row("mixed, two pipelines", "(tp1[0:1]@slow > tp1[1:4]@fast) + (tp1[0:2]@slow > tp1[2:4]@fast)",
+                   "2*(tp1[0:1]@slow > tp1[1:4]@fast)")  # fmt: skip
+    yield base.row("mixed, a class alone", "tp2@slow + tp2@fast", "sp2@slow + 2*tp1@fast")
+    yield base.row("mixed, tp and sp", "(sp2[0:1]@slow > tp2[1:4]@fast)", "(tp2[0:2]@fast > sp2[2:4]@slow)")
+    yield base.row("mixed, apart", "(tp2[0:3]@slow > tp2[3:4]@fast)", "(tp1[0:1]@slow > tp2[1:3]@fast > tp1[3:4]@slow)",
+                   "(sp2@slow > tp2@fast)", cluster=APART, quick=True)  # fmt: skip
+    yield base.row("mixed, apart, sp over nodes", "sp2@slow + sp2@fast",
+                   "(tp1[0:1]@fast > sp2[1:3]@slow > tp1[3:4]@fast)", cluster=APART)  # fmt: skip
+    yield base.row("mixed, three of a class", "(tp2@slow > tp1@slow > tp1@fast)",
+                   "tp1@slow + (tp2[0:1]@slow > tp1[1:4]@fast)", cluster=THREE)  # fmt: skip
+    yield base.row("mixed, tied", "(tp2[0:1]@slow > tp2[1:4]@fast)", "2*(tp1@slow > tp1@fast)", family="llama_tied")
     for family in ("gemma2", "mixtral", "gpt2", "phi3"):
-        yield replace(base, name=f"mixed, {family}", family=family)
-    yield replace(base, name="mixed, eight", cluster=EIGHT, strategies=("(tp4[0:1]@slow > tp2[1:2]@fast > "
-                  "tp1[2:3]@fast > tp1[3:4]@fast)", "2*(tp2[0:1]@slow > tp2[1:4]@fast)"))  # fmt: skip
-    yield replace(base, name="mixed, eight, tp4 over nodes", cluster=EIGHT,
-                  strategies=("(tp4[0:1]@slow > tp4[1:4]@fast)", "(tp2sp2[0:1]@slow > sp4[1:4]@fast)"))  # fmt: skip
+        yield base.row(f"mixed, {family}", family=family)
+    yield base.row("mixed, eight", "(tp4[0:1]@slow > tp2[1:2]@fast > tp1[2:3]@fast > tp1[3:4]@fast)",
+                   "2*(tp2[0:1]@slow > tp2[1:4]@fast)", cluster=EIGHT)  # fmt: skip
+    yield base.row("mixed, eight, tp4 over nodes", "(tp4[0:1]@slow > tp4[1:4]@fast)",
+                   "(tp2sp2[0:1]@slow > sp4[1:4]@fast)", cluster=EIGHT)  # fmt: skip
     split = replace(base, strategies=("(tp2[0:1]@slow > tp2[1:4]@fast)/zb-h1", "2*(tp1@slow > tp1@fast)/zb-h1"))
-    yield replace(split, name="mixed, split")
-    yield replace(split, name="mixed, list", strategies=("(sp2[0:1]@slow > tp2[1:4]@fast)/list",))
+    yield split.row("mixed, split")
+    yield split.row("mixed, list", "(sp2[0:1]@slow > tp2[1:4]@fast)/list")
     of_v = ("(sp2[0:1,3:4]@slow > tp2[1:2,2:3]@fast)/list", "(tp2@slow > sp2@fast)/v")
-    yield replace(split, name="mixed, V", strategies=of_v)
+    yield split.row("mixed, V", *of_v)
     sliced = replace(base, slices=True)
-    yield replace(sliced, name="mixed, slices", quick=True)
-    yield replace(sliced, name="mixed, slices, V", strategies=("(sp2[0:1,3:4]@slow > tp2[1:2,2:3]@fast)/list",))
-    yield replace(sliced, name="mixed, slices, recomputed", family="mistral", recompute=True)
-    yield replace(base, name="mixed, phases", strategies=("2*tp1@slow + 2*tp1@fast then (tp2[0:1]@slow > "
-                  "tp2[1:4]@fast)",))  # fmt: skip
-    yield replace(base, name="mixed, checkpointed, frozen", activation_checkpointing=True,
-                  frozen=("embed_tokens", "layers.0."))  # fmt: skip
-    yield replace(base, name="mixed, dropout", family="dropout (Phi)", draws=True, frozen=NO_GRADIENT)
-    yield replace(base, name="mixed fp32", dtype=FLOAT32, optimizer="SGD")
-    yield replace(base, name="mixed bf16", dtype=BFLOAT16)
+    yield sliced.row("mixed, slices", quick=True)
+    yield sliced.row("mixed, slices, V", "(sp2[0:1,3:4]@slow > tp2[1:2,2:3]@fast)/list")
+    yield sliced.row("mixed, slices, recomputed", family="mistral", recompute=True)
+    yield base.row("mixed, phases", "2*tp1@slow + 2*tp1@fast then (tp2[0:1]@slow > tp2[1:4]@fast)")
+    yield base.row("mixed, checkpointed, frozen", activation_checkpointing=True, frozen=("embed_tokens", "layers.0."))
+    yield base.row("mixed, dropout", family="dropout (Phi)", draws=True, frozen=NO_GRADIENT)
+    yield base.row("mixed fp32", dtype=FLOAT32, optimizer="SGD")
+    yield base.row("mixed bf16", dtype=BFLOAT16)
 
 
 FIXED_STRATEGIES = (
@@ -371,15 +359,8 @@ def _unusual() -> Iterator[Case]:
 def _drawing() -> Iterator[Case]:
     for family in DRAWING:
         yield Case(family, family, CHANGING, draws=True, frozen=NO_GRADIENT, quick=family == "random routing")
-    yield Case(
-        "dropout checkpointed",
-        "dropout (Phi)",
-        CHANGING,
-        draws=True,
-        frozen=NO_GRADIENT,
-        activation_checkpointing=True,
-        quick=True,
-    )
+    yield Case("dropout checkpointed", "dropout (Phi)", CHANGING, draws=True, frozen=NO_GRADIENT,
+               activation_checkpointing=True, quick=True)  # fmt: skip
     yield Case("dropout on 8 ranks", "dropout (Phi)", CHANGING_8, draws=True)
 
 
@@ -388,114 +369,92 @@ def _adapted() -> Iterator[Case]:
     for family in ADAPTED:
         base = Case(family, family, (*CHANGING, "tp2sp2"), draws="dropout" in family, steps=6)
         yield base
-        yield replace(
-            base, name=f"{family}, slices", strategies=("tp2pp2/v", "pp4/list", "tp4"), steps=3,
-            slices=True, recompute=True,
-        )  # fmt: skip
-        yield replace(
-            base, name=f"{family}, split", strategies=("tp2pp2/zb-h1", "tp2pp2/v", "sp2 + pp2/zb-h1"), steps=3
-        )
+        yield base.row(f"{family}, slices", "tp2pp2/v", "pp4/list", "tp4", steps=3, slices=True, recompute=True)
+        yield base.row(f"{family}, split", "tp2pp2/zb-h1", "tp2pp2/v", "sp2 + pp2/zb-h1", steps=3)
         quick = family == "lora and whole modules"
-        yield replace(base, name=f"{family}, all tokens", strategies=CHANGING, token_sharding=False, quick=quick)
+        yield base.row(f"{family}, all tokens", *CHANGING, token_sharding=False, quick=quick)
     base = Case("", "lora", CHANGING)
-    yield replace(base, name="lora, one strategy", strategies=("tp2pp2",), steps=3, quick=True)
+    yield base.row("lora, one strategy", "tp2pp2", steps=3, quick=True)
     dropout = replace(base, family="lora with dropout", draws=True)
-    yield replace(dropout, name="lora with dropout, V", strategies=("tp2pp2/v",), slices=True, steps=1, quick=True)
-    yield replace(base, name="lora bf16", dtype=BFLOAT16)
-    yield replace(base, name="lora fp32", dtype=FLOAT32, optimizer="SGD")
-    yield replace(dropout, name="lora, checkpointed", activation_checkpointing=True)
-    yield replace(base, name="lora, phases", strategies=("2*tp2 then tp4", "4*tp1 then 2*pp2"))
-    yield replace(base, name="lora on 8 ranks", strategies=CHANGING_8)
-    yield replace(base, name="lora, nodes of 2 ranks", node_size=2)
+    yield dropout.row("lora with dropout, V", "tp2pp2/v", slices=True, steps=1, quick=True)
+    yield base.row("lora bf16", dtype=BFLOAT16)
+    yield base.row("lora fp32", dtype=FLOAT32, optimizer="SGD")
+    yield dropout.row("lora, checkpointed", activation_checkpointing=True)
+    yield base.row("lora, phases", "2*tp2 then tp4", "4*tp1 then 2*pp2")
+    yield base.row("lora on 8 ranks", *CHANGING_8)
+    yield base.row("lora, nodes of 2 ranks", node_size=2)
     for family in ADAPTED_STACKS:
         base = Case(family, family, ("tp2pp2", "sp2 + 2*tp1", "tp4", "tp2sp2"), steps=4)
         yield base
-        yield replace(
-            base, name=f"{family}, slices", strategies=("tp2pp2/v", "tp4"), steps=2, slices=True, recompute=True
-        )
+        yield base.row(f"{family}, slices", "tp2pp2/v", "tp4", steps=2, slices=True, recompute=True)
         spread = ("tp4ep4", "tp2sp2ep4", "tp2ep2pp2/zb-h1", "sp2ep2 + 2*tp1")
-        yield replace(base, name=f"{family}, spread", strategies=spread, quick=family == "lora of stacks")
+        yield base.row(f"{family}, spread", *spread, quick=family == "lora of stacks")
     for family in ADAPTED_WITHOUT_TP:
         yield Case(family, family, CHANGING_WITHOUT_TP, draws="dropout" in family, quick=family == "lora of the ends")
 
 
 def _options() -> Iterator[Case]:
     base = Case("", "llama", CHANGING)
-    yield replace(base, name="sgd fp32", dtype=FLOAT32, optimizer="SGD")
-    yield replace(base, name="sgd fp32 gemma2", family="gemma2", dtype=FLOAT32, optimizer="SGD")
-    yield replace(base, name="sgd fp32 8 ranks", strategies=CHANGING_8, dtype=FLOAT32, optimizer="SGD")
-    yield replace(base, name="bf16", dtype=BFLOAT16, quick=True)
-    yield replace(base, name="bf16, gradients too", dtype=BFLOAT16, grad_accum="bf16")
-    yield replace(base, name="bf16 gemma2, gradients too", family="gemma2", dtype=BFLOAT16, grad_accum="bf16")
-    yield replace(base, name="bf16 gemma2", family="gemma2", dtype=BFLOAT16)
-    yield replace(base, name="bf16, fp32 on the wire", dtype=BFLOAT16, wire="fp32", quick=True)
-    yield replace(base, name="fp32, bf16 on the wire", dtype=FLOAT32, wire="bf16")
-    yield replace(base, name="fp32, fp16 on the wire", dtype=FLOAT32, wire="fp16")
-    yield replace(base, name="no clipping", clip=0.0)
-    yield replace(base, name="checkpointed", activation_checkpointing=True)
-    yield replace(base, name="checkpointed gemma3", family="gemma3_text", activation_checkpointing=True)
-    yield replace(
-        base, name="checkpointed fp32 mixtral", family="mixtral", dtype=FLOAT32, activation_checkpointing=True
+    yield base.row("sgd fp32", dtype=FLOAT32, optimizer="SGD")
+    yield base.row("sgd fp32 gemma2", family="gemma2", dtype=FLOAT32, optimizer="SGD")
+    yield base.row("sgd fp32 8 ranks", *CHANGING_8, dtype=FLOAT32, optimizer="SGD")
+    yield base.row("bf16", dtype=BFLOAT16, quick=True)
+    yield base.row("bf16, gradients too", dtype=BFLOAT16, grad_accum="bf16")
+    yield base.row("bf16 gemma2, gradients too", family="gemma2", dtype=BFLOAT16, grad_accum="bf16")
+    yield base.row("bf16 gemma2", family="gemma2", dtype=BFLOAT16)
+    yield base.row("bf16, fp32 on the wire", dtype=BFLOAT16, wire="fp32", quick=True)
+    yield base.row("fp32, bf16 on the wire", dtype=FLOAT32, wire="bf16")
+    yield base.row("fp32, fp16 on the wire", dtype=FLOAT32, wire="fp16")
+    yield base.row("no clipping", clip=0.0)
+    yield base.row("checkpointed", activation_checkpointing=True)
+    yield base.row("checkpointed gemma3", family="gemma3_text", activation_checkpointing=True)
+    yield base.row("checkpointed fp32 mixtral", family="mixtral", dtype=FLOAT32, activation_checkpointing=True)
+    yield base.row("masked labels", masked_labels=True)
+    yield base.row("mean of sequences", loss_norm="sequence", masked_labels=True, quick=True)
+    yield base.row("mean of micro-batches", loss_norm="micro_batch", masked_labels=True)
+    yield base.row("layer list, mean of sequences", family=LAYER_LIST, loss_norm="sequence", masked_labels=True)
+    yield base.row("frozen embeddings", frozen=("embed_tokens",))
+    yield base.row("frozen lower layers", frozen=("embed_tokens", "layers.0.", "layers.1."))
+    yield base.row("frozen tied", family="llama_tied", frozen=("embed_tokens",))
+    yield base.row("frozen layer list", family=LAYER_LIST, frozen=("tied_modules", "1.qkv"))
+    yield base.row("idle pipelines", "4*tp1", "2*pp2", lengths=(30,) * 20, tokens_per_step=30)
+    yield base.row(
+        "idle pipelines on 7 ranks", "sp2 + tp2 + pp3", "7*tp1", lengths=(30, 7) * 20, tokens_per_step=31, quick=True
     )
-    yield replace(base, name="masked labels", masked_labels=True)
-    yield replace(base, name="mean of sequences", loss_norm="sequence", masked_labels=True, quick=True)
-    yield replace(base, name="mean of micro-batches", loss_norm="micro_batch", masked_labels=True)
-    yield replace(
-        base, name="layer list, mean of sequences", family=LAYER_LIST, loss_norm="sequence", masked_labels=True
-    )
-    yield replace(base, name="frozen embeddings", frozen=("embed_tokens",))
-    yield replace(base, name="frozen lower layers", frozen=("embed_tokens", "layers.0.", "layers.1."))
-    yield replace(base, name="frozen tied", family="llama_tied", frozen=("embed_tokens",))
-    yield replace(base, name="frozen layer list", family=LAYER_LIST, frozen=("tied_modules", "1.qkv"))
-    yield replace(base, name="idle pipelines", strategies=("4*tp1", "2*pp2"), lengths=(30,) * 20, tokens_per_step=30)
-    yield replace(
-        base, name="idle pipelines on 7 ranks", strategies=("sp2 + tp2 + pp3", "7*tp1"), lengths=(30, 7) * 20,
-        tokens_per_step=31, quick=True,
-    )  # fmt: skip
-    yield replace(
-        base, name="fewer tokens than sp", strategies=("sp4", "tp2sp2", "2*sp2"), lengths=(3,) * 20,
-        tokens_per_step=3, quick=True,
-    )  # fmt: skip
-    yield replace(base, name="uneven layers", family="llama_3_layers", strategies=("pp2 + tp1pp2", "pp3 + tp1"))
-    yield replace(base, name="stages of different tp and sp", strategies=("(sp2[0:1] > tp2[1:4])",))
-    yield replace(
-        base, name="stages of different size", family="gemma2",
-        strategies=("(tp1[0:1] > tp4[1:3] > tp1[3:4]) + sp2",),
-    )  # fmt: skip
-    yield replace(base, name="nodes of 2 ranks", node_size=2)
-    yield replace(base, name="nodes of 2 ranks bf16", node_size=2, dtype=BFLOAT16)
-    yield replace(base, name="nodes of 3 and 1 ranks, tied", family="gemma2", node_size=3)
-    yield replace(base, name="8 ranks on 2 nodes", strategies=CHANGING_8, node_size=4, quick=True)
+    yield base.row("fewer tokens than sp", "sp4", "tp2sp2", "2*sp2", lengths=(3,) * 20, tokens_per_step=3, quick=True)
+    yield base.row("uneven layers", "pp2 + tp1pp2", "pp3 + tp1", family="llama_3_layers")
+    yield base.row("stages of different tp and sp", "(sp2[0:1] > tp2[1:4])")
+    yield base.row("stages of different size", "(tp1[0:1] > tp4[1:3] > tp1[3:4]) + sp2", family="gemma2")
+    yield base.row("nodes of 2 ranks", node_size=2)
+    yield base.row("nodes of 2 ranks bf16", node_size=2, dtype=BFLOAT16)
+    yield base.row("nodes of 3 and 1 ranks, tied", family="gemma2", node_size=3)
+    yield base.row("8 ranks on 2 nodes", *CHANGING_8, node_size=4, quick=True)
     odd = ("7*tp1", "tp2 + 5*tp1", "tp4 + tp2 + tp1", "3*tp2 + tp1", "tp2pp2 + 3*tp1")
-    yield replace(base, name="7 ranks on nodes of 4 and 3", strategies=odd, node_size=4, steps=6)
+    yield base.row("7 ranks on nodes of 4 and 3", *odd, node_size=4, steps=6)
 
 
 def _heads() -> Iterator[Case]:
     """Heads and losses in blocks, as those of large vocabularies are."""
     base = Case("", "llama", ("2*tp1", "tp2", "pp2/v"), logits_at_once=1500, masked_labels=True)
-    yield replace(base, name="head in blocks")
-    yield replace(
-        base, name="head in blocks, tied", family="llama_tied", strategies=("tp2pp2", "tp2 + 2*tp1"), quick=True
-    )
-    yield replace(base, name="head in blocks, bf16", dtype=BFLOAT16)
-    yield replace(base, name="head in blocks, frozen", frozen=("lm_head",))
-    yield replace(base, name="head in blocks, softcap", family="gemma2", strategies=("tp2", "2*tp1"), quick=True)
-    yield replace(base, name="head in blocks, mean of sequences", loss_norm="sequence", weighted=True)
+    yield base.row("head in blocks")
+    yield base.row("head in blocks, tied", "tp2pp2", "tp2 + 2*tp1", family="llama_tied", quick=True)
+    yield base.row("head in blocks, bf16", dtype=BFLOAT16)
+    yield base.row("head in blocks, frozen", frozen=("lm_head",))
+    yield base.row("head in blocks, softcap", "tp2", "2*tp1", family="gemma2", quick=True)
+    yield base.row("head in blocks, mean of sequences", loss_norm="sequence", weighted=True)
 
 
 def _losses() -> Iterator[Case]:
     """Losses of the user's own, which see the logits of all tensor parallel ranks, and weights of sequences."""
     base = Case("", "llama", CHANGING)
-    yield replace(base, name="weights of sequences", weighted=True, masked_labels=True, quick=True)
-    yield replace(base, name="weights of sequences, mean of each", weighted=True, loss_norm="sequence")
+    yield base.row("weights of sequences", weighted=True, masked_labels=True, quick=True)
+    yield base.row("weights of sequences, mean of each", weighted=True, loss_norm="sequence")
     for own in OWN:
-        yield replace(base, name=f"{own} loss", own_loss=own, masked_labels=True, quick=own == "focal")
-        yield replace(base, name=f"{own} loss, tied", own_loss=own, family="gemma2", weighted=True)
-    yield replace(base, name="focal loss on 8 ranks", own_loss="focal", strategies=CHANGING_8)
-    yield replace(base, name="smoothed loss, experts", own_loss="smoothed", family="mixtral")
-    yield replace(
-        base, name="focal loss in slices", own_loss="focal", strategies=("pp2/list + 2*tp1/list",), slices=True
-    )
+        yield base.row(f"{own} loss", own_loss=own, masked_labels=True, quick=own == "focal")
+        yield base.row(f"{own} loss, tied", own_loss=own, family="gemma2", weighted=True)
+    yield base.row("focal loss on 8 ranks", *CHANGING_8, own_loss="focal")
+    yield base.row("smoothed loss, experts", own_loss="smoothed", family="mixtral")
+    yield base.row("focal loss in slices", "pp2/list + 2*tp1/list", own_loss="focal", slices=True)
 
 
 def _balanced() -> Iterator[Case]:
@@ -503,22 +462,18 @@ def _balanced() -> Iterator[Case]:
     for family in BALANCED:
         yield Case(family, family, CHANGING)
     base = Case("", "mixtral, balanced", CHANGING)
-    yield replace(
-        base, name="balanced, slices", strategies=("tp2pp2/v", "sp2 + pp2/list"), steps=2, slices=True, recompute=True,
-        masked_labels=True, weighted=True, quick=True,
-    )  # fmt: skip
-    yield replace(base, name="balanced, all tokens", strategies=("tp2sp2", "tp4"), token_sharding=False)
-    yield replace(
-        base, name="balanced, more slices", strategies=("tp2sp2/list", "pp2/v + 2*tp1/v", "sp2 + pp2/list"), slices=True
-    )
-    yield replace(base, name="balanced, mean of sequences", loss_norm="sequence", masked_labels=True)
-    yield replace(base, name="balanced, checkpointed", activation_checkpointing=True)
-    yield replace(base, name="balanced, split", strategies=("tp2pp2/zb-h1", "sp2 + pp2/zb-h1", "pp4/zb-h1"))
-    yield replace(base, name="balanced, phases", strategies=("4*tp1 then 2*tp2 then tp4",))
-    yield replace(base, name="balanced, own loss", own_loss="focal")
-    yield replace(base, name="balanced, frozen lower layers", frozen=("embed_tokens", "layers.0.", "layers.1.", "gate"))
-    yield replace(base, name="balanced on 8 ranks", strategies=CHANGING_8)
-    yield replace(base, name="balanced fp32", dtype=FLOAT32)
+    yield base.row("balanced, slices", "tp2pp2/v", "sp2 + pp2/list", steps=2, slices=True, recompute=True,
+                   masked_labels=True, weighted=True, quick=True)  # fmt: skip
+    yield base.row("balanced, all tokens", "tp2sp2", "tp4", token_sharding=False)
+    yield base.row("balanced, more slices", "tp2sp2/list", "pp2/v + 2*tp1/v", "sp2 + pp2/list", slices=True)
+    yield base.row("balanced, mean of sequences", loss_norm="sequence", masked_labels=True)
+    yield base.row("balanced, checkpointed", activation_checkpointing=True)
+    yield base.row("balanced, split", "tp2pp2/zb-h1", "sp2 + pp2/zb-h1", "pp4/zb-h1")
+    yield base.row("balanced, phases", "4*tp1 then 2*tp2 then tp4")
+    yield base.row("balanced, own loss", own_loss="focal")
+    yield base.row("balanced, frozen lower layers", frozen=("embed_tokens", "layers.0.", "layers.1.", "gate"))
+    yield base.row("balanced on 8 ranks", *CHANGING_8)
+    yield base.row("balanced fp32", dtype=FLOAT32)
 
 
 _WITH_FUNCTIONS = ("llama", "llama_tied", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "olmo2", "mixtral",
@@ -530,17 +485,17 @@ def _functions() -> Iterator[Case]:
     for family in _WITH_FUNCTIONS:
         yield Case(f"functions, {family}", family, CHANGING, functions="recompute", quick=family == "llama_tied")
     base = Case("", "llama", CHANGING, functions="recompute")
-    yield replace(base, name="functions on 8 ranks", strategies=CHANGING_8)
-    yield replace(base, name="functions, checkpointed", activation_checkpointing=True)
-    yield replace(base, name="functions, masked labels", masked_labels=True)
-    yield replace(base, name="functions, sgd fp32", dtype=FLOAT32, optimizer="SGD", quick=True)
-    yield replace(base, name="functions, frozen queries", frozen=("embed_tokens", "layers.0.", "q_proj"))
-    yield replace(base, name="functions, bf16", dtype=BFLOAT16)
-    yield replace(base, name="functions, bf16, 50 steps", dtype=BFLOAT16, steps=50, tokens_per_step=450)
-    yield replace(base, name="functions, bf16, gradients too", dtype=BFLOAT16, grad_accum="bf16")
-    yield replace(base, name="functions, split", strategies=("tp2pp2/zb-h1", "sp2 + pp2/zb-h1", "pp4/zb-h1", "2*pp2"))
-    yield replace(base, name="functions, slices", strategies=("tp2pp2", "sp2 + 2*tp1"), steps=3, slices=True)
-    yield replace(base, name="functions, phases", strategies=("4*tp1 then 2*tp2 then tp4",))
+    yield base.row("functions on 8 ranks", *CHANGING_8)
+    yield base.row("functions, checkpointed", activation_checkpointing=True)
+    yield base.row("functions, masked labels", masked_labels=True)
+    yield base.row("functions, sgd fp32", dtype=FLOAT32, optimizer="SGD", quick=True)
+    yield base.row("functions, frozen queries", frozen=("embed_tokens", "layers.0.", "q_proj"))
+    yield base.row("functions, bf16", dtype=BFLOAT16)
+    yield base.row("functions, bf16, 50 steps", dtype=BFLOAT16, steps=50, tokens_per_step=450)
+    yield base.row("functions, bf16, gradients too", dtype=BFLOAT16, grad_accum="bf16")
+    yield base.row("functions, split", "tp2pp2/zb-h1", "sp2 + pp2/zb-h1", "pp4/zb-h1", "2*pp2")
+    yield base.row("functions, slices", "tp2pp2", "sp2 + 2*tp1", steps=3, slices=True)
+    yield base.row("functions, phases", "4*tp1 then 2*tp2 then tp4")
 
 
 HOT_SWITCHING = "4*tp1 then 2*tp2 then tp4"
@@ -549,37 +504,30 @@ HOT_SWITCHING = "4*tp1 then 2*tp2 then tp4"
 def _phased() -> Iterator[Case]:
     """Steps of several phases: of homogeneous strategies one after the other, and of mixed ones."""
     base = Case("", "llama", (HOT_SWITCHING,))
-    yield replace(base, name="phases 4*tp1, 2*tp2, tp4", family="llama_tied")
-    yield replace(base, name="phases of mixed strategies", strategies=("tp2 + 2*tp1 then pp2 + sp2",))
-    yield replace(
-        base, name="phases that change", family="qwen3", quick=True,
-        strategies=("2*tp2 then tp4", "tp2pp2", "sp2 + 2*tp1 then pp3 + tp1 then sp4", "4*tp1 then tp4"),
-    )  # fmt: skip
-    yield replace(base, name="phases of pipelines", strategies=("2*pp2 then pp4 then tp2pp2",))
-    yield replace(base, name="phases with sp", strategies=("2*sp2 then sp4", "4*tp1 then 2*sp2 then tp2sp2"))
-    yield replace(
-        base, name="phases of uneven stages", family="gemma2",
-        strategies=("4*tp1 then (sp2[0:1] > tp2[1:4])", "(tp1[0:1] > tp2[1:3] > tp1[3:4]) then 2*tp2"),
-    )  # fmt: skip
-    yield replace(base, name="phases of one strategy", strategies=("2*pp2 then 2*pp2",))
-    yield replace(base, name="phases, no clipping", clip=0.0)
-    yield replace(base, name="phases fp32", family="llama_tied", dtype=FLOAT32, optimizer="SGD")
-    yield replace(base, name="phases with idle pipelines", lengths=(30, 70) * 10, tokens_per_step=90)
-    yield replace(base, name="phases, mixtral", family="mixtral")
-    yield replace(base, name="phases, layer list", family=LAYER_LIST, strategies=(HOT_SWITCHING, "pp2 + sp2 then pp4"))
-    yield replace(
-        base, name="phases, dropout", family="dropout (Phi)", strategies=(HOT_SWITCHING, "pp2 + sp2 then pp4"),
-        draws=True, frozen=NO_GRADIENT,
-    )  # fmt: skip
-    yield replace(base, name="phases, checkpointed", activation_checkpointing=True)
-    yield replace(base, name="phases, masked labels", masked_labels=True)
-    yield replace(base, name="phases, mean of sequences", loss_norm="sequence", masked_labels=True)
-    yield replace(base, name="phases, mean of micro-batches", loss_norm="micro_batch", masked_labels=True)
-    yield replace(base, name="phases, frozen lower layers", frozen=("embed_tokens", "layers.0.", "layers.1."))
-    yield replace(base, name="phases, nodes of 2 ranks", node_size=2, family="llama_tied")
-    yield replace(
-        base, name="phases on 8 ranks", strategies=("8*tp1 then 2*tp2pp2 then tp4sp2", "tp4 + 2*pp2 then pp4 + sp4")
+    yield base.row("phases 4*tp1, 2*tp2, tp4", family="llama_tied")
+    yield base.row("phases of mixed strategies", "tp2 + 2*tp1 then pp2 + sp2")
+    yield base.row("phases that change", "2*tp2 then tp4", "tp2pp2", "sp2 + 2*tp1 then pp3 + tp1 then sp4",
+                   "4*tp1 then tp4", family="qwen3", quick=True)  # fmt: skip
+    yield base.row("phases of pipelines", "2*pp2 then pp4 then tp2pp2")
+    yield base.row("phases with sp", "2*sp2 then sp4", "4*tp1 then 2*sp2 then tp2sp2")
+    yield base.row("phases of uneven stages", "4*tp1 then (sp2[0:1] > tp2[1:4])",
+                   "(tp1[0:1] > tp2[1:3] > tp1[3:4]) then 2*tp2", family="gemma2")  # fmt: skip
+    yield base.row("phases of one strategy", "2*pp2 then 2*pp2")
+    yield base.row("phases, no clipping", clip=0.0)
+    yield base.row("phases fp32", family="llama_tied", dtype=FLOAT32, optimizer="SGD")
+    yield base.row("phases with idle pipelines", lengths=(30, 70) * 10, tokens_per_step=90)
+    yield base.row("phases, mixtral", family="mixtral")
+    yield base.row("phases, layer list", HOT_SWITCHING, "pp2 + sp2 then pp4", family=LAYER_LIST)
+    yield base.row(
+        "phases, dropout", HOT_SWITCHING, "pp2 + sp2 then pp4", family="dropout (Phi)", draws=True, frozen=NO_GRADIENT
     )
+    yield base.row("phases, checkpointed", activation_checkpointing=True)
+    yield base.row("phases, masked labels", masked_labels=True)
+    yield base.row("phases, mean of sequences", loss_norm="sequence", masked_labels=True)
+    yield base.row("phases, mean of micro-batches", loss_norm="micro_batch", masked_labels=True)
+    yield base.row("phases, frozen lower layers", frozen=("embed_tokens", "layers.0.", "layers.1."))
+    yield base.row("phases, nodes of 2 ranks", node_size=2, family="llama_tied")
+    yield base.row("phases on 8 ranks", "8*tp1 then 2*tp2pp2 then tp4sp2", "tp4 + 2*pp2 then pp4 + sp4")
 
 
 def _some_otherwise(cases: Iterable[Case]) -> Iterator[Case]:

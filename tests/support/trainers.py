@@ -25,11 +25,7 @@ def collate(items: list[Tensor]) -> dict[str, Tensor]:
 def config(**hydra: Any) -> dict[str, Any]:
     block = {"tokens_per_step": 250, "strategies": ["tp2", "pp2"], "choose": "cycle", "self_check": "off"}
     quiet = {"steps_file": None, "planner": {"ahead": 0}, "faults": {"frozen_seconds": 0}}
-    return {
-        "train_micro_batch_size_per_gpu": "auto",
-        "zero_optimization": {"stage": 1},
-        "hydra": block | quiet | hydra,
-    }
+    return {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 1}, "hydra": block | quiet | hydra}
 
 
 def settings(folder: Path, num_ranks: int, engine: Any, **more: Any) -> TrainingArguments:
