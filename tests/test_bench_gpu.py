@@ -28,11 +28,9 @@ from ds_hydra.profiling.stage_memory import Allocations
 from ds_hydra.testing import run_ranks
 from tools import bench_gpu, first_hour
 from tools.first_hour import ROWS, Row
-from tools.gpu import launches, parts, syncs
-from tools.gpu.bench import Bench, Findings, Table
-from tools.gpu.job import llama, new_model, num_matmul_parameters, training_flops
-from tools.gpu.page import page
-from tools.gpu.plain_loop import PlainLoop, PlainPack
+from tools.gpu import kernels, parts
+from tools.gpu.bench import Bench, Findings, Table, llama, new_model, num_matmul_parameters, page, training_flops
+from tools.gpu.training import PlainLoop, PlainPack
 
 # --- The GPU benchmark without a GPU: parts run in tiny shapes, what only a device does stands on fakes.
 CPU = torch.device("cpu")
@@ -59,7 +57,7 @@ def test_parts_run_on_a_cpu_and_say_that_no_gpu_was_measured(
     assert ours["losses"] == pytest.approx(plain["losses"], rel=5e-3)  # of all steps, updates between them
     counts = record["parts"]["launches"]["figures"]["counts"]
     assert all(row["per_layer"] > 20 for row in counts.values())
-    assert counts[launches.OURS]["per_layer"] < counts[launches.OFF]["per_layer"], "as training computes it"
+    assert counts[kernels.OURS]["per_layer"] < counts[kernels.OFF]["per_layer"], "as training computes it"
     assert (tmp_path / "figures.md").read_text().startswith("# No GPU was measured")
     assert (bench_gpu.DEFAULT.exists() and bench_gpu.DEFAULT.read_text()) == before, "written by --json alone"
 
@@ -139,7 +137,7 @@ def test_flops_are_those_that_torch_counts(small: Bench) -> None:
 
 
 def test_waits_are_counted_by_the_line_that_asks_for_them() -> None:
-    with syncs.caught(CPU) as found:
+    with kernels.caught(CPU) as found:
         for _ in range(3):
             float(torch.ones(1).sum())
         torch.ones(2) * 2
@@ -150,7 +148,7 @@ def test_waits_on_a_gpu_are_torchs_own_warnings(monkeypatch: pytest.MonkeyPatch)
     modes: list[Any] = []
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    with syncs.caught(torch.device("cuda")) as found:
+    with kernels.caught(torch.device("cuda")) as found:
         assert modes == ["warn"]
         warnings.warn("called a synchronizing CUDA operation (function warn_or_error_on_sync)", stacklevel=1)
     assert modes == ["warn", 0]
@@ -189,8 +187,8 @@ def test_on_a_gpu_kernels_are_what_ran_there() -> None:
     kernel, copy = event("gemm", DeviceType.CUDA), event("Memcpy HtoD", DeviceType.CUDA)
     range_of_user, operator = event("step", DeviceType.CUDA, True), event("aten::mm", DeviceType.CPU)
     everything = (kernel, copy, range_of_user, operator)
-    assert [launches._counts(one, True) for one in everything] == [True, True, False, False]
-    assert [launches._counts(one, False) for one in everything] == [False, False, False, True]
+    assert [kernels._counts(one, True) for one in everything] == [True, True, False, False]
+    assert [kernels._counts(one, False) for one in everything] == [False, False, False, True]
 
 
 def test_the_page_says_what_was_not_measured() -> None:

@@ -45,6 +45,7 @@ from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tests.support.families import BOXED, build_model, hf_config
 from tests.support.mutants import gradients_of_other_ranks_are_dropped
 from tests.support.tiny_families import class_names, tiny_model
+from tools import aims
 
 # --- Recurrent layers in slices of sequences: what they carry from one to the next, what runs whole, what is
 # refused.
@@ -90,7 +91,7 @@ MIXED, SHAPES = "(sp2[0:1] > tp2[1:3] > tp1[3:4])/zb-h1", ("tp2", "sp4", "pp2/v"
 @pytest.mark.parametrize(("family", "shape"), zip(FOUND, SHAPES, strict=True))
 def test_four_slices_of_200_tokens_equal_the_whole(family: str, shape: str) -> None:
     """In FP64, to 1e-9; another sequence runs in turns with it, and short ones beside. Each family has one of the
-    shapes; `tools.check_hybrids` has more of both."""
+    shapes."""
     model = build_model(family, torch.float64)
     with doubled():
         source = CausalLM(model)
@@ -100,6 +101,26 @@ def test_four_slices_of_200_tokens_equal_the_whole(family: str, shape: str) -> N
         pipeline = place_pipeline(PipelineShape.parse(each), 0, source.plan.num_layers)
         source.plan.check(Strategy((pipeline,)))
         assert compare(right, run_pipeline(source, pipeline, data.in_slices())).what is None, each
+
+
+IN_SLICES = """Lfm2 Bamba Qwen3Next Lfm2Moe Lfm3 GraniteMoeHybrid NemotronH Mamba2 Qwen3_5 Qwen3_5Moe OlmoHybrid
+KimiLinear"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [f"{name}ForCausalLM" for name in re.findall(r"\w+", IN_SLICES)])
+def test_sequences_of_these_classes_run_in_slices(name: str) -> None:
+    """Short convolutions, Mamba-2, gated delta rules, and delta rules by channel."""
+    model = tiny_model(name, class_names()[name])
+    with doubled():
+        source = CausalLM(model)
+    assert not source.plan.no_slices
+    data = uneven_data(source.vocab_size or 0, [(6, 130, 9), (30,)])
+    right = Plain(model, source.flow.draws, source.layers_path).outcome(data)
+    for shape in ("tp1", "pp2/v", "(tp3[0:2] > sp3[2:4])"):
+        pipeline = place_pipeline(PipelineShape.parse(shape), 0, source.plan.num_layers)
+        found = compare(right, run_pipeline(source, pipeline, data.in_slices()))
+        assert found.worst <= aims.SLICES_OF_STATES, shape
 
 
 def state_is_not_passed() -> Any:
@@ -594,7 +615,7 @@ MIXED_TOKENS, BOX_SHAPES = "(sp2[0:1] > tp2[1:3] > tp1[3:4])", ("tp2", "pp2/v", 
 @pytest.mark.parametrize(("number", "family"), enumerate(BOXED))
 def test_equal_to_one_process(number: int, family: str) -> None:
     """In FP64; layers that are computed again, split backwards, V shapes and dropout by place among it. Each family has
-    one of the shapes; rows of `tools.check_equivalence` have the others."""
+    one of the shapes; rows of the training table have the others."""
     model = build_model(family, torch.float64)
     with doubled():
         source = CausalLM(model)

@@ -468,8 +468,7 @@ def test_entries_of_a_layer_list_draw_alike_in_every_shape() -> None:
 
 # --- Models that are not plain decoders, and changed ones: all ranks of a pipeline in one process against the
 # plain model. The pipeline has stages of unequal depth, tensor and sequence parallel degree. Every third of
-# them is tried here; `tools.check_families` tries all, and all are trained by ranks of their own in the table
-# of cases.
+# them is tried here; `tests/test_adapters.py` has a long row for each, and all are trained by ranks of their own.
 # Beyond and below the limits of the models with windows and two sets of rotary frequencies.
 ODD_DATA = uneven_data(VOCAB, [(7, 300, 3), (23, 5)])
 MIXED = "(sp2[0:1] > tp2[1:3] > tp1[3:4])"

@@ -129,7 +129,7 @@ def _missed(found: dict[str, dict[str, Any]]) -> list[str]:
 
 def _finish(record: dict[str, Any], json_file: Path | None) -> int:
     """Print the missed aims and the summary, write record and page; the exit code."""
-    from tools.gpu.page import page
+    from tools.gpu.bench import page
 
     missed = record["missed"]
     for aim in missed:

@@ -37,9 +37,19 @@ from ds_hydra.planner.kernels.problem import Batch, scheme_arrays, scheme_row
 from ds_hydra.planner.proposal.propose import QUICK, Wider, propose_strategies, usable_schemes, wider_shapes
 from ds_hydra.planner.selection import warm_up
 from tools import aims
-from tools.planner_highs import bench_highs
-from tools.planner_start import bench_start
-from tools.planner_workloads import CONTEXT, DATA, Figures, Strategies, Workload
+from tools.planner_parts import (
+    CONTEXT,
+    DATA,
+    Figures,
+    Strategies,
+    Workload,
+    bench_contexts,
+    bench_highs,
+    bench_overheads,
+    bench_simulator,
+    bench_start,
+    bench_waits,
+)  # fmt: skip
 
 # Strategies with pipelines, where packing and prediction are hard; and pools for dispatch against HiGHS.
 PIPELINED = ("8*tp4pp2", "tp16 + 2*tp8pp3", "tp8pp3 + 10*tp4", "2*tp8pp2 + 8*tp4", "tp16 + tp8 + 8*tp4 + tp2pp4")
@@ -306,6 +316,8 @@ def main() -> int:
     parts: dict[str, Callable[[Figures, bool], None]] = {
         "plans": bench_plans,
         "chunked": bench_chunked,
+        "overheads": bench_overheads,
+        "contexts": bench_contexts,
         "growth": bench_growth,
         "reorder": bench_reordered,
         "program": bench_against_program,
@@ -313,6 +325,8 @@ def main() -> int:
         "prediction": bench_prediction,
         "start": bench_start,
         "highs": bench_highs,
+        "waits": bench_waits,
+        "simulator": bench_simulator,
         "dispatch": lambda f, q: bench_dispatch(f, q, args.highs_seconds or (1.0 if q else 60.0)),
     }
     parser.add_argument("--only", nargs="+", choices=parts, default=list(parts), help="run these parts only")

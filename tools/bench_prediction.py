@@ -6,7 +6,8 @@ First a cost table of tp1, tp2, pp2 and sp2 is measured (or --table is read). Th
 sequences of web-like lengths under 2*tp1, tp2, pp2 and sp2: once with the planner's choice of the strategy, once with
 all four in turn. The prediction is the one made before the step, from the table alone. Then pipelines under the list
 order and V's train, which cut sequences and split backwards. Last, not in the quick form, identical steps are repeated:
-what they differ by is the machine's noise, which no prediction can be better than. The CPU time of the stages, which
+what they differ by is the machine's noise, which no prediction can be better than; and the steps of all four
+strategies are run again on an emulated cluster, by the same table. The CPU time of the stages, which
 does not see other processes, is compared with its prediction as well. The quick form trains on shorter sequences, under
 all six strategies in turn: of its steps of 300 ms messages and update are a tenth, and what else runs on the machine
 changes them more than that, so only its stages are judged, by a table of CPU time: of the thread that computes, in
@@ -39,7 +40,12 @@ import ds_hydra
 import ds_hydra.engine.engine  # with what it needs of DeepSpeed, else each rank of each run imports it
 from ds_hydra.commands import profile
 from ds_hydra.commands.figures import figures_parser, finish, print_table
+from ds_hydra.costs.cost_table import read_table_file
+from ds_hydra.emulate.cluster import EmulatedJob, emulate
+from ds_hydra.profiling.stage_timer import hollow_source
 from ds_hydra.report.plots import draw_report, read_steps, relative_errors, summarise
+from ds_hydra.simulate.job import SimulatedJob
+from ds_hydra.simulate.links import LinkModel
 from ds_hydra.testing import rank_environment, run_ranks
 from ds_hydra.zero_hetero.clock import HostClock
 from tools import aims
@@ -148,6 +154,18 @@ def run(
     return read_steps(steps_file)[0][WARM_UP:]
 
 
+def emulated_errors(table: Path, records: Sequence[dict[str, Any]], folder: Path, lengths: list[int]) -> list[float]:
+    """How far an emulated cluster's steps by the same plans are from those of the run "cycle": over these, less 1."""
+    found = read_table_file(table)
+    assert found.job is not None, "it is a measured one"
+    source = hollow_source(MODEL, found.job.stages)
+    cluster = SimulatedJob(source.plan, source.width(1), found, LinkModel.of_table(found.links, 2), 2, 4)
+    plans = str(plans_of(folder / "cycle.jsonl"))
+    job = EmulatedJob(cluster, tuple(STRATEGIES), tuple(lengths), TOKENS, replay=plans)
+    steps = emulate(job, len(records) + WARM_UP)[0][WARM_UP:]
+    return [1e3 * step.step_s / record["step_ms"] - 1.0 for record, step in zip(records, steps, strict=True)]
+
+
 def noise_of(records: Sequence[dict[str, Any]]) -> tuple[float, float]:
     """Median and p90 of how far identical steps are from their strategy's median."""
     deviations: list[float] = []
@@ -227,6 +245,14 @@ def judge(stages: Errors, steps: Mapping[str, Errors], noise: Errors, *, quick: 
     return missed
 
 
+def judge_emulated(errors: Sequence[float], missed: list[str]) -> float:
+    """The median of these errors, which is missed where it is too large; 0 where there are none."""
+    off = median(map(abs, errors)) if errors else 0.0
+    if off > aims.EMULATED_TO_REAL:
+        missed.append(f"emulated steps are {off:.1%} from real ones in the median, above {aims.EMULATED_TO_REAL:.0%}")
+    return off
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, train, compare."""
     parser = figures_parser(__doc__)
@@ -255,6 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 2
         lengths, sizes = web_lengths(2000, context), sizes | {"cost_table": str(table)}
         chosen, cycled, chunked, same = runs_of(steps, lengths, folder, sizes, quick=args.quick)
+        emulated = [] if args.quick else emulated_errors(table, cycled, folder, lengths)
         if args.out:
             draw_report(cycled, folder / "report", lengths)
     show({"chosen": chosen, "in turn": cycled, "chunked": chunked, "identical": same})
@@ -268,22 +295,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     missed = judge(stages, {} if args.quick else results, noise, quick=args.quick)
     if ratio > aims.CHUNKED_ERROR and not args.quick:
         missed.append(f"with slices and split backwards the median error is {ratio:.2f} of that without, above 1.5")
+    off = judge_emulated(emulated, missed)
     of_choice = f"{results['chosen'][0]:.1%} / {results['chosen'][1]:.1%} (planner's choice), " if chosen else ""
     summary = (
         f"{steps} steps each; error {of_choice}"
         f"{results['in_turn'][0]:.1%} / {results['in_turn'][1]:.1%} (all four in turn), {ratio:.2f} times "
         f"that with slices and split backwards; "
         + (f"noise of identical steps {noise[0]:.1%} / {noise[1]:.1%}; " if same else "")
+        + (f"the same steps emulated {off:.1%} off in the median; " if emulated else "")
         + f"CPU time of stages {stages[0]:.1%} / {stages[1]:.1%}"
     )
-    figures = {
-        "errors": results,
-        "chunked_ratio": ratio,
-        "noise": noise if same else None,
-        "stages_cpu": stages,
-        "load": os.getloadavg(),
-        "steps": steps,
-    }
+    figures = {"errors": results, "chunked_ratio": ratio, "noise": noise if same else None, "stages_cpu": stages,
+               "emulated": emulated, "load": os.getloadavg(), "steps": steps}  # fmt: skip
     return finish("bench_prediction", summary, figures, missed, args.json)
 
 

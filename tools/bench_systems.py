@@ -4,7 +4,7 @@
                                 [--resume] [--again NAME ...] [--plots FOLDER] [--curves STEPS] [--emulate STEPS]
 
 Models of 7B to 70B, a mixture and a hybrid on A800s, H100s and H200s, contexts of 32K to 512K (`tools.systems.cells`),
-costs as published or derived (`tools.systems.devices`, printed beside public runs). Each rival's configuration is the
+costs as published or derived (`tools.systems.cells`, printed beside public runs). Each rival's configuration is the
 best for the very batches that are reported; ours is chosen on others. All steps are longer by what 3 % of noise of each
 pipeline makes the last one take. "ideal": what nobody ships; "balanced": the best fixed layout of any kind with
 sequences assigned by ours. "as jobs reach it": TFLOP/s by what public runs have of a table's speed. "gap": slowest less
@@ -32,18 +32,19 @@ from typing import Any
 from ds_hydra.commands.figures import figures_parser, finish, guarded, print_table
 from ds_hydra.zero_hetero.errors import ConfigError
 from tools import aims
-from tools.systems.cells import FLAGSHIP, Cell, chosen_cells
-from tools.systems.curves import curve_figures, curve_row, curves
+from tools.systems.cells import FLAGSHIP, NOT_COMPARABLE, Cell, chosen_cells, device_rows, median_off, rate_rows
 from tools.systems.measure import BY_THEMSELVES, NAMES, OURS, bound_ms, measure_cells
-from tools.systems.page import page
-from tools.systems.published_rates import NOT_COMPARABLE, device_rows, median_off, rate_rows
-from tools.systems.verdicts import (
+from tools.systems.page import (
     Result,
     cause_row,
     cell_row,
+    curve_figures,
+    curve_row,
+    curves,
     figures,
     missed_aims,
     notes,
+    page,
     pays_rows,
     published_rows,
     read_figures,
@@ -163,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         emulated = emulated_rows(args.emulate) if args.emulate else []
         found["emulated"] = show_more("On the emulated cluster", emulated)
         if args.plots:
-            from tools.systems.plots import draw_curves, draw_systems  # needs matplotlib
+            from tools.systems.page import draw_curves, draw_systems  # needs matplotlib
 
             (args.plots / "systems.md").write_text(page(results, steps), encoding="utf-8")
 

@@ -14,7 +14,6 @@ Exits non-zero if a row differs from the file, is missing on either side, or can
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import os
 import sys
@@ -29,23 +28,21 @@ import numpy as np
 import torch
 
 from ds_hydra.commands.figures import figures_parser, finish, print_table
+from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.data.lengths import read_lengths
+from ds_hydra.planner import Planner, PlannerOptions, StepPlan
+from ds_hydra.planner.proposal.propose import propose_strategies
+from ds_hydra.testing import float64_throughout, run_ranks
+from tests.support.case import Case
+from tests.support.cases import CASES
+from tests.support.equivalence import make_engine, num_ranks, samples_of
+from tests.support.families import reference_model
 
 TABLES = Path(__file__).resolve().parents[1] / "examples" / "cost_tables"
 CONTEXT = 32768
 NUM_PLANS = 200
 QUICK_PLANS = 40
 QUICK_CASES = ("fixed tp4 + pp2 + tp1", "qwen3", "stages of different tp and sp", "nodes of 2 ranks")
-
-
-def _first(*places: str) -> Any:
-    """The first of these "module:name" that exists: the tool runs on the layout before a change and after it."""
-    for place in places:
-        module, _, name = place.partition(":")
-        try:
-            return getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError):
-            continue
-    raise ImportError(f"none of {', '.join(places)} exists")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -87,8 +84,7 @@ def _state(name: str, digest: str, before: dict[str, str] | None) -> str:
 
 def case_digests(quick: bool) -> Iterator[tuple[str, str, float]]:
     """Name, digest of all parameters and seconds, for every FP64 case of the training table."""
-    cases = _first("tests.support.cases:CASES", "tests.cases:CASES")
-    for case in cases:
+    for case in CASES:
         if case.dtype == "float64" and (not quick or case.name in QUICK_CASES):
             began = time.perf_counter()
             try:
@@ -99,25 +95,15 @@ def case_digests(quick: bool) -> Iterator[tuple[str, str, float]]:
             yield case.name, digest, time.perf_counter() - began
 
 
-def _trained(case: Any) -> str:
-    equivalence = "tests.support.equivalence", "tests.equivalence"
-    samples_of, num_ranks = (_first(*(f"{e}:{name}" for e in equivalence)) for name in ("samples_of", "num_ranks"))
-    run_ranks = _first("ds_hydra.testing:run_ranks", "tests.support.ranks:run_ranks", "tests.ranks:run_ranks")
-    exactly = _first(
-        "ds_hydra.testing:float64_throughout",
-        "tests.support.reference:float64_throughout",
-        "tests.reference:float64_throughout",
-    )
-    reference_model = _first("tests.support.families:reference_model", "tests.families:reference_model")
+def _trained(case: Case) -> str:
     data = samples_of(case)
-    with exactly(reference_model(case.family, torch.float64)):
+    with float64_throughout(reference_model(case.family, torch.float64)):
         return str(run_ranks(_train, num_ranks(case), case, data, timeout=300)[0])
 
 
-def _train(rank: int, case: Any, data: Any) -> str:
+def _train(rank: int, case: Case, data: Any) -> str:
     # With warm kernels the planner searches longer than with plain Python, so plans would depend on the cache.
     os.environ["NUMBA_CACHE_DIR"] = tempfile.mkdtemp(prefix="cold-")
-    make_engine = _first("tests.support.equivalence:make_engine", "tests.equivalence:make_engine")
     engine = make_engine(case, data)
     for _ in range(case.steps):
         engine.train_batch()
@@ -129,11 +115,6 @@ def _train(rank: int, case: Any, data: Any) -> str:
 
 def plan_digests(quick: bool) -> Iterator[tuple[str, str, float]]:
     """Name, digest of a plan and seconds, over batches of three kinds of lengths and two models."""
-    CostTable = _first("ds_hydra.costs.cost_table:CostTable", "ds_hydra.cost_model:CostTable")
-    Planner = _first("ds_hydra.planner:Planner")
-    Options = _first("ds_hydra.planner:PlannerOptions")
-    propose = _first("ds_hydra.planner.proposal.propose:propose_strategies", "ds_hydra.planner:propose_strategies")
-    read_lengths = _first("ds_hydra.data.lengths:read_lengths", "ds_hydra.planner.lengths:read_lengths")
     count = (QUICK_PLANS if quick else NUM_PLANS) // 4
     wikipedia, histogram = str(TABLES / "wikipedia_lengths.txt"), str(TABLES / "pretraining_length_histogram.csv")
     for model, num_gpus, data, choose in (
@@ -145,8 +126,8 @@ def plan_digests(quick: bool) -> Iterator[tuple[str, str, float]]:
         table = CostTable.load(TABLES / f"llama_{model}_a800.json")
         sample = [int(length) for length in read_lengths(data, CONTEXT, 20_000, 5).lengths]
         tokens = 3125 * num_gpus
-        strategies = propose(table, num_gpus, sample, tokens, CONTEXT, tp_across_nodes=True)
-        planner = Planner(table, strategies, Options(choose=choose, kernels="compiled"))
+        strategies = propose_strategies(table, num_gpus, sample, tokens, CONTEXT, tp_across_nodes=True)
+        planner = Planner(table, strategies, PlannerOptions(choose=choose, kernels="compiled"))
         random = np.random.default_rng(11)
         for step in range(count):
             began = time.perf_counter()
@@ -158,22 +139,17 @@ def plan_digests(quick: bool) -> Iterator[tuple[str, str, float]]:
             yield name, digest, time.perf_counter() - began
 
 
-def projection(plan: Any) -> object:
+def projection(plan: StepPlan) -> object:
     """What a plan says, however it is laid out: strategy, sequences of each micro-batch, times."""
-    (phase,) = getattr(plan, "phases", (plan,))
+    (phase,) = plan.phases
     pipelines = [
         {
-            "microbatches": [
-                [getattr(item, "sequence", item) for item in getattr(batch, "spans", batch)]
-                for batch in pipeline.microbatches
-            ],
+            "microbatches": [[span.sequence for span in batch.spans] for batch in pipeline.microbatches],
             "predicted_ms": float(pipeline.predicted_ms).hex(),
         }
         for pipeline in phase.pipelines
     ]
-    # By the formula that plans are searched with; earlier releases called it the prediction.
-    searched = getattr(plan, "searched_ms", plan.predicted_ms)
-    times = [float(searched).hex(), float(plan.lower_bound_ms).hex()]
+    times = [float(plan.searched_ms).hex(), float(plan.lower_bound_ms).hex()]  # by the formula of the search
     return [str(plan.strategy), list(plan.lengths), pipelines, times]
 
 

@@ -26,9 +26,7 @@ from ds_hydra.zero_hetero.errors import PlanError
 from tools import aims
 from tools.systems.cells import MIXES as CELLS
 from tools.systems.cells import Cell
-from tools.systems.groups import flexsp
-from tools.systems.published import hydraulis
-from tools.systems.switching import hetu_b, hotspa
+from tools.systems.rivals import flexsp, hetu_b, hotspa, hydraulis
 
 System = Callable[[Cell, Sequence[Lengths]], Iterator[Configuration]]
 KINDS: dict[str, Callable[[Setting], Iterator[Configuration]]] = {FIXED: megatron, BALANCED: balanced}

@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(rows: Sequence[Row], first: str, quick: bool, json_file: Path | None) -> int:
     """The rows from `first` on, until one fails."""
-    from tools.gpu.job import ranks_a_device
+    from tools.gpu.bench import ranks_a_device
 
     gpus = num_gpus()
     if gpus == 0:

@@ -23,8 +23,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from ds_hydra.commands.figures import CommandParser, guarded, new_file, shipped
-from ds_hydra.commands.init import RECOMPUTED, Asked, Setting, planned, written
 from ds_hydra.commands.moving import moving
+from ds_hydra.commands.planned_block import RECOMPUTED, Asked, Setting, planned, written
 from ds_hydra.commands.scripts import Span, Swap, TrainingArgs, diff_of, renamed, swap_of, training_args
 from ds_hydra.commands.translated import Translated, config_of, translated
 from ds_hydra.config.hosts import HOSTS, TRAINER

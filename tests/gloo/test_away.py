@@ -23,9 +23,9 @@ from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
 from ds_hydra.zero_hetero.masters import as_tensors
 from tests.support.families import build_model
+from tests.support.post_training import rollouts, share
 from tests.support.small_job import same, shared_source, small_engine, small_model, whole_state
 from tools import aims
-from tools.post_training.rollouts import rollouts, share
 
 KINDS = ("model", "optimizer", "grad")
 

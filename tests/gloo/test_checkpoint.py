@@ -279,11 +279,12 @@ def test_a_failed_save_in_the_background_is_raised_by_the_next(tmp_path: Path) -
     assert [tag for _, tag in complete_tags(tmp_path)] == ["global_step0"]
 
 
-def test_killed_while_saving_one_tag_always_loads(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [15, pytest.param(100, marks=pytest.mark.long)])
+def test_killed_while_saving_one_tag_always_loads(kills: int, tmp_path: Path) -> None:
     """Saves over the same tags again and again, killed at random instants: no tag is ever half there."""
     pause = random.Random(0)
     last = 0
-    for _ in range(15):
+    for _ in range(kills):
         Saver.killed(tmp_path, first=last + 1, seconds=pause.uniform(0.0, 0.2))
         step = Saver.verify(tmp_path)
         assert step >= last
@@ -291,24 +292,32 @@ def test_killed_while_saving_one_tag_always_loads(tmp_path: Path) -> None:
     assert last > 1
 
 
-@pytest.mark.drawn
-@pytest.mark.parametrize("which", SAVES)
-def test_a_save_that_is_interrupted_at_any_call_leaves_the_old_or_the_new(which: str, tmp_path: Path) -> None:
-    """Each fourth call of some seventy, in four ways; `tools.check_faults` tries all."""
+@pytest.mark.parametrize(
+    ("which", "each"),
+    [pytest.param(which, 4, marks=pytest.mark.drawn) for which in SAVES]
+    + [pytest.param(which, 1, marks=pytest.mark.long) for which in SAVES],
+)
+def test_a_save_that_is_interrupted_at_any_call_leaves_the_old_or_the_new(
+    which: str, each: int, tmp_path: Path
+) -> None:
+    """Each fourth call of some seventy, or every one, in four ways."""
     tried = 0
     for at, how in enumerate(HOW):
-        nth = 1 + at
+        nth = 1 + at % each
         while (wrong := interrupted(tmp_path / "run", which, nth, how)) is not None:
             assert not wrong, f"{how} call {nth}: {wrong}"
-            nth, tried = nth + 4, tried + 1
-    assert tried > 50
+            nth, tried = nth + each, tried + 1
+    assert tried > 200 // each
 
 
-@pytest.mark.drawn
-@pytest.mark.parametrize("frozen", [MOVES + 1, 2, 4, 6])
-def test_two_jobs_in_one_folder_in_any_order(frozen: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("frozen", "each"),
+    [pytest.param(frozen, len(ORDERS) // 20, marks=pytest.mark.drawn) for frozen in (MOVES + 1, 2, 4, 6)]
+    + [pytest.param(frozen, 1, marks=pytest.mark.long) for frozen in range(1, MOVES + 2)],
+)
+def test_two_jobs_in_one_folder_in_any_order(frozen: int, each: int, tmp_path: Path) -> None:
     """One of two that are alive saves, the other is told; who was frozen and comes back saves no more."""
-    for order in ORDERS[:: len(ORDERS) // 20]:
+    for order in ORDERS[::each]:
         assert not in_order(tmp_path / "run", order, frozen), order
 
 

@@ -1,11 +1,15 @@
-"""Faults end a job on all ranks within seconds, and a restart loses nothing. `tools.check_faults` tries them all."""
+"""Faults end a job on all ranks within seconds, and a restart loses nothing."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import signal
 import socket
+import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +22,9 @@ from ds_hydra.step.strategy_runtime import StrategyRuntime
 from ds_hydra.testing import run_ranks
 from ds_hydra.watchdog import IDLE, Watchdog
 from ds_hydra.zero_hetero.errors import NumericsError
-from tests.support.fault_job import Fault, run_job
+from tests.support.fault_job import FAULTS, PHASES, Fault, run_job
 from tests.support.small_job import same, small_config, small_engine, whole_state
+from tools import aims, machine
 
 
 @pytest.fixture(scope="module")
@@ -28,23 +33,76 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return run_job(tmp_path_factory.mktemp("straight"), 4, 3).digests
 
 
-@pytest.mark.drawn
+DRAWN = [("SIGKILL", "forward", 1), ("SIGSTOP", "push", 0), ("exception", "saving", 3)]
+ALL = itertools.product(FAULTS, PHASES, (0, 1, 3))
+
+
 @pytest.mark.parametrize(
-    ("kind", "phase", "rank", "limit_s"),
-    [("SIGKILL", "forward", 1, 3.0), ("SIGSTOP", "push", 0, 12.0), ("exception", "saving", 2, 3.0)],
+    ("kind", "phase", "rank"),
+    [pytest.param(*one, marks=pytest.mark.drawn if one in DRAWN else pytest.mark.long) for one in ALL],
 )
 def test_a_fault_ends_all_ranks_and_a_restart_goes_on(
-    kind: str, phase: str, rank: int, limit_s: float, undisturbed: list[str], tmp_path: Path
+    kind: str, phase: str, rank: int, undisturbed: list[str], tmp_path: Path
 ) -> None:
     outcome = run_job(tmp_path / "faulty", 4, 3, fault=Fault(kind, phase, rank, 1))
     assert outcome.fired
-    assert outcome.end_s < limit_s
     assert not outcome.orphans
-    assert all(outcome.codes)
-    assert f"rank {rank}" in outcome.errors
+    if kind == "SIGTERM":
+        assert outcome.codes == [0] * 4
+    else:
+        most = machine.limit(aims.FROZEN_S if kind == "SIGSTOP" else aims.DEAD_S, waits=True)
+        assert outcome.end_s < most.here, most
+        assert all(outcome.codes)
+        assert f"rank {rank}" in outcome.errors
     again = run_job(tmp_path / "faulty", 4, 3)
     assert again.codes == [0] * 4
     assert again.digests == undisturbed
+
+
+@pytest.mark.long
+def test_ranks_that_are_slow_are_neither_dead_nor_frozen(tmp_path: Path) -> None:
+    """Slowed five times, by pulses of SIGSTOP on all of them: training ends."""
+
+    def slow(pids: Sequence[int]) -> None:
+        def pulse() -> None:
+            deadline = time.monotonic() + 60.0
+            with contextlib.suppress(ProcessLookupError):
+                while time.monotonic() < deadline:
+                    for on, pause in ((signal.SIGSTOP, 0.8), (signal.SIGCONT, 0.2)):
+                        for pid in pids:
+                            os.kill(pid, on)
+                        time.sleep(pause)
+
+        threading.Thread(target=pulse, daemon=True).start()
+
+    outcome = run_job(tmp_path, 4, 200, every=50, during=slow, limit_s=400)
+    assert outcome.codes == [0] * 4, outcome.errors
+
+
+@pytest.mark.long
+def test_what_a_rank_holds_stays_over_many_steps(tmp_path: Path) -> None:
+    """Another strategy in each step, saved in the background: memory in MiB, descriptors and threads."""
+
+    def held() -> tuple[int, int, int]:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        counts = (len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task"))
+        return (pages * os.sysconf("SC_PAGE_SIZE") // 2**20, *counts)
+
+    def run(rank: int) -> list[tuple[int, int, int]]:
+        block = {"dir": str(tmp_path), "every": 10, "keep_last": 2, "asynchronous": True}
+        engine, found = small_engine(rank, checkpoint=block, faults={"frozen_seconds": 9.0}), []
+        for _ in range(2):
+            for _ in range(1000):
+                engine.train_batch()
+            engine.wait_for_checkpoint()
+            found.append(held())
+        engine.destroy()
+        return found
+
+    for before, after in run_ranks(run, 4, timeout=3600):
+        assert after[0] <= before[0] + max(10, before[0] // 20)
+        assert after[1] <= before[1]
+        assert after[2] <= before[2] + 1
 
 
 def test_signals_save_and_leave_or_go_on(tmp_path: Path) -> None:

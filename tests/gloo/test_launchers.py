@@ -23,7 +23,7 @@ from ds_hydra.testing import free_port, run_ranks
 from tests.support import launched_job, restarted_job, torchrun_job
 from tests.support.small_job import shared_source
 from tools import aims
-from tools.devices.two_hosts import measured
+from tools.bench_hosts import measured
 from tools.hosts.namespaces import why_not
 
 # --- Real launchers: two of them, as on two machines, and one that restarts what has died. torchrun's agents

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, product, repeat
 from pathlib import Path
@@ -31,16 +31,15 @@ from ds_hydra.pipe.models import causal_stage
 from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.testing import float64_throughout, rank_environment, run_ranks, token_losses
 from ds_hydra.zero_hetero.errors import ConfigError
+from tests.support import post_training
 from tests.support.case import OWN, by_word
 from tests.support.checks import check
 from tests.support.equivalence import ADAMW
 from tests.support.families import build_model, reference_model
+from tests.support.post_training import LAYOUTS, VALUE_LOSSES, rollouts, share
 from tests.support.small_job import rank_environment as rank_environment_sequence_loss
 from tests.support.small_job import refused_calls, shared_source, small_config, small_engine, small_model
 from tools import aims
-from tools.post_training import equality
-from tools.post_training.plain import VALUE_LOSSES
-from tools.post_training.rollouts import rollouts, share
 
 # --- Losses of the user's own are refused or right; an evaluation knows the loss of each sequence.
 LENGTHS = (9, 70, 5, 33, 1, 12, 40)
@@ -392,14 +391,17 @@ def test_errors_reach_all_ranks_and_training_goes_on() -> None:
 VALUES = "llama, values"
 
 
-@pytest.mark.drawn
-def test_losses_of_values_are_those_of_one_process() -> None:
-    layouts = [equality.LAYOUTS[at] for at in (5, 7)]
-    rows, slices = equality.compare(VALUES, list(product(layouts, VALUE_LOSSES))[::2])
+@pytest.mark.parametrize(
+    ("family", "layouts", "each"),
+    [pytest.param(VALUES, (LAYOUTS[5], LAYOUTS[7]), 2, marks=pytest.mark.drawn)]
+    + [pytest.param(f"{name}, values", LAYOUTS, 1, marks=pytest.mark.long) for name in ("llama", "qwen3_moe", "gpt2")],
+)
+def test_losses_of_values_are_those_of_one_process(family: str, layouts: Sequence[Any], each: int) -> None:
+    rows, slices = post_training.compare(family, list(product(layouts, VALUE_LOSSES))[::each])
     assert {row.loss for row in rows} == VALUE_LOSSES.keys()
     assert slices > 0
     assert max(max(row.of_loss, row.of_gradients) for row in rows) <= aims.POST_TRAINING, rows
-    found = equality.scores(layouts, VALUES)
+    found = post_training.scores(layouts, family)
     assert max(apart for _, apart, _ in found) <= aims.POST_TRAINING, found
 
 

@@ -287,7 +287,7 @@ class Noted(torch.optim.lr_scheduler.LRScheduler):
 
 
 def scheduled(rank: int) -> list[float]:
-    from ds_hydra import initialize
+    from ds_hydra.entry import initialize
     from ds_hydra.testing import rank_environment
     from tests.support.small_job import small_config
 

@@ -37,8 +37,7 @@ from ds_hydra.pipe.stage import StageModule, StagePlace, to_flat
 from ds_hydra.testing import float64_throughout, rank_environment, run_ranks
 from tests.support.families import VOCAB, build_model, reference_model
 from tests.support.small_job import sequences, small_model
-from tests.support.trainers import config
-from tools.post_training.trl_trainers import word_tokenizer
+from tests.support.trainers import config, word_tokenizer
 
 # --- Packed equals separate: sequences in one row give what each gives alone, whoever holds which tokens.
 FLOAT64 = torch.float64

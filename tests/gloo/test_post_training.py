@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -30,9 +30,12 @@ from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.models.experts import find_routing
 from ds_hydra.testing import rank_environment, run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
+from tests.gloo.test_scores import Live
+from tests.support import post_training, routes
 from tests.support.case import Case
 from tests.support.equivalence import make_engine, samples_of, traced_once
 from tests.support.families import build_model, kept_in_fp32
+from tests.support.post_training import LAYOUTS, LOSSES, Layout, rollouts, share
 from tests.support.small_job import (
     refused_calls,
     same,
@@ -42,43 +45,56 @@ from tests.support.small_job import (
     small_model,
     whole_state,
 )
+from tests.support.strict import Rules
 from tools import aims
-from tools.post_training import equality, refusals, routes
-from tools.post_training.equality import LAYOUTS, Layout
-from tools.post_training.memory import Live
-from tools.post_training.rollouts import rollouts, share
 
 # --- Steps in parts, fields, and losses of log-probabilities on ranks: what a public loop of GRPO asks of an
 # engine.
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = 3
+STEPS, LONG = 3, pytest.mark.long
+
+
+SOME, FEW = ("GRPO", "GSPO", "DPO", "distillation", "own, mixing"), ("PPO", "GSPO", "distillation")
+
+
+def most_apart(rows: Sequence[post_training.Row]) -> float:
+    return max(max(row.of_loss, row.of_gradients) for row in rows)
 
 
 @pytest.mark.parametrize(
-    ("family", "layouts", "losses"),
+    ("family", "layouts", "losses", "each"),
     [
-        ("llama", [equality.LAYOUTS[5], equality.LAYOUTS[7]], ["GRPO", "GSPO", "DPO", "distillation", "own, mixing"]),
-        ("lora", [equality.LAYOUTS[4]], ["PPO", "DPO"]),
+        ("llama", (LAYOUTS[5], LAYOUTS[7]), SOME, 2),
+        ("lora", LAYOUTS[4:5], ("PPO", "DPO"), 1),
+        *(pytest.param(family, LAYOUTS, tuple(LOSSES), 1, marks=LONG) for family in ("llama", "lora")),
+        *(pytest.param(family, LAYOUTS, FEW, 1, marks=LONG) for family in ("llama_tied", "gemma2", "qwen3")),
     ],
 )
-def test_losses_are_those_of_one_process(family: str, layouts: list[Layout], losses: list[str]) -> None:
-    """Each under one of the layouts; those of TRL's trainers, and of a public loop of GRPO, are compared by the quick
-    forms of `tools.check_post_training` and `tools.check_swap`."""
-    cases = list(product(layouts, losses))[:: len(layouts)]
-    rows, slices = equality.compare(family, cases)
+def test_losses_are_those_of_one_process(
+    family: str, layouts: Sequence[Layout], losses: Sequence[str], each: int
+) -> None:
+    rows, slices = post_training.compare(family, list(product(layouts, losses))[::each])
     assert {row.loss for row in rows} == set(losses)
     assert slices > 0 or family == "lora"
-    assert max(max(row.of_loss, row.of_gradients) for row in rows) <= aims.POST_TRAINING, rows
+    assert most_apart(rows) <= aims.POST_TRAINING, rows
 
 
-def test_a_step_may_be_split_into_any_calls_with_evaluations_between_them() -> None:
-    rows = equality.splits([equality.LAYOUTS[1]])
+@pytest.mark.parametrize("rule", [pytest.param(rule, marks=LONG) for rule in ("blocking", "connect")])
+def test_losses_are_the_same_under_a_transport_with_nccls_rules(rule: str) -> None:
+    rows, _ = post_training.compare("llama", list(product(LAYOUTS, ("GRPO", "DPO"))), strict=Rules(**{rule: True}))
+    assert most_apart(rows) <= aims.POST_TRAINING, rows
+
+
+@pytest.mark.parametrize("layouts", [LAYOUTS[6:7], pytest.param(LAYOUTS, marks=LONG)])
+def test_log_probabilities_and_entropies_are_those_of_one_process(layouts: Sequence[Layout]) -> None:
+    found = post_training.scores(layouts)
+    assert max(max(one, other) for _, one, other in found) <= aims.POST_TRAINING, found
+
+
+@pytest.mark.parametrize("layouts", [LAYOUTS[1:2], pytest.param(LAYOUTS, marks=LONG)])
+def test_a_step_may_be_split_into_any_calls_with_evaluations_between_them(layouts: Sequence[Layout]) -> None:
+    rows = post_training.splits(layouts)
     assert max(max(by_one, against) for _, _, by_one, against in rows) <= aims.POST_TRAINING, rows
-
-
-def test_what_cannot_be_trained_on_is_refused_on_all_ranks_and_nothing_changes() -> None:
-    wrong = [one for one in refusals.refused() if not one.right]
-    assert not wrong, wrong
 
 
 def whole_and_in_parts(rank: int) -> list[Any]:
@@ -292,6 +308,8 @@ def worst(rows: list[routes.Row]) -> float:
         (MIXTRAL, routes.SPREAD[:1]),
         ("norms of queries and keys (GLM-4.5)", LAYOUTS[1:2]),
         pytest.param("granite, experts", LAYOUTS[4:5], marks=pytest.mark.long),  # a hybrid
+        *(pytest.param(family, LAYOUTS, marks=pytest.mark.long) for family in (MIXTRAL, "qwen3_moe")),
+        pytest.param(MIXTRAL, routes.SPREAD, marks=pytest.mark.long),
     ],
 )
 def test_experts_that_are_given_are_those_of_one_process(family: str, layouts: tuple[Any, ...]) -> None:

@@ -62,7 +62,7 @@ from tests.support.small_job import (
     small_engine,
     small_source,
 )
-from tools.swap.scripts import SWAP, script
+from tests.support.swapped import SWAP, script
 
 # --- What is printed runs: each config and setting of a page, an example or a text trains a step under its
 # hosts.

@@ -143,7 +143,7 @@ def all_batches(rank: int, steps: int, reorder: int) -> tuple[list[tuple[int, ..
 @pytest.mark.parametrize(
     ("ranks", "steps", "reorder"),
     [
-        pytest.param((8, 4, 6), (2, 2, 2), 1, marks=pytest.mark.long),
+        pytest.param((8, 4, 6, 8), (2, 2, 2, 2), 1, marks=pytest.mark.long),
         ((3, 4), (2, 1), 1),
         pytest.param((4, 2), (1, 3), 2, id="within a pair"),
     ],

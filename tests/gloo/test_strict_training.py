@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor
 import ds_hydra.engine.engine  # noqa: F401
 from ds_hydra.engine.copies import Copy
 from ds_hydra.pipe.shape import StrategyShape
+from ds_hydra.plan.step_plan import THEN
 from ds_hydra.step.strategy_runtime import StrategyRuntime
 from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero import scratch_plan
@@ -24,10 +26,12 @@ from ds_hydra.zero_hetero.collectives import GroupCollectives
 from tests.support.cases import CASES, UNDER_STRICT
 from tests.support.equivalence import compare
 from tests.support.mutated_order import train_with_polls
+from tests.support.random_cases import random_case
 from tests.support.small_job import same, sequences, small_config, small_engine, whole_state
 from tests.support.strict import Rules, StrictError, one_push_at_a_time, strict_world
 from tests.support.strict_line import StrictLane
-from tools.devices.order import drawn, run
+
+DRAWN, LONG = pytest.mark.drawn, pytest.mark.long
 
 # Each of these stood still in its first step before pushes waited for the last message, and before all pairs and
 # groups were connected at start; those of one row train in turn. What a rank waited for:
@@ -171,19 +175,30 @@ def test_all_that_a_rank_starts_may_run_in_one_queue(node_size: int | None, stra
     assert run_ranks(both, 4, timeout=240) == [True] * 4
 
 
-@pytest.mark.drawn
-def test_one_queue_stands_still_where_a_device_decides_when_a_push_starts() -> None:
-    """`tools.check_devices` shows the same of other strategies."""
+@pytest.mark.parametrize(
+    "strategy", [pytest.param("2*sp2", marks=DRAWN), *(pytest.param(one, marks=LONG) for one in ("2*tp2", "tp2pp2"))]
+)
+def test_one_queue_stands_still_where_a_device_decides_when_a_push_starts(strategy: str) -> None:
+    """What once decided it, and each rank draws for itself."""
     with pytest.raises(StrictError, match=r"waits for .* it would wait for ever"):
-        train_with_polls("2*sp2", stall_s=4)
+        train_with_polls(strategy, stall_s=6)
 
 
-@pytest.mark.drawn
-def test_a_drawn_job_ends_with_the_references_numbers() -> None:
-    """Of those that `tools.check_devices` runs, one with several phases, sequence parallel ranks, a list and a V."""
-    still, wrong = run(*drawn(1001))
-    assert not still, wrong
-    assert not wrong
+@pytest.mark.parametrize(
+    "number", [pytest.param(1001, marks=DRAWN), *(pytest.param(n, marks=LONG) for n in range(1002, 1025))]
+)
+def test_a_drawn_job_ends_with_the_references_numbers(number: int) -> None:
+    """Strategies, schedules, phases, slices, node sizes and families together, all that a rank starts in one queue,
+    room for one push, everybody slowed at random; the other rules are drawn. The first has several phases, sequence
+    parallel ranks, a list and a V. Slices travel by themselves, as those of large models do."""
+    rng, case = random.Random(number), random_case(number)
+    if not any(THEN in text for text in case.strategies):  # the last strategy of several phases comes in step 3
+        case = replace(case, steps=2)
+    more = {name: rng.random() < 0.5 for name in ("connect", "lazy")}
+    rules = Rules(one_queue=True, blocking=rng.random() < 0.2, sleeps=number, stall_s=120.0, **more)
+    with one_push_at_a_time(), mock.patch.object(scratch_plan, "LARGE", 200):
+        missed = compare(case, timeout=400.0, strict=rules).missed(case.aims, case.name)
+    assert not missed, missed
 
 
 @pytest.mark.drawn
@@ -272,11 +287,19 @@ def test_no_step_connects_a_pair(tmp_path: Path) -> None:
         assert equal
 
 
-@pytest.mark.drawn
-@pytest.mark.parametrize(("name", "rule"), UNDER_STRICT.items())
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [pytest.param(*row, marks=pytest.mark.drawn) for row in UNDER_STRICT.items()]
+    + [
+        pytest.param(case.name, rule, marks=pytest.mark.long)
+        for case in CASES
+        for rule in ("connect", "lazy", "blocking")
+    ],
+)
 def test_rows_of_the_table(name: str, rule: str) -> None:
     (case,) = (case.shortened() for case in CASES if case.name == name)
-    case = replace(case, strategies=case.strategies[:2], steps=2)
+    if UNDER_STRICT.get(name) == rule:
+        case = replace(case, strategies=case.strategies[:2], steps=2)
     rules = Rules(**dict.fromkeys(rule.split(), True), stall_s=100)
     missed = compare(case, timeout=240, strict=rules).missed(case.aims, case.name)
     assert not missed, missed

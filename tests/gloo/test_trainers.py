@@ -24,7 +24,7 @@ from ds_hydra.hugging_face import HydraAccelerator, HydraTrainer
 from ds_hydra.testing import rank_environment, run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.small_job import sequences, small_model
-from tests.support.trainers import adapted, collate, config, logged, settings, trainer_of
+from tests.support.trainers import adapted, collate, config, logged, settings, trainer_of, word_tokenizer
 
 
 # --- What scripts give a Trainer on the engine, change while it trains, and do with it afterwards.
@@ -220,7 +220,6 @@ def told_of_cuts(rank: int, folder: Path) -> dict[str, list[str]]:
     from datasets import Dataset
 
     from ds_hydra.hugging_face import sft
-    from tools.post_training.trl_trainers import word_tokenizer
 
     rank_environment(rank)
     data, found = Dataset.from_list([{"input_ids": [5] * length} for length in (3, 8, 9, 40)]), {}

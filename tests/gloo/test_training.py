@@ -1,4 +1,7 @@
-"""Rows of the table of training cases, of which a run draws some; `tools.check_equivalence` runs all of them."""
+"""The table of training cases: each is trained on ranks and in one process of plain Hugging Face, sequence by sequence.
+
+A run draws some, shortened; the long rows are five steps each, and more seeds of cases that are drawn at random.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +17,33 @@ from ds_hydra.testing import RankRun, run_ranks
 from tests.support.case import FLOAT32, Case
 from tests.support.cases import CASES, UNDER_STRICT
 from tests.support.drawn_tests import commit, number
-from tests.support.equivalence import compare, difference, num_ranks, samples_of, traced_once, train
+from tests.support.equivalence import compare, difference, num_ranks, plan_of, samples_of, traced_once, train
 from tests.support.random_cases import random_case
 
 QUICK = [case for case in CASES if case.quick and case.name not in UNDER_STRICT]
 
 
-@pytest.mark.drawn
-@pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case.shortened(), marks=pytest.mark.drawn, id=case.name) for case in QUICK]
+    + [pytest.param(case, marks=pytest.mark.long, id=f"whole {case.name}") for case in CASES],
+)
 def test_same_as_one_process(case: Case) -> None:
-    case = case.shortened()
-    missed = compare(case).missed(case.aims, case.name)
+    missed = compare(case, timeout=300).missed(case.aims, case.name)
     assert not missed, missed
 
 
-@pytest.mark.parametrize("seed", [1 + number(commit(Path(__file__).parents[2])) % 16])
+@pytest.mark.long
+def test_half_of_the_rows_with_tensor_parallel_ranks_share_tokens() -> None:
+    with_tp = [case for case in CASES if case.has_tp]
+    assert 2 * sum(plan_of(case, spread=False).token_sharding for case in with_tp) >= len(with_tp)
+
+
+DRAWN = 1 + number(commit(Path(__file__).parents[2])) % 16
+
+
+@pytest.mark.parametrize("seed", [DRAWN, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 51))])
 def test_a_case_drawn_by_the_commit(seed: int) -> None:
-    """One of sixteen; `python -m tools.check_equivalence --random N --seed SEED` trains others."""
     case = random_case(seed)
     missed = compare(case, timeout=240).missed(case.aims, str(case))
     assert not missed, missed

@@ -57,10 +57,12 @@ from ds_hydra.report.calibration import LEAST, Calibration
 from ds_hydra.rivals.costs import Recomputed, Way, table_of
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from ds_hydra.zero_hetero.files import parse_json
+from tools import aims
 from tools.systems.cells import Cell
 
 # --- The fit of cost coefficients, the ladder of lengths, link figures, and what a table file keeps.
 TABLES = Path(__file__).resolve().parents[2] / "examples" / "cost_tables"
+DRAWN, LONG = pytest.mark.drawn, pytest.mark.long
 PUBLISHED = [
     (model, cost) for model in ("7b", "32b") for cost in CostTable.load(TABLES / f"llama_{model}_a800.json").costs
 ]
@@ -76,13 +78,13 @@ def points_of(cost: SchemeCost, noise: float = 0.0, seed: int = 0) -> list[Point
     return points
 
 
-@pytest.mark.drawn
+@pytest.mark.parametrize("seeds", [pytest.param(range(n), marks=mark) for n, mark in ((5, DRAWN), (20, LONG))])
 @pytest.mark.parametrize(("model", "cost"), PUBLISHED, ids=lambda value: str(getattr(value, "scheme", value)))
-def test_noisy_times_give_back_identifiable_coefficients(model: str, cost: SchemeCost) -> None:
-    for seed in range(5):
+def test_noisy_times_give_back_identifiable_coefficients(model: str, cost: SchemeCost, seeds: range) -> None:
+    for seed in seeds:
         fit = fit_points(points_of(cost, 0.03, seed))
         for name in set(NAMES) - set(fit.unidentified):
-            assert getattr(fit, name) == pytest.approx(getattr(cost, name), rel=0.05), (seed, name)
+            assert getattr(fit, name) == pytest.approx(getattr(cost, name), rel=aims.COEFFICIENT), (seed, name)
         assert "b" not in fit.unidentified
 
 

@@ -17,8 +17,8 @@ import pytest
 from ds_hydra.commands import preview
 from ds_hydra.commands.__main__ import main
 from ds_hydra.commands.figures import shipped
-from ds_hydra.commands.init import Asked, now_ms, packed_in_order, planned
 from ds_hydra.commands.init_job import Job
+from ds_hydra.commands.planned_block import Asked, now_ms, packed_in_order, planned
 from ds_hydra.commands.refusals import refuse_all
 from ds_hydra.commands.scripts import Swap, diff_of, swap_of, swappable, training_args
 from ds_hydra.commands.translated import OwnLayout, Translated, config_of, translated

@@ -58,23 +58,9 @@ from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tests.support.device_steps import FakeDevice, FakeDeviceClock, Queued
 from tests.support.planner_cases import GIB
 from tests.support.planner_cases import small_llama_job as job
-from tools.check_cost_model import PUBLISHED_MAX_LENGTH, RANKS, TABLES, max_length
 
 
 # --- MaxLen by the published constants, and memory counted from a model's plan.
-@pytest.mark.parametrize(
-    ("model", "name"), [(model, name) for model, rows in PUBLISHED_MAX_LENGTH.items() for name in rows]
-)
-def test_max_length_equals_the_published_formula(model: str, name: str) -> None:
-    assert max_length(model, ParallelScheme.parse(name), RANKS[model]) == PUBLISHED_MAX_LENGTH[model][name]
-
-
-def test_published_tables_hold_the_same_max_length() -> None:
-    for model in ("7b", "32b"):
-        for cost in CostTable.load(TABLES / f"llama_{model}_a800.json").costs:
-            assert cost.max_length == PUBLISHED_MAX_LENGTH[model][str(cost.scheme)]
-
-
 def test_states_follow_the_real_split() -> None:
     total = 2 * 1000 * 64 + 8 * 12 * 64 * 64
     alone = job(1).needs(ParallelScheme(), 0)

@@ -51,8 +51,8 @@ from ds_hydra.planner.selection import StrategySearch
 from ds_hydra.rivals.waits import WaitingCost
 from tests.support.planner_cases import TABLES, a800_batch, a800_planner, random_instance
 from tools.systems.cells import Cell
-from tools.systems.dealt import busiest_ms, dealt
 from tools.systems.measure import DEALT, measure
+from tools.systems.rivals import busiest_ms, dealt
 
 
 # --- Dispatch and packing: HiGHS and our search; kernels alike with and without numba.

@@ -49,9 +49,8 @@ from ds_hydra.rivals.preview import BALANCED, FIXED, ONE, SCHEDULED, ZERO_3
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tests.support.planner_cases import TABLES, a800_batch
 from tools import aims
-from tools.hetero.clusters import CASES, SEQUENCES, exchanged_ms, memory_of, table_of
-from tools.hetero.clusters import CONTEXT as LONGEST
-from tools.hetero.formula import drawn_plans
+from tools.bench_hetero import CASES, SEQUENCES, drawn_plans, exchanged_ms, memory_of, table_of
+from tools.bench_hetero import CONTEXT as LONGEST
 
 # --- Proposals, schemes, simulation, lengths, and the dry run.
 TABLE = CostTable.load(TABLES / "llama_32b_a800.json")

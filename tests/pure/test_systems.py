@@ -27,13 +27,24 @@ from ds_hydra.rivals.infinipipe import chunks, mesh_of
 from ds_hydra.rivals.static import OPTIONS, Configuration, balanced, by_load, hindsight
 from ds_hydra.rivals.waits import TwoHopCost, WaitingCost, crossing, two_hops_ms, waits_of
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
-from tools import aims, bench_spaces
-from tools.bench_spaces import over_smaller
+from tools import aims
 from tools.bench_systems import kept_cells, run_cells
-from tools.systems.cells import FLAGSHIP, LONG_CELLS, NEWER_CELLS, WIDE_CELLS, Cell, all_cells
-from tools.systems.curves import FACTORS, Point
-from tools.systems.devices import DEVICES, MODELS, found_of, impossible, split
-from tools.systems.groups import mixes_of_groups
+from tools.systems.cells import (
+    DEVICES,
+    FLAGSHIP,
+    LONG_CELLS,
+    MODELS,
+    NEWER_CELLS,
+    WIDE_CELLS,
+    Cell,
+    all_cells,
+    found_of,
+    impossible,
+    median_off,
+    rate_rows,
+    reached,
+    split,
+)
 from tools.systems.measure import (
     COMPOSED,
     DEALT,
@@ -48,24 +59,28 @@ from tools.systems.measure import (
     STATIC,
     Measured,
     Simulators,
+    all_schemes,
     measure,
 )
-from tools.systems.ours import all_schemes
-from tools.systems.page import markdown, page, read_results
-from tools.systems.plots import draw_curves, draw_systems
-from tools.systems.published_rates import median_off, rate_rows, reached
-from tools.systems.switching import layouts
-from tools.systems.verdicts import (
+from tools.systems.page import (
+    FACTORS,
     NOBODYS,
+    Point,
     Result,
     cause_row,
+    draw_curves,
+    draw_systems,
     figures,
+    markdown,
     missed_aims,
     notes,
+    page,
     pays_rows,
     published_rows,
+    read_results,
     system_rows,
 )
+from tools.systems.rivals import layouts, mixes_of_groups
 
 # --- Other systems as plans: each is valid and within memory, and does what its authors say.
 ROOT = Path(__file__).parents[2]
@@ -306,27 +321,6 @@ def test_published_figures_stand_beside_ours() -> None:
     rows = published_rows([result(Hydraulis=4766.67)])
     assert ("Hydraulis", "run", "4.29", "4.29", "+0%") in {tuple(row.values())[1:6] for row in rows}
     assert len(system_rows(result(Hydraulis=1100.0))) == 2
-
-
-def test_a_larger_space_is_held_against_the_best_smaller_one() -> None:
-    means = {"small": 100.0, "larger": 80.0, "largest": 90.0}
-    assert list(over_smaller(means)) == [("small", 100.0, 1.0), ("larger", 80.0, 0.8), ("largest", 90.0, 1.125)]
-
-
-def test_spaces_of_cells_are_measured_once_and_held_to_the_aim(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path, over = tmp_path / "spaces.json", aims.LARGER_SPACE + 0.01
-    path.write_text(json.dumps({"steps": 2, "rows": [[str(cell), "one", 9.0, 1.0] for cell in all_cells()]}))
-    arguments = ["--resume", "--json", str(path), "--steps"]
-    assert bench_spaces.main([*arguments, "2"]) == 0
-    assert f"{len(set(all_cells()))} cells of 2 steps" in capsys.readouterr().out
-    monkeypatch.setattr(bench_spaces, "measured", lambda cells, *_: ({"small": 1.0, "larger": over} for _ in cells))
-    assert bench_spaces.main([*arguments, "3", "--cells", *str(WIDE_CELLS[0]).split()]) == 1
-    rows = json.loads(path.read_text())["rows"]
-    assert [row[:2] for row in rows] == [[str(WIDE_CELLS[0]), what] for what in ("small", "larger")], "of 3 steps alone"
-    path.write_text("{}")
-    assert bench_spaces.main([*arguments, "3"]) == 2
 
 
 def test_pages_are_what_the_file_of_cells_gives() -> None:

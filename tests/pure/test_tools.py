@@ -10,61 +10,45 @@ from pathlib import Path
 
 import pytest
 
-from tools import aims, check, check_equivalence, check_tests, machine
+from tools import aims, check, machine
 
-# Modules of the folder that are no checks: the commands of ds_hydra as files, and what benchmarks share.
-COMMANDS = {"check_model", "convert_checkpoint", "emulate", "memory_needs", "preview_plan", "profile_schemes", "report"}
+# Modules of the folder that print no figures.
+OTHERS = {"aims", "check", "deepspeed_baselines", "machine", "planner_parts", "profile_schemes"}
 ROOT = Path(__file__).resolve().parents[2]
-SHARED = {"aims", "lnk_clusters", "machine", "planner_highs", "planner_start", "planner_workloads"}
-OTHERS = COMMANDS | SHARED | {"check", "deepspeed_baselines", "simulate_step"}
 
 
 def test_every_tool_is_run() -> None:
-    assert set(check.tool_names()) == {path.stem for path in check.FOLDER.glob("*.py")} - OTHERS
+    assert set(check.tool_names()) == {path.stem for path in (ROOT / "tools").glob("*.py")} - OTHERS
 
 
 @pytest.mark.drawn
 @pytest.mark.parametrize(
     ("body", "code", "told"),
     [
-        ("print('check_it: 3 rows; all aims met')", 0, "check_it: 3 rows; all aims met"),
-        ("print('check_it: 3 rows; 1 aims missed'); raise SystemExit(1)", 1, "check_it: 3 rows; 1 aims missed"),
-        ("raise RuntimeError('rotten')", 1, "check_it: no summary line"),
-        ("import time; time.sleep(60)", -9, "check_it: stopped after 1 s"),
+        ("print('bench_it: 3 rows; all aims met')", 0, "bench_it: 3 rows; all aims met"),
+        ("print('bench_it: 3 rows; 1 aims missed'); raise SystemExit(1)", 1, "bench_it: 3 rows; 1 aims missed"),
+        ("raise RuntimeError('rotten')", 1, "bench_it: no summary line"),
+        ("import time; time.sleep(60)", -9, "bench_it: stopped after 1 s"),
     ],
 )
 def test_how_a_tool_ends_is_told(
     body: str, code: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "tools").mkdir()
-    (tmp_path / "tools" / "check_it.py").write_text(f"# figures_parser()\n{body}\n")
-    monkeypatch.setattr(check, "FOLDER", tmp_path / "tools")
-    assert check.tool_names(tmp_path / "tools") == ["check_it"]
-    ran = check.run_tool(["check_it"], limit_s=1.0 if code == -9 else 60.0)
+    (tmp_path / "tools" / "bench_it.py").write_text(f"# figures_parser()\n{body}\n")
+    monkeypatch.setattr(check, "ROOT", tmp_path)
+    assert check.tool_names(tmp_path) == ["bench_it"]
+    ran = check.run("bench_it", quick=False, limit_s=1.0 if code == -9 else 60.0)
     assert (ran.code, ran.summary) == (code, told)
     assert ran.cpu_s > 0
-    assert ran.most_cpu_s is None, "whole forms may take what they need"
 
 
-def test_a_quick_form_that_computes_for_long_is_missed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "tools").mkdir()
-    (tmp_path / "tools" / "check_it.py").write_text("# figures_parser()\nprint('check_it: met')\n")
-    monkeypatch.setattr(check, "FOLDER", tmp_path / "tools")
-    monkeypatch.setattr(machine, "loop_s", lambda: aims.LOOP_S)
-    monkeypatch.setattr(check, "tool_names", lambda: ["check_it"])
-    assert check.main(["--quick"]) == 0
-    monkeypatch.setattr(aims, "QUICK_CPU_S", 1e-4)
-    assert check.main(["--quick"]) == 1
-    assert check.main([]) == 0
-    assert "1 aims missed" in capsys.readouterr().out
-
-
-def test_words_that_no_case_has_are_no_success(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        check_equivalence.main(["--only", "hybrid split"])
-    assert "--only 'hybrid split': no case of the table has that in its name" in capsys.readouterr().err
+def test_each_aim_is_told_as_those_have_ended_who_judge_by_it() -> None:
+    output = "PASSED tests/gloo/test_resume.py::test_a\nFAILED tests/gloo/test_own_losses.py::test_b - assert\n"
+    ran = [check.Ran(check.TESTS, 1, "", 1.0, 1.0, output), check.Ran("bench_systems", 0, "", 1.0, 1.0, "")]
+    told = {name: held for name, _, _, held in check.aims_of(ran)}
+    assert told.keys() == {name for name in vars(aims) if name.isupper()}
+    assert (told["POST_TRAINING"], told["SYSTEM_GAP"], told["SAVE"]) == ("NO", "yes", "-")
 
 
 def test_bounds_stand_in_the_table_of_aims_and_every_one_is_used() -> None:
@@ -147,16 +131,12 @@ def test_marked_tests_run_where_they_are_asked_for_and_a_failing_one_is_missed(
     )
     (tmp_path / "tests" / "test_rows.py").write_text(rows + "def test_other():\n    pass\n")
     (tmp_path / "tests" / "test_none.py").write_text("def test_other():\n    raise KeyError\n")
-    monkeypatch.setattr(check_tests, "ROOT", tmp_path)
-    assert check_tests.files(tmp_path) == ["tests/test_rows.py"]
-    passed, missed = check_tests.run(["tests/test_rows.py"], 1.0)
-    assert passed == 14
-    assert [line.split(" - ")[0] for line in missed] == [
-        "FAILED tests/test_rows.py::test_long[3]", "FAILED tests/test_rows.py::test_drawn[3]",
-    ]  # fmt: skip
-    passed, missed = check_tests.run(["tests/test_rows.py"], 0.25)
-    assert passed + len(missed) == 4
-    assert check_tests.run(["tests/test_none.py"], 1.0) == (0, ["pytest ended with 5"])
+    monkeypatch.setattr(check, "ROOT", tmp_path)
+    assert check.marked_files(tmp_path) == ["tests/test_rows.py"]
+    ran = check.run(check.TESTS, quick=False, limit_s=600.0)
+    assert (ran.code, ran.summary) == (1, "tests: 14 passed, 2 failed")
+    monkeypatch.setattr(check, "QUICK_SHARE", 0.25)
+    assert sum(map(int, re.findall(r"\d+", check.run(check.TESTS, quick=True, limit_s=600.0).summary))) == 4
 
     def counts(*arguments: str) -> int:
         command = [sys.executable, "-m", "pytest", *arguments]

@@ -1,7 +1,7 @@
 """The table of training cases: each row is trained on ranks and compared with the single-process reference.
 
 To add a case, add a row; `tests/gloo/test_training.py` draws from the rows marked quick, but for those that
-`tests/gloo/test_strict_training.py` runs, `tools.check_equivalence` all.
+`tests/gloo/test_strict_training.py` runs, those marked long all.
 """
 
 from __future__ import annotations

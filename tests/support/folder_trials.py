@@ -95,7 +95,7 @@ class Saver:
 
 
 # --- Saves that are interrupted at each call, two jobs in one folder in each order, and what others have put
-# there: what was wrong, "" for nothing. One trial each, for tests and for `tools.check_faults`.
+# there: what was wrong, "" for nothing. One trial each.
 _CALLS = ("open", "write", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir", "listdir", "lstat")
 _NOT_REACHED = 3
 HOW = ("killed before", "killed after", "ENOSPC", "EIO")

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import TrainingArguments
+from transformers import PreTrainedTokenizerFast, TrainingArguments
 
 from tests.support.small_job import sequences, small_model
 
@@ -60,3 +61,10 @@ def logged(trainer: Any) -> list[list[float]]:
     names = ("loss", "grad_norm", "learning_rate", "eval_loss")
     found = [[entry[name] for name in names if name in entry] for entry in trainer.state.log_history]
     return [entry for entry in found if entry]
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """A word for each id."""
+    tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(96)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", eos_token="w1", unk_token="w0")

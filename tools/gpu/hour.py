@@ -20,7 +20,7 @@ import torch
 
 from ds_hydra.report.plots import read_steps
 from ds_hydra.testing import free_port
-from tools.gpu.job import LAUNCHER, ranks_at_hand
+from tools.gpu.bench import LAUNCHER, ranks_at_hand
 from tools.gpu.several import ROOT, STRATEGIES
 
 FREE = 0.97  # of a device's memory, before anything runs on it

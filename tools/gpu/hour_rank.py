@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from tools.gpu.bench import Bench
-from tools.gpu.job import engine_config, llama, new_model, sequences, take_device
+from tools.gpu.bench import Bench, engine_config, llama, new_model, sequences, take_device
 
 
 def train(

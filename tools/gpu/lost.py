@@ -2,7 +2,7 @@
 
   python -m tools.gpu.lost [COURSE ...]
 
-On CPUs without a GPU. On devices four ranks, which may share one (see `tools.gpu.job`).
+On CPUs without a GPU. On devices four ranks, which may share one (see `tools.gpu.bench`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import torch
 
 from ds_hydra.host.environment import JOINS, MEMBERS_FOLDER
 from tests.support.elastic_job import Loss, Result, result_of
+from tools.gpu.bench import ranks_at_hand
 from tools.gpu.hour import ROOT, environments
-from tools.gpu.job import ranks_at_hand
 
 RANKS, STEPS, FAULT_STEP = 4, 5, 2
 AT_ONCE = 3  # jobs, which share the devices

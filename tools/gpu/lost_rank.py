@@ -16,8 +16,7 @@ import torch
 from ds_hydra.host.environment import joins as joins_a_job
 from tests.support.elastic_job import Loss, arm
 from tests.support.fault_job import digest
-from tools.gpu.bench import Bench
-from tools.gpu.job import engine_config, llama, new_model, sequences, take_device
+from tools.gpu.bench import Bench, engine_config, llama, new_model, sequences, take_device
 
 STRATEGIES = {
     4: ["tp2 + 2*tp1", "2*sp2", "tp2pp2", "4*tp1"],

@@ -45,15 +45,15 @@ class Part:
 # In this order: `prediction` uses the table that `costs` leaves.
 PARTS = {
     "attention": Part("attention backends against SDPA in FP32: errors and times on several mixes of lengths",
-                      "attention", "measure_attention", 45),
+                      "kernels", "measure_attention", 45),
     "training": Part("a 1B Llama on one rank in BF16 against a plain loop: tokens/s, MFU, peak memory",
                      "training", "measure_training", 100),
     "costs": Part("a cost table by local shapes, and its error on held-out lengths",
-                  "cost_table", "measure_costs", 110),
+                  "training", "measure_costs", 110),
     "prediction": Part("step time and peak memory as predicted, against what steps take",
-                       "prediction", "measure_prediction", 45),
-    "launches": Part("kernels that a layer launches", "launches", "measure_launches", 25),
-    "syncs": Part("hidden synchronisations of a step, each with its place", "syncs", "measure_syncs", 25),
+                       "training", "measure_prediction", 45),
+    "launches": Part("kernels that a layer launches", "kernels", "measure_launches", 25),
+    "syncs": Part("hidden synchronisations of a step, each with its place", "kernels", "measure_syncs", 25),
     "several": Part("ranks on several devices, the strategy changing every step: exposed pull and push",
                     "several", "measure_several", 75),
 }  # fmt: skip

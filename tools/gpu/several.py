@@ -17,8 +17,7 @@ import torch
 
 from ds_hydra.report.plots import read_steps
 from ds_hydra.testing import free_port
-from tools.gpu.bench import Bench, Findings, Table, gib
-from tools.gpu.job import LAUNCHER
+from tools.gpu.bench import LAUNCHER, Bench, Findings, Table, gib
 
 ROOT = Path(__file__).resolve().parents[2]
 STRATEGIES = {

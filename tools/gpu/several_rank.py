@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 import ds_hydra
-from tools.gpu.bench import Bench
-from tools.gpu.job import engine_config, llama, new_model, sequences, take_device
+from tools.gpu.bench import Bench, engine_config, llama, new_model, sequences, take_device
 
 
 def train(steps_file: str, rounds: int, full: bool, strategies: Sequence[str]) -> None:

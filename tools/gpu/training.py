@@ -1,8 +1,19 @@
-"""Part "training": one rank of the real engine against a plain loop of the same model on the same packs, in BF16."""
+"""Parts "training", "costs" and "prediction": one rank of the real engine, what its costs are, and what they predict.
+
+training    against a plain loop of the same model on the same packs, in BF16: what a careful user would write for one
+            GPU. Hugging Face's model, packs, flash attention, FP32 masters and moments, AdamW. It computes what the
+            engine computes: gradients summed over the micro-batches in FP32, the norm clipped. Its batches lie on the
+            device before a step begins, its `cu_seqlens` are made once a pack, and the logits of a pack are all in
+            memory, so that the head is not computed twice
+costs       a cost table of one device by local shapes, as `ds-hydra profile` makes it, and its held-out error
+prediction  step time and peak memory as predicted by table and memory model, against what steps take
+"""
 
 from __future__ import annotations
 
 import gc
+import inspect
+import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -11,15 +22,148 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
 
+from ds_hydra.commands import profile
 from ds_hydra.costs.cost_table import CostTable, SchemeCost, TableFile, peak_tflops
+from ds_hydra.engine.costs import job_memory, rank_memory
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.profiling.links import LinkFigure, Links
 from tools import aims
-from tools.gpu.bench import Bench, Findings, Table, device_name, gib
-from tools.gpu.job import engine_alone, llama, new_model, num_matmul_parameters, sequences, training_flops
-from tools.gpu.plain_loop import PlainLoop, PlainPack
+from tools.gpu.bench import (
+    CLIPPING,
+    OPTIMIZER,
+    Bench,
+    Findings,
+    Table,
+    device_name,
+    engine_alone,
+    engine_config,
+    gib,
+    llama,
+    median_and_p90,
+    new_model,
+    num_matmul_parameters,
+    save_config,
+    sequences,
+    training_flops,
+)
+
+NAME = "plain_varlen"
+_IGNORED = -100
+
+
+@dataclass(frozen=True)
+class PlainPack:
+    """Whole sequences side by side, on the device."""
+
+    tokens: Tensor  # (1, T)
+    positions: Tensor  # (1, T), restarting at each sequence
+    targets: Tensor  # (T,), the next token of the same sequence, _IGNORED after its last
+    lengths: tuple[int, ...]
+    bounds: Tensor  # int32 (sequences + 1,): where sequences begin, and where the last one ends
+
+    @classmethod
+    def of(cls, rows: Sequence[Tensor], device: torch.device) -> PlainPack:
+        """A pack of sequences of tokens."""
+        lengths = tuple(len(row) for row in rows)
+        ends = torch.tensor([0, *lengths]).cumsum(0)
+        targets = torch.cat([torch.cat((row[1:], row.new_tensor([_IGNORED]))) for row in rows])
+        return cls(
+            torch.cat(list(rows))[None].to(device),
+            torch.cat([torch.arange(length) for length in lengths])[None].to(device),
+            targets.to(device),
+            lengths,
+            ends.to(device, torch.int32),
+        )
+
+    @property
+    def num_targets(self) -> int:
+        return sum(length - 1 for length in self.lengths)
+
+
+def plain_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    plain_pack: PlainPack,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Hugging Face's calling convention (1, heads, T, d); torch's varlen kernel on a GPU, SDPA by sequence on a CPU."""
+    assert attention_mask is None, "no mask function is registered for it"
+    grouped = query.shape[1] != key.shape[1]
+    if not query.is_cuda:
+        parts = zip(*(x.split(plain_pack.lengths, dim=2) for x in (query, key, value)), strict=True)
+        outs = [
+            F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
+            for q, k, v in parts
+        ]
+        return torch.cat(outs, dim=2).transpose(1, 2), None
+    from torch.nn.attention.varlen import varlen_attn
+
+    bounds, longest = plain_pack.bounds, max(plain_pack.lengths)
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    grouping: dict[str, Any] = {}
+    if grouped and "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        grouping = {"enable_gqa": True}
+    elif grouped:  # torch before 2.12
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    out = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=(-1, 0), **grouping)
+    assert isinstance(out, Tensor), "asked for no more than the output"
+    return out.unsqueeze(0), None
+
+
+class PlainLoop:
+    """Trains `model`, which it takes over, on packs."""
+
+    def __init__(self, model: Any, device: torch.device):
+        AttentionInterface.register(NAME, plain_attention)
+        model.config._attn_implementation = NAME
+        self.model = model.to(device).train()
+        self.params = list(model.parameters())
+        self.masters: list[Tensor] = [nn.Parameter(p.detach().float().clone()) for p in self.params]
+        self.sums = [torch.zeros_like(master) for master in self.masters]  # their gradients
+        for parameter, master, total in zip(self.params, self.masters, self.sums, strict=True):
+            # Not `model.to(bfloat16)`, which would round the rotary embedding's frequencies too.
+            parameter.data = parameter.data.bfloat16()
+            master.grad = total
+            parameter.register_post_accumulate_grad_hook(_into(total))
+        self.optimizer = torch.optim.AdamW(self.masters, fused=True, **OPTIMIZER)
+
+    def step(self, packs: Sequence[PlainPack]) -> float:
+        """One update; returns the mean loss of all targets, and so waits for the device."""
+        with torch.no_grad():
+            torch._foreach_copy_(self.params, self.masters)
+            torch._foreach_zero_(self.sums)
+        targets = sum(pack.num_targets for pack in packs)
+        losses = [self.forward_and_backward(pack, targets) for pack in packs]
+        torch.nn.utils.clip_grad_norm_(self.masters, CLIPPING)
+        self.optimizer.step()
+        return float(torch.stack(losses).sum())
+
+    def forward_and_backward(self, pack: PlainPack, targets: int) -> Tensor:
+        """A pack's share of the loss of a step with so many targets; gradients go to the masters."""
+        out = self.model(input_ids=pack.tokens, position_ids=pack.positions, use_cache=False, plain_pack=pack)
+        loss = F.cross_entropy(out.logits[0].float(), pack.targets, ignore_index=_IGNORED, reduction="sum") / targets
+        loss.backward()
+        return loss.detach()
+
+
+def _into(total: Tensor) -> Any:
+    def accumulate(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        total.add_(parameter.grad)
+        parameter.grad = None
+
+    return accumulate
+
 
 _WARM_UP = 3
 _LEAST = _WARM_UP + 5  # steps, whatever time is left
@@ -174,3 +318,142 @@ def packs_of(plan: str) -> Packs:
     read = StepPlan.from_json(plan, "the step's plan")
     batches = read.pipelines[0].microbatches
     return tuple(tuple(read.sequence_ids[span.sequence] for span in batch.spans) for batch in batches)
+
+
+TABLE = "cost_table.json"  # in the run's folder, for other parts
+SCHEMES = ("tp1", "tp8", "pp2", "sp2")
+_SPREAD = 1.8  # a measurement takes so much longer than its repeats
+_BATCHES = 33  # measured of a stage, in parts and slices too
+
+# One device cannot measure links. These stand for a node with NVLink: what they add to a time is the same straight line
+# in the tokens for every rung, so they have no part in the error; a job of several devices measures its own.
+ASSUMED = Links(
+    tuple(LinkFigure(operation, 2, 25.0, 2e11) for operation in ("all_reduce", "all_gather", "all_to_all", "p2p")),
+    "assumed: 200 GB/s and 25 microseconds",
+)
+
+
+def measure_costs(bench: Bench) -> Findings:
+    """Measure the table, leave it in the run's folder, and compare it with lengths that it was not fitted to."""
+    schemes = bench.pick(SCHEMES, ("tp1", "tp2"))
+    figures = make_table(bench, schemes, bench.left)
+    measured = figures["record"]["measured"]
+    costs = {row["scheme"]: row for row in figures["record"]["schemes"]}
+    rows = tuple(
+        (name, f"{costs[name]['a']:.2e}", f"{costs[name]['b']:.2e}", f"{costs[name]['c']:.2f}",
+         f"{costs[name].get('floor', 0.0):.2f}",
+         costs[name]["max_length"], *(_share(entry[key]) for key in ("held_out_median", "held_out_p90")))
+        for name, entry in measured.items()
+    )  # fmt: skip
+    headers = ("scheme", "a ms/tok^2", "b ms/tok", "c ms", "floor ms", "MaxLen of 8 ranks", "held-out median", "p90")
+    median, p90 = figures["held_out_median"], figures["held_out_p90"]
+    return Findings(
+        f"{len(rows)} schemes in {figures['seconds']:.0f} s, held-out error median {median:.1%}, p90 {p90:.1%}",
+        (Table(f"Cost table by local shapes; links {ASSUMED.source}", headers, rows),),
+        figures | {"links": ASSUMED.to_record()},
+        tuple(figures["missed"]) if bench.full else (),
+    )
+
+
+def make_table(bench: Bench, schemes: tuple[str, ...], seconds: float) -> dict[str, Any]:
+    """Figures of `ds-hydra profile` for these schemes in about so many seconds; TABLE is what it wrote."""
+    folder = bench.folder
+    config = folder / "ds.json"
+    longest = bench.pick(8192, 128)
+    config.write_text(json.dumps(engine_config(bench.pick(65536, 400), context_length=longest)))
+    links, figures = folder / "links.json", folder / "profile.json"
+    links.write_text(json.dumps(ASSUMED.to_record()))
+    # A scheme with pipelines has two stages to measure, the others have one.
+    stages = sum(1 + ("pp" in scheme) for scheme in schemes)
+    repeats = bench.pick(max(0.05, seconds / _SPREAD / stages / _BATCHES), 0.005)
+    options = ["--model", save_config(llama(bench), folder), "--deepspeed_config", config, "--out", folder / TABLE,
+               "--gpus", 8, "--links", links, "--longest", longest, "--clock", "wall", "--ranks", 1, "--json", figures,
+               "--seconds", repeats, "--schemes", *schemes]  # fmt: skip
+    if not bench.full:
+        options += ["--quick", "--rungs", 3]
+    code = profile.main([str(option) for option in options], name="profile")
+    if code > 1:
+        raise RuntimeError(f"ds-hydra profile ended with {code}; its own message says why")
+    return json.loads(figures.read_text())
+
+
+def table_of(bench: Bench) -> Path:
+    """The table that an earlier part has left, or one of tp1 alone, measured now."""
+    path = bench.folder / TABLE
+    if not path.exists():
+        make_table(bench, ("tp1",), bench.left / 3)
+    return path
+
+
+def _share(error: float | None) -> str:
+    """An error for a table; a dash where there was no room for held-out lengths."""
+    return "-" if error is None else f"{error:.1%}"
+
+
+_WARM = 3
+
+
+def measure_prediction(bench: Bench) -> Findings:
+    """Steps of the engine under a measured table; each predicted before it ran."""
+    longest = bench.pick(8192, 128)
+    data = sequences(bench, longest, seed=2)
+    table = table_of(bench)
+    model = new_model(llama(bench), bench)
+    rows: list[dict[str, Any]] = []
+    with engine_alone(
+        bench, model, data, bench.pick(32768, 400), cost_table=str(table), context_length=longest
+    ) as engine:
+        memory = _memory_model(engine)
+        while len(rows) < bench.pick(40, _WARM + 3) and (len(rows) <= _WARM or bench.left > 0):
+            engine.train_batch()
+            record = engine.last_step
+            most = max(sum(len(data[i]) for i in pack) for pack in packs_of(record.plan))
+            rows.append({
+                "tokens": record.num_tokens, "micro_batches": sum(record.num_micro_batches), "largest": most,
+                "measured_ms": record.step_ms, "predicted_ms": record.predicted_step_ms,
+                "measured_bytes": record.peak_memory_bytes or None,
+                "predicted_bytes": memory.fullest(_ALONE, most).total(most),
+            })  # fmt: skip
+    counted = rows[_WARM:]
+    time_median, time_p90 = median_and_p90([abs(r["predicted_ms"] / r["measured_ms"] - 1.0) for r in counted])
+    # The largest step counts: the model is there to say what fits.
+    fullest = max(counted, key=lambda row: row["predicted_bytes"])
+    excess = fullest["predicted_bytes"] / fullest["measured_bytes"] - 1.0 if fullest["measured_bytes"] else None
+    missed = []
+    if bench.full and time_median > aims.STEP_MEDIAN:
+        missed.append(f"step time: median error {time_median:.1%} is above {aims.STEP_MEDIAN:.0%}")
+    if bench.full and time_p90 > aims.STEP_P90:
+        missed.append(f"step time: p90 error {time_p90:.1%} is above {aims.STEP_P90:.0%}")
+    if bench.full and (excess is None or abs(excess) > aims.MEMORY):
+        what = "is not known" if excess is None else f"{excess:+.1%} is more than {aims.MEMORY:.0%}"
+        missed.append(f"peak memory: the error {what}")
+    shown = [
+        (r["tokens"], r["micro_batches"], r["largest"], f"{r['measured_ms']:.1f}", f"{r['predicted_ms']:.1f}",
+         f"{r['predicted_ms'] / r['measured_ms'] - 1.0:+.1%}", gib(r["measured_bytes"]), gib(r["predicted_bytes"]))
+        for r in counted[:12]
+    ]  # fmt: skip
+    headers = ("tokens", "micro-batches", "largest", "ms", "predicted", "error", "peak GiB", "predicted GiB")
+    summary = (
+        f"{len(counted)} steps: time off by {time_median:.1%} in the median, {time_p90:.1%} at p90; peak memory "
+        + ("not measured on a CPU" if excess is None else f"off by {excess:+.1%}")
+    )
+    figures = {"time_median": time_median, "time_p90": time_p90, "memory_error": excess, "steps": counted}
+    return Findings(
+        summary, (Table("Steps, predicted before they ran", headers, tuple(shown)),), figures, tuple(missed)
+    )
+
+
+_ALONE = ParallelScheme(1, 1, 1)
+
+
+def _memory_model(engine: Any) -> Any:
+    """The memory model that the engine limits its plans by."""
+    job, world, found = engine.job, engine.crew.world, engine.crew.prepared.found
+    return job_memory(
+        job.source,
+        [_ALONE],
+        world.num_ranks,
+        rank_memory(world.device, world.cluster.ranks_beside(world.rank)),
+        job.types.compute,
+        measured=found.activations,
+    )

@@ -15,10 +15,8 @@ from ds_hydra.rivals.static import hindsight, megatron
 from ds_hydra.simulate.job import shipped_job
 from ds_hydra.simulate.links import LinkModel
 from ds_hydra.simulate.step import Simulator
-from tools.systems.cells import EVALUATED, SHORT_MIXES, Cell
-from tools.systems.measure import OURS, STATIC, Simulators
-from tools.systems.ours import settings
-from tools.systems.rates import tflops
+from tools.systems.cells import EVALUATED, SHORT_MIXES, Cell, tflops
+from tools.systems.measure import OURS, STATIC, Simulators, settings
 
 CELLS = tuple(Cell("7b", 16, context, 100_000, mix) for context in (16384, 32768) for mix in SHORT_MIXES)
 _SEQUENCES = 20_000

@@ -1,1 +1,0 @@
-"""Parts of tools.check_post_training."""
