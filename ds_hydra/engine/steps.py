@@ -50,7 +50,7 @@ from ds_hydra.engine.losses import (
 )
 from ds_hydra.engine.record import Measured, stage_times, step_record
 from ds_hydra.engine.scoring import Scoring, check_all, refuse_without_loss
-from ds_hydra.host.devices import refuse_without_gradients
+from ds_hydra.host.devices import refuse_modes
 from ds_hydra.host.host_engine import HostEngine
 from ds_hydra.pipe.loss import Objective
 from ds_hydra.pipe.models.refusals import in_evaluation
@@ -430,7 +430,7 @@ class TrainingSteps:
     def begin_training(self, call: str) -> None:
         """Put the model into training where that changes what it computes, as DeepSpeed's own train_batch does.
         RuntimeError under torch.no_grad()."""
-        refuse_without_gradients(call, "call eval_batch() to evaluate")
+        refuse_modes(call, "call eval_batch() to evaluate")
         model = self.crew.job.model
         if (path := in_evaluation(model, self.crew.job.source.drawing)) is None:
             return

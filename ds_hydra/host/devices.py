@@ -16,9 +16,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ds_hydra.config.hydra_block import FLASH_3, HydraConfig
 from ds_hydra.pipe.attention.backends import give_flash_3_back, use_flash_3
+from ds_hydra.pipe.models.whose_code import function_of
 from ds_hydra.watchdog.host import abort_later
 from ds_hydra.zero_hetero.errors import ConfigError
 
@@ -32,6 +35,8 @@ _WORKSPACE, _SAME_SUMS = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 _OURS_TO_END = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
 _deterministic: Any = torch.utils.deterministic  # which sets its attribute by a class of its own
 _OTHER_NCCL = "TORCH_DIST_USE_NCCL2"
+_HOOKS = "torch.autograd.graph.saved_tensors_hooks"
+_PACKAGES = ("torch", "transformers", "trl", "accelerate", "deepspeed")  # whose modes count, watch or move tensors
 SECOND_NCCL = "2.15"  # from this torch on "nccl" is another backend unless that variable is 0
 
 
@@ -207,12 +212,20 @@ def tell_modes(call: str) -> None:
         _tell(f"{call} does not use torch's default device {str(device)!r}: the engine's device is its own")
 
 
-def refuse_without_gradients(call: str, instead: str) -> None:
-    """RuntimeError where a plain loop would have no gradient to train by."""
+def refuse_modes(call: str, instead: str, *, later: bool = False) -> None:
+    """RuntimeError where a plain loop would have no gradient to train by, or perhaps another than the engine's: within
+    modes and hooks of a script's own code. `later`: another call computes what this one begins, out of such modes."""
     if not torch.is_grad_enabled():
         mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
         raise RuntimeError(f"{call} trains, and is called within torch.{mode}(), in which nothing has a gradient: "
                            f"call it outside, or {instead}")  # fmt: skip
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()] if later else []
+    by_hooks = ((function_of(one), _HOOKS) for one in hooks or ())
+    for code, name in [*((type(mode), type(mode).__name__) for mode in modes), *by_hooks]:
+        if str(getattr(code, "__module__", None)).partition(".")[0] not in _PACKAGES:
+            raise RuntimeError(f"{call} is called within {name}, which may change what a plain loop computes, and not "
+                               "what the engine does: call it outside")  # fmt: skip
 
 
 @functools.cache

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ds_hydra.host.asked import needs_no_value
-from ds_hydra.host.devices import refuse_without_gradients, tell_modes
+from ds_hydra.host.devices import refuse_modes, tell_modes
 from ds_hydra.host.own_updates import refuse_dropping
 from ds_hydra.host.settings import refuse_num_items
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -384,7 +384,8 @@ class ThreeCalls:
         self.shows_gradients = False
         tell_modes("engine(batch)")
         if not self.evaluating:
-            refuse_without_gradients("engine(batch)", "call engine.eval() before it, and engine.train() after it")
+            instead = "call engine.eval() before it, and engine.train() after it"
+            refuse_modes("engine(batch)", instead, later=True)
         return batch
 
     def known(self, loss: float) -> PendingLoss:

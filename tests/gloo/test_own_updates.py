@@ -23,6 +23,8 @@ from deepspeed.utils import (
     safe_set_full_fp32_param,
 )
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 
 import ds_hydra.host.lent_values
 from ds_hydra.engine import steps
@@ -236,6 +238,12 @@ def test_what_a_script_has_around_a_step_does_not_change_it() -> None:
     assert all(map(same, edited, plain))
 
 
+class Halved(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        return found / 2 if function is torch.nn.functional.silu else found
+
+
 def evaluating(rank: int) -> list[str]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -262,6 +270,13 @@ def evaluating(rank: int) -> list[str]:
             for mode in (torch.no_grad, torch.inference_mode):
                 with mode(), pytest.raises(RuntimeError, match=rf"trains, and is called within torch\.{mode.__name__}"):
                     train([{"input_ids": torch.arange(9)}])
+            for hooks in (lambda x: x / 2, lambda x: x), (torch.Tensor.half, torch.Tensor.float):
+                with saved_tensors_hooks(*hooks), pytest.raises(RuntimeError, match=r"within .*saved_tensors_hooks"):
+                    train([{"input_ids": torch.arange(9)}])
+        with Halved(), pytest.raises(RuntimeError, match=r"engine\(batch\) is called within Halved, which may change"):
+            three_calls(engine, 0)
+        with Halved():
+            engine.train_batch([{"input_ids": torch.arange(9)}])
         engine.destroy()
     return found
 
