@@ -30,6 +30,7 @@ from ds_hydra.pipe.stage import StagePlace
 from ds_hydra.report.trace import trace_faults
 from ds_hydra.testing import run_ranks, whole_gradients
 from ds_hydra.watchdog import Activity
+from ds_hydra.zero_hetero import masters as master_shards
 from ds_hydra.zero_hetero.clock import HostClock, Stopwatch
 from ds_hydra.zero_hetero.layout import even_layout, layout_of_intervals
 from ds_hydra.zero_hetero.link import Link
@@ -387,9 +388,9 @@ def norms(rank: int) -> list[tuple[list[str], bool, float, float]]:
     masters.put_grads = put  # type: ignore[method-assign]
     for _ in STRATEGIES[2]:
         watched = Watched(gradients)
-        masters.dist = watched  # type: ignore[assignment]
+        master_shards.dist = watched  # type: ignore[assignment]
         engine.train_batch()
-        masters.dist = dist
+        master_shards.dist = dist
         squares = torch.zeros(1, dtype=torch.float64) + gradients().double().square().sum()
         dist.all_reduce(squares)
         final = all(torch.equal(seen, gradients()) and not (seen == 7.0).any() for _, seen in watched.seen)
