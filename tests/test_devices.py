@@ -154,7 +154,7 @@ def test_a_step_has_few_operations_of_pulls_and_pushes(text: str, num_ranks: int
     world = cast(World, SimpleNamespace(links=None, collectives=None, lane=HostLane()))
     found = transfers.plan_transfers(plan, placed(text, num_ranks, plan), NODE)
     for rank in range(0, num_ranks, num_ranks // 16):
-        links = [pull_link(pull, rank, world) for pull, _ in found]
+        links: list[Any] = [pull_link(pull, rank, world) for pull, _ in found]
         links += [push_link(push, rank, world) for _, push in found if push is not None]
         assert sum(link.operations.number for link in links) <= most
 

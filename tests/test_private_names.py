@@ -77,7 +77,7 @@ def holders() -> list[Any]:
     parameter = torch.nn.Parameter(torch.zeros(1))
     dataset = datasets.Dataset.from_list([{"a": 1}])
     return [torch, torch.ops.aten, torch.autograd.Variable, torch.distributed.distributed_c10d,
-            torch.distributed.ProcessGroup, torch.nn.Linear(1, 1),
+            torch.distributed.ProcessGroup, getattr(torch.distributed.ProcessGroupGloo, "_Options"), torch.nn.Linear(1, 1),
             parameter, argparse.ArgumentParser(), LlamaConfig(), PreTrainedModel, Trainer, DeepSpeedEngine, dataset,
             dataset.to_iterable_dataset()]  # fmt: skip
 

@@ -217,7 +217,7 @@ def head(quick: bool, missed: list[str]) -> Rows:
     def plain(hidden: Tensor, weight: Tensor) -> Tensor:
         return torch.nn.functional.cross_entropy((hidden[0] @ weight.t()).float(), labels)
 
-    turns = [(run(plain), run(lambda *given: HeadLoss(0, words, None)(*given, batch))) for _ in range(3)]
+    turns = [(run(plain), run(lambda rows, weight: HeadLoss(0, words, None)(rows, weight, batch))) for _ in range(3)]
     seconds = median(one[0] / other[0] for other, one in turns)
     peak = turns[-1][1][1] / turns[-1][0][1]
     for what, ratio, aim in (("time", seconds, aims.HEAD_TIME), ("peak memory", peak, aims.HEAD_PEAK)):

@@ -435,4 +435,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(host(*sys.argv[2:3], int(sys.argv[3])) if sys.argv[1:2] == [_HOST] else guarded("bench_hosts", main))
+    sys.exit(host(sys.argv[2], int(sys.argv[3])) if sys.argv[1:2] == [_HOST] else guarded("bench_hosts", main))

@@ -85,8 +85,8 @@ def test_what_a_rank_holds_stays_over_many_steps(tmp_path: Path) -> None:
 
     def held() -> tuple[int, int, int]:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
-        counts = (len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task"))
-        return (pages * os.sysconf("SC_PAGE_SIZE") // 2**20, *counts)
+        descriptors, threads = (len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task"))
+        return pages * os.sysconf("SC_PAGE_SIZE") // 2**20, descriptors, threads
 
     def run(rank: int) -> list[tuple[int, int, int]]:
         block = {"dir": str(tmp_path), "every": 10, "keep_last": 2, "asynchronous": True}

@@ -245,7 +245,7 @@ def test_a_model_gets_its_values_in_little_more_than_its_masters(layers: int, so
         pieces: dict[str, dict[str, torch.Tensor]] = {}
         for name, parameter in on_meta(layers).named_parameters():
             pieces.setdefault(".".join(name.split(".")[:3]), {})[name] = torch.full(parameter.shape, 0.02)
-        places = {}
+        places: dict[str, str] = {}
         for number, tensors in enumerate(pieces.values()):
             save_file(tensors, tmp_path / f"{number}.safetensors", {"format": "pt"})
             places |= dict.fromkeys(tensors, f"{number}.safetensors")
