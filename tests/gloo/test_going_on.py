@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 
 from ds_hydra.config.hydra_block import HydraConfig
-from ds_hydra.engine import copies, epochs
+from ds_hydra.engine import copies, going_on
 from ds_hydra.engine.checked import listed_for_others
 from ds_hydra.host.environment import MEMBERS_FOLDER
 from ds_hydra.testing import run_ranks
@@ -165,7 +165,7 @@ def test_where_no_strategy_fits_those_that_are_left_all_end(tmp_path: Path, monk
     def unfit(config: HydraConfig, num_ranks: int) -> HydraConfig:
         return replace(config, strategies=(f"tp{num_ranks}",))  # 3, of 4 heads of keys and values
 
-    monkeypatch.setattr(epochs, "config_for", unfit)
+    monkeypatch.setattr(going_on, "config_for", unfit)
     result = run_elastic(tmp_path / "job", 4, STEPS, [Loss("forward", 1, 2)], job=PLAIN)
     assert result.codes == [75, -9, 75, 75], result.told
     assert "the ranks that are left cannot go on" in result.told[0]
@@ -175,12 +175,12 @@ def test_where_no_strategy_fits_those_that_are_left_all_end(tmp_path: Path, monk
 def test_where_no_strategy_fits_those_that_would_be_they_go_on_without_who_has_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usual = epochs.config_for
+    usual = going_on.config_for
 
     def unfit(config: HydraConfig, num_ranks: int) -> HydraConfig:
         return replace(config, strategies=("tp3 + tp1",)) if num_ranks == 4 else usual(config, num_ranks)
 
-    monkeypatch.setattr(epochs, "config_for", unfit)
+    monkeypatch.setattr(going_on, "config_for", unfit)
     job = replace(PLAIN, after_step=lambda engine: sorted(engine.going_on.agent._machine.unfit))
     result = run_elastic(tmp_path / "job", 3, STEPS, [], job=job, joins_in=[1])
     assert result.noted == [[[], *([[4]] * (STEPS - 1))]] * 3

@@ -218,8 +218,7 @@ def _entries() -> dict[str, tuple[Any, str]]:
     from ds_hydra.engine import going_on, saving, scoring
     from ds_hydra.engine.copies import Copy, Held
     from ds_hydra.engine.engine import HydraEngine
-    from ds_hydra.engine.epochs import CarriedState
-    from ds_hydra.engine.going_on import GoingOn
+    from ds_hydra.engine.going_on import CarriedState, GoingOn
     from ds_hydra.engine.standing import SurvivingState
     from ds_hydra.step import stepper, strategy_runtime, update
 
