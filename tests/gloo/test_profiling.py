@@ -54,6 +54,7 @@ from ds_hydra.testing import rank_environment, run_ranks
 from ds_hydra.zero_hetero import scratch_plan
 from ds_hydra.zero_hetero.clock import HostClock
 from ds_hydra.zero_hetero.errors import ConfigError
+from tests.support.families import kept_in_fp32
 from tests.support.planner_cases import room_for_pushes
 from tests.support.profiled import LINKS, SMALL, write_model
 from tests.support.small_job import LENGTHS, same, small_config, small_engine, small_source, whole_state
@@ -463,10 +464,18 @@ _TRAIN = strategy_runtime.StrategyRuntime.train
 
 @pytest.mark.drawn
 @pytest.mark.parametrize(
-    ("grad_dtype", "wire", "node_size"),
-    [("fp32", "bf16", 4), ("bf16", "bf16", 2), ("bf16", "fp32", 4), ("fp32", "bf16", 3)],
-)
-def test_every_rank_holds_what_is_counted(grad_dtype: str, wire: str, node_size: int) -> None:
+    ("grad_dtype", "wire", "node_size", "kept"),
+    [
+        ("fp32", "bf16", 4, ""), ("bf16", "bf16", 2, ""), ("bf16", "fp32", 4, ""), ("fp32", "bf16", 3, ""),
+        ("fp32", "bf16", 4, "trained"), ("bf16", "fp32", 3, "frozen"),
+    ],
+)  # fmt: skip
+def test_every_rank_holds_what_is_counted(grad_dtype: str, wire: str, node_size: int, kept: str) -> None:
+    """Also where the model keeps some parameters in FP32."""
+    model = kept_in_fp32(4)[0].float() if kept else None
+    if model is not None and kept == "frozen":
+        model.model.layers[2:].requires_grad_(False)
+
     def run(rank: int) -> list[tuple[RankBytes, RankBytes, int]]:
         room = 20_000  # bytes: for some pushes and not for all
         with (
@@ -481,7 +490,8 @@ def test_every_rank_holds_what_is_counted(grad_dtype: str, wire: str, node_size:
         config["hydra"]["strategies"] = [*config["hydra"]["strategies"], "tp2pp2/v"]
         config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": grad_dtype}}
         config |= {"communication_data_type": wire}
-        engine = small_engine(rank, config=config)
+        engine = small_engine(rank, model, config)
+        assert engine.job.source.plan.frozen_wide == (kept == "frozen")
         found, waiting = [], 0
         for _ in config["hydra"]["strategies"]:
             engine.train_batch()
