@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +28,7 @@ from ds_hydra.hugging_face import HydraTrainer
 from ds_hydra.testing import rank_environment, run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.case import focal
+from tests.support.ends import all_told, codes, ends, mark_fault
 from tests.support.small_job import same, sequences, shared_source, small_model
 from tests.support.trainers import STEPS, adapted, collate, config, logged, settings, trainer_of
 
@@ -90,6 +94,49 @@ def test_a_planned_trainer_is_a_plain_one_and_goes_on_after_a_stop(tmp_path: Pat
     assert state["global_step"] == state["max_steps"] == STEPS
     one, other = (AutoModelForCausalLM.from_pretrained(folder) for folder in (tmp_path / "parts", saved))
     assert same(dict(one.named_parameters()), dict(other.named_parameters()))
+
+
+def interrupted(
+    folder: Path, killed: int, nth: int, rank: int, place: Path
+) -> tuple[int, list[Any], dict[str, Tensor]]:
+    """Train to the end, or until that rank is killed where it opens, makes or renames the `nth` path of the last save;
+    how many there were on this rank, what was logged, and the masters."""
+    rank_environment(rank)
+    trainer, name, seen = trainer_of(HydraTrainer, settings(folder, 2, config())), f"checkpoint-{STEPS}", 0
+
+    def watch(event: str, values: tuple[Any, ...]) -> None:
+        nonlocal seen
+        if event in ("open", "os.mkdir", "os.rename") and isinstance(values[0], str) and name in values[0]:
+            seen += 1
+            if rank == killed and seen == nth:
+                mark_fault(place)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+    trainer.train(resume_from_checkpoint=any(folder.glob("checkpoint-*")))
+    return seen, logged(trainer), trainer.deepspeed.fp32_state_dict()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, list[Any], dict[str, Tensor]]]:
+    with shared_source(small_model()):
+        return run_ranks(partial(interrupted, tmp_path_factory.mktemp("whole") / "run", -1, 0), 2, Path(), timeout=200)
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("part", [0.0, 0.3, 0.6, 1.0])
+@pytest.mark.parametrize("killed", [0, 1])
+def test_it_goes_on_from_a_whole_save_after_a_rank_was_killed_in_one(
+    killed: int, part: float, undisturbed: list[tuple[int, list[Any], dict[str, Tensor]]], tmp_path: Path
+) -> None:
+    nth = 1 + round(part * (undisturbed[killed][0] - 1))
+    with shared_source(small_model()):
+        found = ends(partial(interrupted, tmp_path / "run", killed, nth), 2, limit_s=200.0)
+        assert codes(found) == [-9 if rank == killed else 75 for rank in range(2)], all_told(found)
+        again = run_ranks(partial(interrupted, tmp_path / "run", -1, 0), 2, tmp_path, timeout=200)
+    for (_, losses, masters), (_, right, expected) in zip(again, undisturbed, strict=True):
+        assert losses == right
+        assert same(masters, expected)
 
 
 @pytest.mark.drawn
