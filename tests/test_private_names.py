@@ -76,10 +76,10 @@ def holders() -> list[Any]:
     """Objects of other packages, one of each kind whose private names are read."""
     parameter = torch.nn.Parameter(torch.zeros(1))
     dataset = datasets.Dataset.from_list([{"a": 1}])
+    options = torch.distributed.ProcessGroupGloo._Options  # type: ignore[attr-defined]
     return [torch, torch.ops.aten, torch.autograd.Variable, torch.distributed.distributed_c10d,
-            torch.distributed.ProcessGroup, getattr(torch.distributed.ProcessGroupGloo, "_Options"), torch.nn.Linear(1, 1),
-            parameter, argparse.ArgumentParser(), LlamaConfig(), PreTrainedModel, Trainer, DeepSpeedEngine, dataset,
-            dataset.to_iterable_dataset()]  # fmt: skip
+            torch.distributed.ProcessGroup, options, torch.nn.Linear(1, 1), parameter, argparse.ArgumentParser(),
+            LlamaConfig(), PreTrainedModel, Trainer, DeepSpeedEngine, dataset, dataset.to_iterable_dataset()]  # fmt: skip
 
 
 def test_private_names_of_other_packages_are_there() -> None:

@@ -1,0 +1,159 @@
+"""The ledger: how many lines the core and each capability may have, and how many mechanisms of a kind there may be.
+
+The core is what dense Transformers need to train heterogeneously; a capability is what else there is, by the files that
+hold it. Lines are those of formatted Python, tables that code reads among them. A number may fall at any time. Who
+raises one says in the same commit what users get for it. `python -m tests.ledger` prints what there is beside it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+LIBRARY = ("zero_hetero", "pipe", "ds_hydra")
+TOOLS = ("tools", "benchmarks")
+
+
+class Lines(NamedTuple):
+    """Lines of Python that something may have in the library, in tests, and in tools and benchmarks."""
+
+    library: int
+    tests: int = 0
+    tools: int = 0
+
+
+class Capability(NamedTuple):
+    """What there is besides the core: its files, as globs from the root on, and the lines that it may have."""
+
+    files: str
+    most: Lines
+    apart: bool = False  # the core imports none of it, so that it can be taken away
+
+
+CAPABILITIES: Mapping[str, Capability] = {
+    "elastic": Capability(
+        "ds_hydra/elastic/*.py ds_hydra/engine/going_on.py ds_hydra/engine/joining.py ds_hydra/engine/epochs.py "
+        "ds_hydra/engine/standing.py ds_hydra/engine/copies.py ds_hydra/engine/default_group.py "
+        "ds_hydra/engine/stands.py ds_hydra/ranks/freeing.py ds_hydra/ranks/aborting.py "
+        "ds_hydra/commands/launch.py ds_hydra/commands/launch_node.py tests/pure/test_membership.py "
+        "tests/pure/test_elastic_*.py tests/pure/test_freeing.py tests/pure/test_aborting.py "
+        "tests/pure/test_demo_elastic.py tests/gloo/test_going_on.py tests/gloo/test_agents.py "
+        "tests/gloo/test_freed.py tests/gloo/test_aborted.py tests/support/elastic_*.py "
+        "tests/support/simulated_members.py tests/support/drawn_members.py tests/support/gone_ranks.py "
+        "tools/elastic/*.py tools/check_elastic.py tools/demo_elastic.py",
+        Lines(3731, 2475, 856),
+    ),
+    "post-training": Capability(
+        "ds_hydra/losses/*.py ds_hydra/hugging_face/scores.py ds_hydra/hugging_face/reward.py "
+        "ds_hydra/hugging_face/sft.py tests/gloo/test_post_training.py",
+        Lines(827, 532, 0),
+        apart=True,
+    ),
+    "layers beyond attention": Capability(
+        "pipe/models/boxes.py pipe/models/boxed_layers.py pipe/models/find_boxes.py pipe/models/recurrent_heads.py "
+        "pipe/models/experts.py pipe/expert_parallel.py tests/test_states.py tests/test_experts.py",
+        Lines(2404, 1188, 0),
+    ),
+    "mixed devices": Capability(
+        "ds_hydra/engine/classes.py ds_hydra/planner/proposal/mixed.py tools/bench_hetero.py", Lines(453, 0, 639)
+    ),
+    "Ray": Capability(
+        "ds_hydra/ray/*.py tests/pure/test_ray.py tests/hosts/test_ray.py tests/support/ray_job.py",
+        Lines(639, 378, 0),
+        apart=True,
+    ),
+    "verl": Capability(
+        "ds_hydra/hosts/*.py tests/hosts/test_verl*.py tests/support/verl_*.py", Lines(345, 507, 0), apart=True
+    ),
+    "emulated cluster": Capability(
+        "ds_hydra/emulate/*.py ds_hydra/commands/emulate.py ds_hydra/commands/demo_cluster.py "
+        "tests/gloo/test_emulation.py tests/support/emulated_job.py tools/systems/emulated.py",
+        Lines(1239, 565, 60),
+        apart=True,
+    ),
+    "comparison and previews": Capability(
+        "ds_hydra/rivals/*.py ds_hydra/commands/beside.py ds_hydra/commands/preview.py "
+        "ds_hydra/commands/preview_page.py ds_hydra/commands/init.py ds_hydra/commands/init_job.py "
+        "ds_hydra/commands/planned_block.py ds_hydra/commands/demo.py tests/pure/test_rivals.py "
+        "tests/pure/test_systems.py tests/pure/test_init.py tools/systems/*.py tools/bench_systems.py "
+        "tools/check_gains.py benchmarks/rivals/*.py",
+        Lines(3036, 1382, 2550),
+        apart=True,
+    ),
+    "pages and pictures": Capability(
+        "ds_hydra/report/plots.py ds_hydra/report/web_page.py ds_hydra/commands/report.py "
+        "ds_hydra/commands/preview_page.py ds_hydra/commands/simulate.py",
+        Lines(1005, 0, 0),
+        apart=True,
+    ),
+}
+CORE = Lines(63486, 44384, 8443)
+# Of each kind: the files that hold one. Another of a kind needs a reason; one less is welcome.
+MECHANISMS: Mapping[str, str] = {
+    "nets on what a script does to its model": (
+        "ds_hydra/host/kept_model.py ds_hydra/host/own_updates.py ds_hydra/host/released.py "
+        "ds_hydra/self_check/changes.py ds_hydra/self_check/unproven.py ds_hydra/self_check/contents.py "
+        "ds_hydra/self_check/cache.py ds_hydra/engine/real_sequences.py ds_hydra/engine/loss_watch.py "
+        "ds_hydra/engine/own_loss.py pipe/models/kept_values.py pipe/models/state.py"
+    ),
+    "accounts of a rank's memory": (
+        "ds_hydra/costs/memory.py ds_hydra/simulate/memory.py ds_hydra/profiling/stage_memory.py "
+        "ds_hydra/planner/arena_room.py ds_hydra/commands/memory.py"
+    ),
+    "walks of a step in time": (
+        "pipe/schedules/simulate.py pipe/schedules/list_walk.py ds_hydra/plan/simulate.py "
+        "ds_hydra/planner/kernels/cut_search.py ds_hydra/planner/chunked_space.py ds_hydra/simulate/pipeline.py "
+        "ds_hydra/simulate/step.py ds_hydra/emulate/clock.py"
+    ),
+    "ways to run ranks in a test": (
+        "ds_hydra/ranks/forked.py pipe/in_process.py tests/support/strict.py tests/support/simulated_members.py "
+        "tests/support/still_engine.py ds_hydra/emulate/cluster.py"
+    ),
+    "runs of one process to compare with": ("ds_hydra/testing/one_process.py ds_hydra/self_check/plain.py"),
+}
+
+
+def python_files(tops: tuple[str, ...]) -> Iterator[Path]:
+    """All modules below these folders, each once: folders that are links to others are passed over."""
+    for top in tops:
+        for path in (ROOT / top).rglob("*.py"):
+            if not any(folder.is_symlink() for folder in path.parents if ROOT in folder.parents):
+                yield path
+
+
+def found() -> dict[str, Lines]:
+    """The lines that there are: of each capability, and of the core, which is the rest."""
+    left = {where: {path: len(path.read_text().splitlines()) for path in python_files(tops)}
+            for where, tops in (("library", LIBRARY), ("tests", ("tests",)), ("tools", TOOLS))}  # fmt: skip
+    lines = dict[str, Lines]()
+    for name, capability in CAPABILITIES.items():
+        own = {path for pattern in capability.files.split() for path in ROOT.glob(pattern)}
+        lines[name] = Lines(
+            **{where: sum(files.pop(path) for path in own & set(files)) for where, files in left.items()}
+        )
+    return lines | {"core": Lines(**{where: sum(files.values()) for where, files in left.items()})}
+
+
+def most() -> dict[str, Lines]:
+    """The lines that there may be."""
+    return {name: capability.most for name, capability in CAPABILITIES.items()} | {"core": CORE}
+
+
+def main() -> int:
+    """Print the ledger; 1 if something is over it."""
+    allowed, over = most(), 0
+    for name, lines in found().items():
+        print(
+            f"{name:24}" + "".join(f"{one:8,} of {limit:6,}" for one, limit in zip(lines, allowed[name], strict=True))
+        )
+        over += any(one > limit for one, limit in zip(lines, allowed[name], strict=True))
+    for kind, places in MECHANISMS.items():
+        print(f"{len(places.split()):3} {kind}")
+    return int(over > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""Each capability that stands apart can be taken away: what is left imports, and trains as before."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from tests import ledger
+
+APART = [name for name, capability in ledger.CAPABILITIES.items() if capability.apart]
+IMPORT_ALL = """
+import importlib, pathlib, sys
+for path in sorted(pathlib.Path("ds_hydra").rglob("*.py")):
+    name = ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+    if not name.endswith(("__main__", "producer_start", "ray.rank")):
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if (error.name or "ds_hydra").startswith("ds_hydra"):  # not of a package that is not installed here
+                raise SystemExit(f"{name}: {error}") from error
+"""
+TRAIN = ("-m", "ds_hydra.commands", "train-tiny", "--ranks", "2", "--steps", "2", "--strategies", "tp2", "2*tp1")
+
+
+def without(names: Iterable[str], folder: Path) -> list[str]:
+    """A copy of all code in `folder` without the files of some capabilities; the files of tests that are left."""
+    patterns = [pattern for name in names for pattern in ledger.CAPABILITIES[name].files.split()]
+    gone = {path for pattern in patterns for path in ledger.ROOT.glob(pattern)}
+
+    def ignored(where: str, files: list[str]) -> list[str]:
+        return [file for file in files if Path(where, file) in gone or file == "__pycache__"]
+
+    for top in (*ledger.LIBRARY, "tests", "examples", "tools", "benchmarks", "docs"):
+        shutil.copytree(ledger.ROOT / top, folder / top, ignore=ignored, symlinks=True)
+    for file in ("pyproject.toml", "README.md", "CONTRIBUTING.md"):
+        shutil.copy(ledger.ROOT / file, folder)
+    return sorted(str(path.relative_to(folder)) for path in (folder / "tests").rglob("test_*.py"))
+
+
+def run(folder: Path, *command: str) -> None:
+    """Run Python in `folder`, which it imports from; AssertionError with what it wrote if it fails."""
+    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("names", [*([name] for name in APART), APART], ids=" ".join)
+def test_what_is_left_imports_and_trains(names: list[str], tmp_path: Path) -> None:
+    without(names, tmp_path)
+    run(tmp_path, "-c", IMPORT_ALL)
+    run(tmp_path, *TRAIN)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("names", [*([name] for name in APART), APART], ids=" ".join)
+def test_all_tests_of_what_is_left_pass(names: list[str], tmp_path: Path) -> None:
+    left = [file for file in without(names, tmp_path) if file.startswith(("tests/pure", "tests/gloo"))]
+    run(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", *left)
