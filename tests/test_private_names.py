@@ -79,7 +79,8 @@ def holders() -> list[Any]:
     options = torch.distributed.ProcessGroupGloo._Options  # type: ignore[attr-defined]
     return [torch, torch.ops.aten, torch.autograd.Variable, torch.distributed.distributed_c10d,
             torch.distributed.ProcessGroup, options, torch.nn.Linear(1, 1), parameter, argparse.ArgumentParser(),
-            LlamaConfig(), PreTrainedModel, Trainer, DeepSpeedEngine, dataset, dataset.to_iterable_dataset()]  # fmt: skip
+            LlamaConfig(), PreTrainedModel, Trainer, DeepSpeedEngine, dataset,
+            dataset.to_iterable_dataset()]  # fmt: skip
 
 
 def test_private_names_of_other_packages_are_there() -> None:

@@ -55,7 +55,7 @@ def mark_fault(place: Path) -> None:
 
 
 def ends(
-    program: Callable[[int, Path], None], num_ranks: int, *, limit_s: float = 60.0, finalized: bool = False
+    program: Callable[[int, Path], object], num_ranks: int, *, limit_s: float = 60.0, finalized: bool = False
 ) -> list[End]:
     """Fork `num_ranks` ranks of one gloo group, each of which runs `program(rank, folder)`; how each ended.
 
