@@ -88,7 +88,7 @@ def ends(
         return [End(at[rank][0], at[rank][1] - since, told[rank]) for rank in range(num_ranks)]
 
 
-def live(program: Callable[[], None], rank: int, num_ranks: int, place: Path, *, finalized: bool = False) -> None:
+def live(program: Callable[[], object], rank: int, num_ranks: int, place: Path, *, finalized: bool = False) -> None:
     """The life of a forked rank; it ends the process as a script of its own would end."""
     from ds_hydra.host.ending import show_refusals_plainly
 
@@ -109,7 +109,7 @@ def live(program: Callable[[], None], rank: int, num_ranks: int, place: Path, *,
     os._exit(code)
 
 
-def _run(program: Callable[[], None], rank: int, num_ranks: int, place: Path, begin: Callable[[], None]) -> None:
+def _run(program: Callable[[], object], rank: int, num_ranks: int, place: Path, begin: Callable[[], None]) -> None:
     one_thread()
     atexit._clear()
     for of_parent in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # its folders are still in use
@@ -122,7 +122,7 @@ def _run(program: Callable[[], None], rank: int, num_ranks: int, place: Path, be
     program()
 
 
-def _left(action: Callable[[], None]) -> int:
+def _left(action: Callable[[], object]) -> int:
     """The exit code with which Python would leave after this."""
     try:
         action()
