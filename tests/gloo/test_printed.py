@@ -123,6 +123,7 @@ SETTINGS: dict[str, Row] = {
     '"planner": {"highs": false}': Row(),
     '"method": "highs"': Row(within="planner"),
     '"frozen_seconds": 0': Row(within="faults"),
+    '"steps_file": null': Row(),
     '"trace": {"steps": [10, 20]}': Row(),
     '"profiler": true': Row(within="trace", beside={"trace": {"steps": [1, 2]}}),
     '"loss_norm": "batch"': Row((CALLS, *BY_TRAINER, ACCELERATE)),
