@@ -221,7 +221,8 @@ class Progress:
                 time.sleep(LOOK_S)
                 self.look_at_the_end(time.monotonic())
 
-        if not threading.main_thread().is_alive():
+        # While Python takes its modules apart, a thread that is started never begins, and who starts it waits for ever.
+        if not threading.main_thread().is_alive() and not sys.is_finalizing():
             with suppress(RuntimeError):  # too late for one
                 threading.Thread(target=live, daemon=True, name="exit").start()
 
