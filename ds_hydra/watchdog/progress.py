@@ -128,7 +128,7 @@ class Progress:
         self._stand = Stand(rank, *where(), 0.0, 0.0, limit_s, "")
         self._waits, self._settled, self._kept = False, False, ""
         self._waited = (0.0, 0.0, "")  # when the last wait began, when it was over, and what was kept of it
-        self._asked_size = 0
+        self._asked_size = os.fstat(_asked()).st_size
 
     @property
     def told(self) -> str:
