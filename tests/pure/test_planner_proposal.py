@@ -275,7 +275,7 @@ def test_full_packing_is_first_fit_decreasing_dealt_out_in_turn() -> None:
 def test_preview_prints_what_it_found(tmp_path: Path) -> None:
     out = tmp_path / "preview.json"
     command = [
-        sys.executable, "-m", "tools.preview_plan", "--cost-table", "a800-32b", "--lengths",
+        sys.executable, "-m", "ds_hydra.commands", "preview", "--cost-table", "a800-32b", "--lengths",
         "lognormal:6.220,1.233", "--gpus", "64", "--tokens", "200000", "--context", "32768", "--tp-across-nodes",
         "--steps", "6", "--strategies", "4*tp16", "tp16 + 2*tp8 + 8*tp4", "--json", str(out),
         "--links", "12",
@@ -306,7 +306,7 @@ def test_preview_prints_what_it_found(tmp_path: Path) -> None:
     command[command.index("lognormal:6.220,1.233")] = str(tmp_path / "none")
     failed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert failed.returncode == 2
-    assert "preview_plan: cannot read the lengths file" in failed.stderr
+    assert "ds-hydra preview: cannot read the lengths file" in failed.stderr
 
 
 # --- A wider table of schemes never makes proposals worse: larger spaces begin with what smaller ones have
