@@ -77,7 +77,8 @@ def holders() -> list[Any]:
     parameter = torch.nn.Parameter(torch.zeros(1))
     dataset = datasets.Dataset.from_list([{"a": 1}])
     options = torch.distributed.ProcessGroupGloo._Options  # type: ignore[attr-defined]
-    return [torch, torch.ops.aten, torch.autograd.Variable, torch.distributed.distributed_c10d,
+    return [torch, torch._C, torch._C._autograd, torch.ops.aten, torch.autograd.Variable,
+            torch.distributed.distributed_c10d,
             torch.distributed.ProcessGroup, options, torch.nn.Linear(1, 1), parameter, argparse.ArgumentParser(),
             LlamaConfig(), PreTrainedModel, Trainer, DeepSpeedEngine, dataset,
             dataset.to_iterable_dataset()]  # fmt: skip
