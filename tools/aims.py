@@ -149,6 +149,7 @@ GPU_LEFT_OVER = 256 * 2**20  # bytes after an engine was destroyed: cuBLAS keeps
 # After a fault, by the clock: check_elastic, tests/gloo/.
 VIEW_MEDIAN_S, VIEW_WORST_S = 1.0, 3.0  # from a member's death to the others' next view, or from when it is frozen
 PLAN_MEDIAN_S, PLAN_WORST_S = 1.5, 3.5  # from a member's death to the plan of the next step of those that are left
+LOSS_CPU_S, LOSS_MB, BEAT_LATE_S = 1.0, 10.0, 1.0  # one loss among 1,024 members, for the coordinator
 CUT_ANEW_SHARES = 3.0  # of a rank's values and states: its own and a lost one's that move, and its new copy
 COPIES_STEP = 1.05  # a step with copies of masters over one without
 COPIES_EXPOSED = 0.01  # of a simulated step

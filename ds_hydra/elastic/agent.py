@@ -11,21 +11,20 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from ds_hydra.elastic import messages as m
-from ds_hydra.elastic.links import Links
-from ds_hydra.elastic.membership import TURN_S, Membership
-from ds_hydra.elastic.rounds import Patience
-from ds_hydra.elastic.view import Member, Report, View
+from ds_hydra.elastic.links import Event, Links
+from ds_hydra.elastic.membership import TURN_S, Membership, Patience
+from ds_hydra.elastic.view import Member, NormTable, Report, View
 from ds_hydra.ranks.together import Texts, agree
 from ds_hydra.watchdog.host import EXIT_CODE, Identity, end_process, kill, listen, own_address, say, stopped
-from ds_hydra.watchdog.watchdog import beat_seconds
 from ds_hydra.zero_hetero.files import create_file, read_file
 
 logger = logging.getLogger(__name__)
@@ -74,25 +73,25 @@ class MemberAgent:
     def __init__(
         self,
         me: Member,
-        links: Links,
+        listener: socket.socket,
         invitation: Invitation,
         roster: m.Roster | None,
         *,
+        frozen_s: float = 9.0,
         patience: Patience | None = None,
         most: int | None = None,
         heartbeat_s: float = 1.0,
-        end: Callable[[str], None] | None = None,
-        store: Callable[[str], Store] = open_store,
         place: Path | None = None,
     ):
-        """Use `start` or `join`. `most` as of `Rounds`. `end` replaces the end of the process; `store` opens
-        stores; `place` has the newest invitation, for a process that joins."""
-        self._place = place
+        """Use `start` or `join`. `most` as of `Membership`; `place` has the newest invitation, for a process that
+        joins."""
+        self._place, self._invitation = place, invitation
         self._machine = Membership(me, roster, folder=invitation.folder is not None, patience=patience, most=most)
-        self._links, self._invitation, self._end, self._open_store = links, invitation, end, store
+        self._links = Links(
+            self._machine, listener, bytes.fromhex(invitation.secret), frozen_s=frozen_s, heartbeat_s=heartbeat_s
+        )
         self._store: Store | None = None
-        self._heartbeat_s, self._beat_in = heartbeat_s, 0.0
-        self._inbox: queue.SimpleQueue[m.Event] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._fault, self._closing, self._installed = threading.Event(), threading.Event(), threading.Condition()
         self._callbacks: list[tuple[Callable[[], None], Callable[[], None]]] = []
         self._view: View | None = None
@@ -108,7 +107,6 @@ class MemberAgent:
         *,
         folder: Path | None,
         scratch: Path | None = None,
-        frozen_s: float = 9.0,
         address: str | None = None,
         job: str = "",
         **more: Any,
@@ -137,11 +135,10 @@ class MemberAgent:
         first, roster = texts[0], m.Roster(0, members, len(members))
         invitation = Invitation(first["secret"], members, first["folder"], first["run"], job)
         assert listener is not None, "all listen"
-        links = Links(listener, bytes.fromhex(first["secret"]), frozen_s=frozen_s)
-        return cls(members[channel.rank], links, invitation, roster, **more)
+        return cls(members[channel.rank], listener, invitation, roster, **more)
 
     @classmethod
-    def join(cls, place: Path, *, frozen_s: float = 9.0, address: str | None = None, **more: Any) -> MemberAgent:
+    def join(cls, place: Path, *, address: str | None = None, **more: Any) -> MemberAgent:
         """As a process that wants to join by the invitation in this file; its first `park` returns when it is a
         member."""
         invitation = Invitation.read(place)
@@ -149,8 +146,7 @@ class MemberAgent:
         others = [one.address[0] for one in invitation.members if one.host != mine.host]
         listener = listen(address or (own_address(others[0]) if others else "127.0.0.1"))
         me = Member(-1, mine.host, listener.getsockname()[:2], mine.pid, mine.started)
-        links = Links(listener, bytes.fromhex(invitation.secret), frozen_s=frozen_s)
-        return cls(me, links, invitation, None, place=place, **more)
+        return cls(me, listener, invitation, None, place=place, **more)
 
     # What training calls.
 
@@ -178,18 +174,19 @@ class MemberAgent:
     def fault(self, within: float) -> bool:
         """Whether the present view is over by a fault, which may become known within so many seconds."""
         if not self._fault.is_set():
-            self._tell(m.Failed())
+            self._tell(self._machine.fail)
         return self._fault.wait(within)
 
-    def park(self, report: Report) -> View:
-        """Say that this thread is out of all communication; return when the next view is installed.
+    def park(self, report: Report, tables: Sequence[NormTable] = ()) -> View:
+        """Say that this thread is out of all communication, and holds the tables that its report names; return when the
+        next view is installed.
 
         Without a fault it asks all to park at the end of their step, as for a process that joins. The process ends with
         code 75 where it is left behind, or too few members are left to go on.
         """
         with self._installed:
             before = self._view
-            self._tell(m.Parked(report))
+            self._tell(partial(self._machine.park, report, tables))
             self._installed.wait_for(lambda: self._view is not before or self._closing.is_set())
             if self._view is before or self._view is None:
                 raise SystemExit(EXIT_CODE)  # left behind, or closed by another thread
@@ -197,11 +194,11 @@ class MemberAgent:
 
     def rebuilt(self) -> None:
         """Say that the view is in use: groups are made, masters are cut anew."""
-        self._tell(m.Rebuilt())
+        self._tell(self._machine.rebuilt)
 
     def unfit(self, members: int) -> None:
         """Say that no view of so many members can be used: nobody is to join until such a one."""
-        self._tell(m.Unfit(members))
+        self._tell(partial(self._machine.unfit.add, members))
 
     def on_abort(self, callback: Callable[[], None], installed: Callable[[], None]) -> None:
         """Call `callback` once for each fault, and `installed` before each `park` returns with a view, both on the
@@ -226,7 +223,7 @@ class MemberAgent:
 
     # Living: one thread.
 
-    def _tell(self, event: m.Event) -> None:
+    def _tell(self, event: Event) -> None:
         self._inbox.put(event)
         self._links.wake()
 
@@ -240,47 +237,37 @@ class MemberAgent:
     def _run(self) -> None:
         last = time.monotonic()
         while not self._closing.is_set():
-            for event in self._links.wait(max(0.0, last + TURN_S - time.monotonic())):
-                self._handle(event)
+            self._handle(self._links.wait(max(0.0, last + TURN_S - time.monotonic())))
             while not self._inbox.empty():
-                self._handle(self._inbox.get())
+                self._handle([self._inbox.get()])
             now = time.monotonic()
             if now - last >= TURN_S:
                 if now - last > 8 * TURN_S:  # this process was suspended: it is the one that did not listen
                     self._links.listened()
                 last = now
                 self._turn()
-        bye = m.Bye(self._machine.roster.epoch)
-        self._links.close(bye)
+        self._links.close(m.Word("bye", self._machine.roster.epoch))
 
     def _turn(self) -> None:
-        self._handle(m.Tick())
-        machine = self._machine
-        self._links.me, self._links.roster = machine.me, machine.roster
-        if machine.me.id < 0:
-            if self._links.unanswered and self._place is not None and self._place.exists():
-                self._invitation = Invitation.read(self._place)  # others may be members now
-            self._links.knock(machine.me, self._invitation.members)
-            if self._links.unanswered > _UNANSWERED:
-                self._leave("no member of the job answers any more: it has ended")
+        self._handle([self._machine.tick])
+        if self._machine.me.id >= 0:
+            self._handle(self._links.watch())
             return
-        for event in self._links.watch(machine.watched):
-            self._handle(event)
-        self._beat_in -= TURN_S
-        if self._beat_in <= 0:
-            self._beat_in = beat_seconds(len(machine.watched), self._heartbeat_s, self._links.frozen_s)
-            self._links.beat(machine.beat())
+        if self._links.unanswered and self._place is not None and self._place.exists():
+            self._invitation = Invitation.read(self._place)  # others may be members now
+        self._links.knock(self._invitation.members)
+        if self._links.unanswered > _UNANSWERED:
+            self._leave("no member of the job answers any more: it has ended")
 
-    def _handle(self, event: m.Event) -> None:
+    def _handle(self, events: Iterable[Event]) -> None:
         machine = self._machine
-        self._links.coordinator = next((o for o in machine.roster.members if o.id == machine.coordinator), None)
-        joins = machine.me.id < 0
-        actions = machine.handle(event)
-        self._links.me, self._links.roster = machine.me, machine.roster
-        if joins and machine.me.id >= 0:
-            self._links.joined()
-        for action in actions:
-            self._do(action)
+        for event in events:
+            joins = machine.me.id < 0
+            event()
+            if joins and machine.me.id >= 0:
+                self._links.joined()
+            for action in machine.taken():
+                self._do(action)
 
     def _do(self, action: m.Action) -> None:
         match action:
@@ -300,21 +287,14 @@ class MemberAgent:
             case m.TakeToken(epoch, roster):
                 threading.Thread(target=self._take_token, args=(epoch, roster), daemon=True).start()
             case m.OpenStore(epoch):
-                self._store = self._open_store(self._machine.me.address[0])
-                self._inbox.put(m.Opened(epoch, self._store[0]))
-                self._links.wake()
+                self._store = open_store(self._machine.me.address[0])
+                self._tell(partial(self._machine.opened, epoch, self._store[0]))
             case m.KillProcess(member):
                 threading.Thread(target=end_frozen, args=(member,), daemon=True).start()
             case m.Exit(why):
                 self._leave(why)
 
     def _leave(self, why: str) -> None:
-        if self._end is not None:
-            self._closing.set()
-            self._end(why)
-            with self._installed:
-                self._installed.notify_all()
-            return
         say(f"member {self._machine.me.id} ends: {why}. Restart the job: it resumes from the newest checkpoint")
         end_process(EXIT_CODE)
 
@@ -322,10 +302,10 @@ class MemberAgent:
         assert self._invitation.folder is not None, "asked for with a folder only"
         try:
             found = take_token(Path(self._invitation.folder), f"{self._invitation.run}-{epoch}", roster)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, LookupError, TypeError) as error:
             logger.error("no token for the epoch after %d: %s", epoch, error)
             found = None
-        self._tell(m.Token(epoch, found))
+        self._tell(partial(self._machine.token, epoch, found))
 
 
 def end_frozen(member: Member) -> None:
@@ -343,7 +323,7 @@ def take_token(folder: Path, name: str, roster: m.Roster) -> m.Roster:
 
     OSError or ValueError where the folder cannot be used, or whoever made the file has not finished it.
     """
-    place, adapter = folder / "epochs" / name, TypeAdapter(m.Roster)
+    place = folder / "epochs" / name
     place.parent.mkdir(parents=True, exist_ok=True)
     try:
         made = create_file(place, 0o600)
@@ -353,9 +333,12 @@ def take_token(folder: Path, name: str, roster: m.Roster) -> m.Roster:
             if time.monotonic() > deadline:
                 raise ValueError(f"{place} is not whole: whoever made it has died") from None
             time.sleep(0.05)
-        return adapter.validate_json(text)
+        found = m.from_wire(json.loads(text), {})
+        if not isinstance(found, m.Newer):
+            raise ValueError(f"{place} holds no roster") from None
+        return found.roster
     with made as file:
-        file.write(adapter.dump_json(roster) + b"\n")
+        file.write(json.dumps(m.to_wire(m.Newer(roster), {})).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
     return roster

@@ -1,4 +1,4 @@
-"""Connections between members: messages out and in, and who is lost or silent.
+"""Connections between members: messages out and in, who is lost or silent, and the heartbeats.
 
 Each member listens from the start, and two of them share the connections that either has made. One that closes is made
 anew at once, if the machine has to hear of the other: where nobody listens any more, that process is dead; where the
@@ -13,20 +13,24 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from ds_hydra.elastic import messages as m
+from ds_hydra.elastic.membership import Membership
 from ds_hydra.elastic.view import Member
 from ds_hydra.watchdog.connection import Connection, closed_in_children, encoded
 from ds_hydra.watchdog.door import Door
 from ds_hydra.watchdog.meeting import greeted
+from ds_hydra.watchdog.watchdog import beat_seconds
 
 _CONNECT_S = 2.0
-_MAX_FRAME = 1 << 28  # the reports of a thousand members, a thousand rows each
+_MAX_FRAME = 1 << 24  # whole rosters of thousands of members
+Event = Callable[[], None]  # of the machine
 
 
 @dataclass(eq=False)
@@ -35,38 +39,41 @@ class Peer:
 
     id: int  # -1: a process that wants to join
     connection: Connection
-    joiner: Member | None = None
+    joiner: Member | None = None  # who has knocked through it
 
 
 class Links:
-    """This member's connections; one thread uses them, but for `wake`."""
+    """A machine's connections. One thread uses them, but for `wake`; another one sends the heartbeats, however long
+    that thread is busy, unless it stands still for as long as a process may that is not frozen."""
 
-    def __init__(self, listener: socket.socket, secret: bytes, *, frozen_s: float):
-        self.me: Member | None = None
-        self.coordinator: Member | None = None
-        self.roster: m.Roster | None = None
-        self._secret, self.frozen_s = secret, frozen_s
+    def __init__(self, machine: Membership, listener: socket.socket, secret: bytes, *, frozen_s: float,
+                 heartbeat_s: float):  # fmt: skip
+        self._machine, self._secret, self.frozen_s = machine, secret, frozen_s
         self._selector = selectors.DefaultSelector()
         self._door = Door(closed_in_children(listener), secret, self._selector, self._admit, self._read)
-        self._peers: list[Peer] = []
+        self._peers: dict[int, list[Peer]] = {}  # by id
         self._heard: dict[int, float] = {}
         self._watched: frozenset[int] = frozenset()
         self._connecting: dict[int, list[m.Message]] = {}  # with what is to be said then, by id
         self._made: queue.SimpleQueue[tuple[int, Member, Connection | OSError]] = queue.SimpleQueue()
-        self._events: list[m.Event] = []
+        self._events: list[Event] = []
         self._awake, self._wakes = socket.socketpair()
         self._wakes.setblocking(False)
         self._selector.register(self._awake, selectors.EVENT_READ, self)
-        self._told: tuple[m.Message | None, bytes] = (None, b"")  # what was encoded last: often for many members
+        self._encoded: tuple[m.Message | None, bytes] = (None, b"")  # the last message: often for many members
         self._asked = 0  # members at which this process has knocked
         self.unanswered = 0  # of these the last ones, where nobody was
+        self._lock = threading.Lock()  # of `_peers`, and of what is sent to them
+        self._closing, self._turned, self._heartbeat_s = threading.Event(), time.monotonic(), heartbeat_s
+        self._beats = threading.Thread(target=self._beat, daemon=True, name="heartbeats")
+        self._beats.start()
 
     def wake(self) -> None:
         """End a wait; any thread may call it."""
         with contextlib.suppress(OSError):
             self._wakes.send(b"x")
 
-    def wait(self, seconds: float) -> list[m.Event]:
+    def wait(self, seconds: float) -> list[Event]:
         """What has come by then."""
         for key, _ in self._selector.select(seconds):
             if key.data is self:
@@ -80,63 +87,60 @@ class Links:
         return self._taken()
 
     def send(self, to: Member, message: m.Message) -> None:
-        """Say it, over a new connection where there is none; `Lost` may come of that."""
+        """Say it, over a new connection where there is none; `lose` may come of that."""
         # The oldest, as long as it lasts: what goes over two connections may come in another order.
-        peer = next((one for one in self._peers if one.id == to.id), None)
+        peer = next((one for one in self._peers.get(to.id, ()) if one.joiner is None), None)
         if peer is not None:
-            peer.connection.send_body(self._encoded(message))
+            self._say(peer, message)
         elif to.id in self._connecting:
             self._connecting[to.id].append(message)
         elif to.host:
             self._connect(to, [message])
 
-    def _encoded(self, message: m.Message) -> bytes:
-        """Once for all who get it: the views of a thousand members are megabytes."""
-        if self._told[0] is not message:
-            self._told = message, encoded(m.to_wire(message))
-        return self._told[1]
+    def _say(self, peer: Peer, message: m.Message) -> None:
+        if self._encoded[0] is not message:
+            self._encoded = message, encoded(m.to_wire(message, self._machine.rosters))
+        with self._lock:
+            peer.connection.send_body(self._encoded[1])
 
-    def watch(self, members: Sequence[Member]) -> list[m.Event]:
-        """Once a turn: be connected to these; who was silent for long is told."""
-        now, here = time.monotonic(), {peer.id for peer in self._peers}
-        self._watched = frozenset(member.id for member in members)
+    def watch(self) -> list[Event]:
+        """Once a turn: be connected to whom the machine watches; who was silent for long is told."""
+        now, members = time.monotonic(), self._machine.watched
+        self._turned, self._watched = now, frozenset(member.id for member in members)
         self._door.check(now)
         self._door.expected = len(self._watched)
         for member in members:
             self._heard.setdefault(member.id, now)
-            if member.id not in here and member.id not in self._connecting:
+            if member.id not in self._peers and member.id not in self._connecting:
                 self._connect(member, [])
             elif now - self._heard[member.id] > self.frozen_s:
-                self._events.append(m.Silent(member.id))
-        for number in self._heard.keys() - self._watched - here:
+                self._events.append(partial(self._machine.silent, member.id))
+        for number in self._heard.keys() - self._watched - self._peers.keys():
             del self._heard[number]
         return self._taken()
-
-    def beat(self, beat: m.Beat | m.Bye) -> None:
-        """To all that are connected."""
-        for number in {peer.id for peer in self._peers if peer.id >= 0}:
-            self.send(Member(number, "", ("", 0)), beat)
 
     def listened(self) -> None:
         """Nobody counts as silent: this process has not listened."""
         self._heard = dict.fromkeys(self._heard, time.monotonic())
 
-    def knock(self, me: Member, members: Sequence[Member]) -> None:
+    def knock(self, members: Sequence[Member]) -> None:
         """Once a turn, until this process is a member: ask one of them after the other."""
-        self.me = me
-        if members and not self._connecting and not any(peer.joiner for peer in self._peers):
+        self._turned = time.monotonic()
+        if members and not self._connecting and not any(one.joiner for some in self._peers.values() for one in some):
             self._connect(members[self._asked % len(members)], [])
             self._asked += 1
 
     def joined(self) -> None:
         """This process has become a member: what it says next is to come from one."""
-        for peer in [one for one in self._peers if one.id >= 0 and one.joiner is not None]:
+        for peer in [one for some in self._peers.values() for one in some if one.id >= 0 and one.joiner is not None]:
             self._gone(peer)
 
-    def close(self, bye: m.Bye) -> None:
-        self.beat(bye)
+    def close(self, bye: m.Word) -> None:
+        self._closing.set()
+        self._beats.join()
+        self._to_all(bye)
         self._door.close()
-        for peer in self._peers:
+        for peer in [one for some in self._peers.values() for one in some]:
             with contextlib.suppress(OSError):
                 peer.connection.socket.shutdown(socket.SHUT_WR)  # as `sides.Side.close` says
             peer.connection.close()
@@ -144,11 +148,30 @@ class Links:
         self._awake.close()
         self._wakes.close()
 
+    # Heartbeats: a thread of their own.
+
+    @property
+    def beat_s(self) -> float:
+        """Seconds between two."""
+        return beat_seconds(len(self._watched), self._heartbeat_s, self.frozen_s)
+
+    def _beat(self) -> None:
+        while not self._closing.wait(self.beat_s):
+            if self._machine.me.id >= 0 and time.monotonic() - self._turned < self.frozen_s:
+                self._to_all(self._machine.beat())
+
+    def _to_all(self, word: m.Word) -> None:
+        body = encoded(m.to_wire(word, {}))
+        with self._lock:
+            for peers in self._peers.values():
+                if peers[0].id >= 0 and peers[0].joiner is None:
+                    peers[0].connection.send_body(body)
+
     # Connections.
 
     def _connect(self, to: Member, messages: list[m.Message]) -> None:
         self._connecting[to.id] = messages
-        number = self.me.id if self.me is not None else -1
+        number = self._machine.me.id
 
         def connect() -> None:
             try:
@@ -163,28 +186,29 @@ class Links:
     def _connected(self, number: int, to: Member, made: Connection | OSError) -> None:
         waiting = self._connecting.pop(to.id, [])
         if isinstance(made, OSError):
-            self._events.append(m.Lost(to.id, dead=isinstance(made, ConnectionRefusedError)))
+            self._events.append(partial(self._machine.lose, to.id, isinstance(made, ConnectionRefusedError)))
             self.unanswered += 1
             return
         self.unanswered = 0
-        if self.me is not None and self.me.id != number:  # it has become a member meanwhile
+        me = self._machine.me
+        if me.id != number:  # it has become a member meanwhile
             made.close()
             self._connect(to, waiting)
             return
-        made.max_frame = _MAX_FRAME
-        joins = number < 0
-        peer = Peer(to.id, made, self.me if joins else None)
-        self._peers.append(peer)
+        peer = self._add(Peer(to.id, made, me if number < 0 else None))
         self._selector.register(made.socket, selectors.EVENT_READ, peer)
-        if joins and self.me is not None:
-            made.send({"knock": asdict(self.me)})
+        if number < 0:
+            made.send({"knock": asdict(me)})
         for message in waiting:
-            made.send_body(self._encoded(message))
+            self._say(peer, message)
 
     def _admit(self, connection: Connection, message: dict[str, Any]) -> Peer:
-        peer = Peer(int(message["rank"]), connection)
-        connection.max_frame = _MAX_FRAME
-        self._peers.append(peer)
+        return self._add(Peer(int(message["rank"]), connection))
+
+    def _add(self, peer: Peer) -> Peer:
+        peer.connection.max_frame = _MAX_FRAME
+        with self._lock:
+            self._peers.setdefault(peer.id, []).append(peer)
         return peer
 
     def _read(self, peer: Peer) -> None:
@@ -195,35 +219,44 @@ class Links:
                 if peer.id < 0:
                     self._knocked(peer, TypeAdapter(Member).validate_python(message["knock"]))
                 elif message:
-                    self._events.append(m.Heard(peer.id, m.from_wire(message)))
+                    self._events.append(partial(self._hear, peer, message))
         except (ValueError, TypeError, LookupError):
             open_still = False
         if not open_still:
             self._gone(peer)
 
+    def _hear(self, peer: Peer, wire: dict[str, Any]) -> None:
+        """Read only when all is known that came before."""
+        try:
+            message = m.from_wire(wire, self._machine.rosters)
+        except (ValueError, TypeError, LookupError):
+            self._gone(peer)
+        else:
+            if message is not None:
+                self._machine.hear(peer.id, message)
+
     def _knocked(self, peer: Peer, joiner: Member) -> None:
         """Only the coordinator keeps who knocks; from others it goes on to the next."""
-        if self.me is not None and self.coordinator == self.me:
-            peer.joiner = joiner
-            self._events.append(m.Knock(joiner))
-        else:
+        if self._machine.coordinator != self._machine.me.id:
             raise ValueError("not at this door")
+        peer.joiner = joiner
+        self._events.append(partial(self._machine.knock, joiner))
 
     def _gone(self, peer: Peer) -> None:
-        if peer not in self._peers:
-            return
-        self._peers.remove(peer)
+        with self._lock:
+            if peer not in self._peers.get(peer.id, ()):
+                return
+            self._peers[peer.id].remove(peer)
+            if not self._peers[peer.id]:
+                del self._peers[peer.id]
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(peer.connection.socket)
         peer.connection.close()
         if peer.id < 0 and peer.joiner is not None:
-            self._events.append(m.KnockGone(peer.joiner))
-        elif peer.id in self._watched and not any(one.id == peer.id for one in self._peers) and self.roster is not None:
-            again: Iterable[Member] = (one for one in self.roster.members if one.id == peer.id)
-            for member in again:
-                if member.id not in self._connecting:
-                    self._connect(member, [])
+            self._events.append(partial(self._machine.knocks.pop, peer.joiner.address, None))
+        elif peer.id in self._watched & self._machine.roster.ids - self._peers.keys() - self._connecting.keys():
+            self._connect(self._machine.roster.by_id[peer.id], [])
 
-    def _taken(self) -> list[m.Event]:
+    def _taken(self) -> list[Event]:
         taken, self._events = self._events, []
         return taken

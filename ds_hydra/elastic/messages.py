@@ -1,15 +1,23 @@
-"""What the membership machine hears (events), asks to be done (actions), and says to other members (messages). Pure."""
+"""What members say to each other, as it is and as it travels, and what the membership machine asks to be done. Pure.
+
+[Note: what travels]
+A loss among a thousand members is told in bytes by the hundred for each, not by the hundred thousand: members are told
+as places in a roster that both ends have, reports as how often each comes in a row, and tables by name.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from functools import cache, cached_property
+from itertools import groupby
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import TypeAdapter
+from pydantic import BeforeValidator, TypeAdapter, ValidationInfo
 
-from ds_hydra.elastic.view import Member, Report, View
+from ds_hydra.elastic.view import NOTHING_HELD, Member, NormTable, Report, View
+
+_MOST = 1 << 16  # members
 
 
 class Ballot(NamedTuple):
@@ -19,39 +27,102 @@ class Ballot(NamedTuple):
     candidate: int
 
 
-@dataclass(frozen=True, slots=True)
+NO_BALLOT = Ballot(-1, -1)
+
+
+def _told(value: Any, base: Sequence[Member]) -> Any:
+    """A value as JSON can hold it, where `base` is known at the other end [Note: what travels]."""
+    if isinstance(value, NormTable):
+        return value.text
+    if is_dataclass(value):
+        return {one.name: _told(getattr(value, one.name), base) for one in fields(value)}
+    if not isinstance(value, tuple):
+        return value
+    if value and isinstance(value[0], Member):
+        return _places(value, base)
+    if value and isinstance(value[0], Report):
+        return [[len(list(same)), asdict(report)] for report, same in groupby(value)]
+    return [_told(one, base) for one in value]
+
+
+def _places(members: Sequence[Member], base: Sequence[Member]) -> list[Any]:
+    """Runs (first place, how many) of the base, and whole those that are not in it."""
+    at, found = {member: place for place, member in enumerate(base)}, list[Any]()
+    for member in members:
+        place = at.get(member)
+        if place is None:
+            found.append(asdict(member))
+        elif found and isinstance(found[-1], list) and sum(found[-1]) == place:
+            found[-1][1] += 1
+        else:
+            found.append([place, 1])
+    return found
+
+
+def _of_places(told: Any, info: ValidationInfo[Any]) -> list[Any]:
+    if len(told) > _MOST:
+        raise ValueError(f"{len(told)} members")
+    base: Sequence[Member] = info.context or ()
+    found: list[Any] = []
+    for one in told:
+        if isinstance(one, dict):
+            found.append(one)
+        else:
+            first, count = one
+            if first < 0 or count < 1 or first + count > len(base):
+                raise ValueError(f"places {one} of {len(base)}")
+            found += base[first : first + count]
+    return found
+
+
+def _of_runs(told: Any) -> list[Any]:
+    if sum(count for count, _ in told) > _MOST:
+        raise ValueError("too many reports")
+    return [report for count, report in told for _ in range(count)]
+
+
+Members = Annotated[tuple[Member, ...], BeforeValidator(_of_places)]
+Reports = Annotated[tuple[Report, ...], BeforeValidator(_of_runs)]
+Table = Annotated[NormTable, BeforeValidator(NormTable.of_text)]
+
+
+@dataclass(frozen=True)
 class Roster:
     """Who is in an epoch: the part of a view that is decided, before reports and a store make a view of it."""
 
     epoch: int
-    members: tuple[Member, ...]  # by rank; the first has the lowest id
+    members: Members  # by rank; the first has the lowest id
     next_id: int  # of the next process that joins
 
-    @property
+    @cached_property
     def ids(self) -> frozenset[int]:
-        return frozenset(member.id for member in self.members)
+        return frozenset(self.by_id)
 
-    def member(self, number: int) -> Member:
-        return next(member for member in self.members if member.id == number)
-
-
-# Messages. `epoch` and `roster` are those that the sender knows to be the newest.
+    @cached_property
+    def by_id(self) -> dict[int, Member]:
+        return {member.id: member for member in self.members}
 
 
-@dataclass(frozen=True, slots=True)
-class Beat:
-    """I live."""
+NOBODY = Roster(NOTHING_HELD, (), 0)
 
-    epoch: int
-    installed: int  # the epoch whose view this member has
+# Messages. `epoch` is that of the newest roster that the sender knows; there is one roster of an epoch. Members are
+# told as places in it.
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
-    """To the coordinator: a round is needed; `planned`: at the end of the step, without an abort."""
+class Word:
+    """beat     I live, and have the view of the epoch `number`
+    ask      what is the newest roster?
+    fault    to the coordinator: a round is needed
+    planned  to the coordinator: a round is needed, at the end of the step, without an abort
+    failing  my training has met an error: if a member has left, it may be due to that, and a round is needed
+    accept   what was proposed in your round `number` is accepted here
+    kill     the frozen process that is member `number` runs on your host: end it
+    bye      I leave in good order"""
 
+    what: Literal["beat", "ask", "fault", "planned", "failing", "accept", "kill", "bye"]
     epoch: int
-    planned: bool
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +130,9 @@ class Stop:
     """From a candidate: promise to follow no older round, and vote once training stands still."""
 
     ballot: Ballot
-    roster: Roster
+    epoch: int
     planned: bool
+    tables: tuple[str, ...] = ()  # names of those that are to come with the vote
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,19 +140,11 @@ class Vote:
     """Training stands still here, and goes on by an install of this ballot or of a later one only."""
 
     ballot: Ballot
-    epoch: int  # of the newest roster
-    roster: Roster | None  # that one, if it is not the one of the stop
-    accepted: tuple[Ballot, Roster] | None  # a successor of it that may be decided
+    epoch: int
+    accepted: tuple[Ballot, Roster] | None  # a successor of the newest roster that may be decided
     report: Report
-    held: tuple[Member, ...] | None  # by rank, of the epoch of the report's layout; None: those of the stop's roster
-
-
-@dataclass(frozen=True, slots=True)
-class Nack:
-    """A newer round is promised."""
-
-    ballot: Ballot
-    roster: Roster
+    held: Members | None  # by rank, of the epoch of the report's layout; None: the newest roster's
+    tables: tuple[Table, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,139 +157,57 @@ class Propose:
 
 
 @dataclass(frozen=True, slots=True)
-class Accept:
-    """It is accepted here."""
-
-    ballot: Ballot
-
-
-@dataclass(frozen=True, slots=True)
 class Install:
-    """Go on in this view."""
+    """Go on in the view that this makes. `epoch` is that of the roster before; -1 for who is not in it."""
 
     ballot: Ballot
+    epoch: int
     roster: Roster
-    view: View
-
-
-@dataclass(frozen=True, slots=True)
-class Over:
-    """What you said is of an epoch that is over; this is the newest. Who is not in it is left behind."""
-
-    roster: Roster
-
-
-@dataclass(frozen=True, slots=True)
-class Kill:
-    """This frozen process runs on your host: end it."""
-
-    roster: Roster
-    member: Member
-
-
-@dataclass(frozen=True, slots=True)
-class Bye:
-    """I leave in good order."""
-
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Failing:
-    """My training has met an error: if a member has left, it may be due to that, and a round is needed."""
-
-    epoch: int
-
-
-Message = Beat | Fault | Stop | Vote | Nack | Propose | Accept | Install | Over | Kill | Bye | Failing
-
-
-# Events.
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """A turn of `membership.TURN_S` has passed in which this process ran."""
-
-
-@dataclass(frozen=True, slots=True)
-class Heard:
-    """A message from the process that is `sender` (-1: one that wants to join)."""
-
-    sender: int
-    message: Message
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """A member cannot be reached; `dead`: nobody listens at its address, while its host answers."""
-
-    member: int
-    dead: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Silent:
-    """A member is connected, and has not been heard for too long."""
-
-    member: int
-
-
-@dataclass(frozen=True, slots=True)
-class Parked:
-    """Training stands still on this process, out of all communication."""
-
-    report: Report
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """Training has met an error here that may come from another member."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rebuilt:
-    """Training uses the installed view."""
-
-
-@dataclass(frozen=True, slots=True)
-class Unfit:
-    """Training cannot use views of so many members."""
-
-    members: int
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """What stands in the shared folder as the successor of the roster of `epoch`; None: the folder does not answer."""
-
-    epoch: int
-    roster: Roster | None
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """The store of an epoch listens."""
-
-    epoch: int
+    former: Members
     store: tuple[str, int]
+    reports: Reports  # by rank
+    tables: tuple[Table, ...] = ()  # that it lacks
+
+    @property
+    def view(self) -> View:
+        ids = [member.id for member in self.roster.members]
+        return View(self.roster.epoch, self.roster.members, self.former, self.store,
+                    dict(zip(ids, self.reports, strict=True)), {one.name: one for one in self.tables})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
-class Knock:
-    """A process, whose id is -1, wants to join."""
+class Newer:
+    """What you said is of an epoch that is over, or of a round older than that of `ballot`; this is the newest roster.
+    Who is not in it is left behind."""
 
-    joiner: Member
-
-
-@dataclass(frozen=True, slots=True)
-class KnockGone:
-    """It has gone away again."""
-
-    joiner: Member
+    roster: Roster
+    ballot: Ballot = NO_BALLOT
+    epoch: int = NOTHING_HELD  # told whole
 
 
-Event = Tick | Heard | Lost | Silent | Parked | Failed | Rebuilt | Unfit | Token | Opened | Knock | KnockGone
+Message = Word | Stop | Vote | Propose | Install | Newer
+_KINDS: Mapping[str, type] = {kind.__name__: kind for kind in (Word, Stop, Vote, Propose, Install, Newer)}
+
+
+@cache
+def _adapter(name: str) -> TypeAdapter[Any]:
+    return TypeAdapter(_KINDS[name])
+
+
+def to_wire(message: Message, rosters: Mapping[int, Roster]) -> dict[str, Any]:
+    """As JSON can hold it; `rosters` are those that the sender knows, by epoch."""
+    return {type(message).__name__: _told(message, rosters.get(message.epoch, NOBODY).members)}
+
+
+def from_wire(wire: Mapping[str, Any], rosters: Mapping[int, Roster]) -> Message | None:
+    """What `to_wire` made, None where it needs a roster that is not known here; ValueError, LookupError or TypeError
+    for anything else."""
+    ((name, body),) = wire.items()
+    adapter, base = _adapter(name), rosters.get(body["epoch"], NOBODY)
+    if base is NOBODY and body["epoch"] != NOTHING_HELD and name in ("Vote", "Propose", "Install"):
+        return None
+    message: Message = adapter.validate_python(body, context=base.members)
+    return message
 
 
 # Actions.
@@ -253,7 +235,8 @@ class GoOn:
 
 @dataclass(frozen=True, slots=True)
 class TakeToken:
-    """Write this roster into the shared folder as the successor of that of `epoch`, unless one is there; `Token`."""
+    """Write this roster into the shared folder as the successor of that of `epoch`, unless one is there; then call
+    `token`."""
 
     epoch: int
     roster: Roster
@@ -261,7 +244,7 @@ class TakeToken:
 
 @dataclass(frozen=True, slots=True)
 class OpenStore:
-    """Open a store for an epoch; `Opened`."""
+    """Open a store for an epoch; then call `opened`."""
 
     epoch: int
 
@@ -281,30 +264,3 @@ class Exit:
 
 
 Action = Send | Abort | GoOn | TakeToken | OpenStore | KillProcess | Exit
-
-_KINDS: Mapping[str, type] = {
-    kind.__name__: kind for kind in (Beat, Fault, Stop, Vote, Nack, Propose, Accept, Over, Kill, Bye, Failing)
-}
-
-
-@cache
-def _adapter(name: str) -> TypeAdapter[Any]:
-    return TypeAdapter(Roster if name == "Roster" else _KINDS[name])
-
-
-def to_wire(message: Message) -> dict[str, Any]:
-    """As JSON can hold it."""
-    if isinstance(message, Install):
-        roster = _adapter("Roster").dump_python(message.roster, mode="json")
-        return {"Install": {"ballot": message.ballot, "roster": roster, "view": message.view.to_wire()}}
-    return {type(message).__name__: _adapter(type(message).__name__).dump_python(message, mode="json")}
-
-
-def from_wire(wire: Mapping[str, Any]) -> Message:
-    """What `to_wire` made; ValueError, LookupError or TypeError for anything else."""
-    ((name, body),) = wire.items()
-    if name == "Install":
-        roster = _adapter("Roster").validate_python(body["roster"])
-        return Install(Ballot(*map(int, body["ballot"])), roster, View.from_wire(body["view"]))
-    message: Message = _adapter(name).validate_python(body)
-    return message

@@ -1,4 +1,4 @@
-"""What the members of an elastic job agree on, and what training sees of the agreement: types only. Pure.
+"""What the members of an elastic job agree on, what each tells, and what it does about the open step. Pure.
 
 [Note: members and ranks]
 A member is a process, with an id that no other process of the job ever has. A view is the set of members that train
@@ -9,15 +9,13 @@ becomes member 4, with rank 3.
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from base64 import b64decode, b64encode
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from functools import cache, lru_cache
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
-from typing import Annotated, Any
-
-from pydantic import BeforeValidator, PlainSerializer, TypeAdapter
 
 NOTHING_HELD = -1  # steps committed, and epoch of its layout, of a process that joins
 
@@ -33,7 +31,7 @@ class Member:
     started: str = ""  # in clock ticks since the host's boot
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class NormTable:
     """What all ranks said of their gradients in a step: the vote that the step is complete everywhere.
 
@@ -44,28 +42,25 @@ class NormTable:
     step: int
     rows: tuple[tuple[float, float, float], ...]  # by rank
 
+    @cached_property
+    def text(self) -> str:
+        """As it travels: its bits, as a row may hold NaN, which equals nothing, and 0.0 equals -0.0."""
+        flat = tuple(chain.from_iterable(self.rows))
+        return b64encode(struct.pack(f"<q{len(flat)}d", self.step, *flat)).decode()
 
-def table_text(table: NormTable) -> str:
-    """A table as it travels: its bits, as a row may hold NaN, which equals nothing, and 0.0 equals -0.0."""
-    flat = tuple(chain.from_iterable(table.rows))
-    return b64encode(struct.pack(f"<q{len(flat)}d", table.step, *flat)).decode()
+    @cached_property
+    def name(self) -> str:
+        """Equal for equal bits only: reports name tables, which are 24 bytes a rank."""
+        return hashlib.sha256(self.text.encode()).hexdigest()[:32]
 
-
-@lru_cache(maxsize=16)  # the votes of a thousand members have the same two
-def table_of_text(text: str) -> NormTable:
-    """What `table_text` made; ValueError for anything else."""
-    raw = b64decode(text, validate=True)
-    if len(raw) % 24 != 8:
-        raise ValueError(f"{len(raw)} bytes are no table of rows of three numbers")
-    step, *flat = struct.unpack(f"<q{len(raw) // 8 - 1}d", raw)
-    return NormTable(step, tuple(zip(flat[::3], flat[1::3], flat[2::3], strict=True)))
-
-
-Table = Annotated[
-    NormTable,
-    PlainSerializer(table_text),
-    BeforeValidator(lambda value: table_of_text(value) if isinstance(value, str) else value),
-]
+    @classmethod
+    def of_text(cls, text: str) -> NormTable:
+        """What `text` made; ValueError for anything else."""
+        raw = b64decode(text, validate=True)
+        if len(raw) % 24 != 8:
+            raise ValueError(f"{len(raw)} bytes are no table of rows of three numbers")
+        step, *flat = struct.unpack(f"<q{len(raw) // 8 - 1}d", raw)
+        return cls(step, tuple(zip(flat[::3], flat[1::3], flat[2::3], strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,74 +68,54 @@ class Report:
     """What a member holds while its training stands still, told to all that go on with it."""
 
     committed: int = NOTHING_HELD  # steps whose update it has applied
-    table: Table | None = None  # of the open step, if whole: that of step `committed`, counted from 0
-    last: Table | None = None  # of the step before
+    table: str | None = None  # name of that of the open step, if whole: of step `committed`, counted from 0
+    last: str | None = None  # of that of the step before
     layout_epoch: int = NOTHING_HELD  # the epoch in which the cut of its masters was made
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Who trains together from here on. Equal, field by field, on all members that install it."""
+    """Who trains together from here on. Equal, but for `tables`, on all members that install it."""
 
     epoch: int  # larger than that of any view before; epochs may be left out
     members: tuple[Member, ...]  # by rank; the first has the lowest id
     former: tuple[Member, ...]  # by rank, of the epoch of the newest layout that a report names; () at the start
     store: tuple[str, int]  # where a store for this epoch's groups listens
     reports: Mapping[int, Report] = field(default_factory=dict)  # by id, of all members; a joiner's has `committed` -1
-
-    def rank_of(self, member: int) -> int:
-        """Rank of the member with this id; ValueError where it is none."""
-        return [one.id for one in self.members].index(member)
+    tables: Mapping[str, NormTable] = field(default_factory=dict, compare=False, repr=False)  # those this one lacks
 
     @property
     def joined(self) -> frozenset[int]:
         """Members that have just come: they hold nothing."""
         return frozenset(one for one, report in self.reports.items() if report.committed == NOTHING_HELD)
 
-    def to_wire(self) -> dict[str, Any]:
-        """As JSON can hold it. Tables, of which the reports of N members hold 2 N, are there once each."""
-        tables: dict[str, int] = {}
-        texts: dict[int, str] = {}  # by identity: those that came over the wire alike are one object
 
-        def index(table: NormTable | None) -> int | None:
-            if table is None:
-                return None
-            if id(table) not in texts:
-                texts[id(table)] = table_text(table)
-            return tables.setdefault(texts[id(table)], len(tables))
-
-        reports = {
-            str(member): [report.committed, index(report.table), index(report.last), report.layout_epoch]
-            for member, report in self.reports.items()
-        }
-        return {
-            "epoch": self.epoch,
-            "members": [asdict(member) for member in self.members],
-            "former": [asdict(member) for member in self.former],
-            "store": list(self.store),
-            "reports": reports,
-            "tables": list(tables),
-        }
-
-    @classmethod
-    def from_wire(cls, wire: Mapping[str, Any]) -> View:
-        """What `to_wire` made; ValueError (pydantic's, KeyError, IndexError also) for anything else."""
-        tables = wire["tables"]
-        reports = {
-            int(member): {
-                "committed": committed,
-                "table": None if table is None else tables[table],
-                "last": None if last is None else tables[last],
-                "layout_epoch": layout_epoch,
-            }
-            for member, (committed, table, last, layout_epoch) in wire["reports"].items()
-        }
-        return _adapter().validate_python({**{key: wire[key] for key in _PLAIN}, "reports": reports})
+def to_apply(own: Report, reports: Collection[Report]) -> str | None:
+    """Name of the table by which this member completes its open step; None where it has nothing to complete
+    [Note: the vote]. It is at most one step behind another, and has the gradients of the step that it lacks."""
+    newest = max(report.committed for report in reports)
+    names = (one.last if own.committed < newest else one.table for one in reports if one.committed == newest)
+    return None if own.committed == NOTHING_HELD else next((name for name in names if name is not None), None)
 
 
-_PLAIN = ("epoch", "members", "former", "store")
+def lacking(reports: Mapping[int, Report]) -> dict[int, str]:
+    """By id, of members that do not hold the table by which they complete their step, its name."""
+    kinds = dict.fromkeys(reports.values())
+    of_kind = {own: to_apply(own, kinds.keys()) for own in kinds}
+    return {
+        one: name
+        for one, own in reports.items()
+        if (name := of_kind[own]) is not None and name not in (own.table, own.last)
+    }
 
 
-@cache
-def _adapter() -> TypeAdapter[View]:
-    return TypeAdapter(View)
+def newest_layout(reports: Collection[Report]) -> int:
+    """The epoch of the cut from which all go on: who has taken it proves that all have their part of it."""
+    return max(report.layout_epoch for report in reports)
+
+
+def usable(table: NormTable | None) -> NormTable | None:
+    """The table of a step that can be applied: the ranks have said the same of their models, and none refuses."""
+    if table is None or len({word for _, word, _ in table.rows}) > 1 or any(word < 0 for _, word, _ in table.rows):
+        return None
+    return table

@@ -43,7 +43,7 @@ from ds_hydra.checkpoint.optimizer_state import (
     merge_groups,
 )
 from ds_hydra.elastic.buddies import held_layout, wards_first
-from ds_hydra.elastic.resume import newest_layout
+from ds_hydra.elastic.view import newest_layout
 from ds_hydra.ranks.host_memory import available_bytes
 from ds_hydra.step.model_masters import ModelMasters
 from ds_hydra.zero_hetero.errors import ConfigError, NumericsError

@@ -53,8 +53,7 @@ from ds_hydra.checkpoint.checkpointer import config_digest
 from ds_hydra.checkpoint.loading import as_json
 from ds_hydra.elastic.agent import Invitation, MemberAgent
 from ds_hydra.elastic.buddies import shift_of
-from ds_hydra.elastic.membership import TURN_S
-from ds_hydra.elastic.rounds import Patience
+from ds_hydra.elastic.membership import TURN_S, Patience
 from ds_hydra.elastic.view import View
 from ds_hydra.engine.calls import Calls, EngineCall, end_lost, end_stuck
 from ds_hydra.engine.copies import like
@@ -539,7 +538,7 @@ class GoingOn:
         """Let go of all that belongs to the present ranks; the view with which to go on."""
         self._stopped = time.perf_counter()
         self._leave()
-        return self.agent.park(self._standing.report())
+        return self.agent.park(self._standing.report(), tuple(self._standing.tables().values()))
 
     def _leave(self) -> None:
         """Let go of the world."""

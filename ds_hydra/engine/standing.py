@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ds_hydra.elastic.buddies import check_nothing_lost
-from ds_hydra.elastic.resume import newest_layout, table_to_apply, usable
-from ds_hydra.elastic.view import NOTHING_HELD, Report, View
+from ds_hydra.elastic.view import NOTHING_HELD, NormTable, Report, View, newest_layout, to_apply, usable
 from ds_hydra.engine.calls import end_lost
 from ds_hydra.engine.copies import Held
 from ds_hydra.zero_hetero.errors import PlanError
@@ -33,7 +32,13 @@ class SurvivingState:
         if update is None or held is None:
             return Report()
         whole = held.copy is None or not held.copy.stale
-        return Report(update.committed, update.table, update.last, held.epoch if whole else NOTHING_HELD)
+        table, last = (one.name if one else None for one in (update.table, update.last))
+        return Report(update.committed, table, last, held.epoch if whole else NOTHING_HELD)
+
+    def tables(self) -> dict[str, NormTable]:
+        """Those that the report names."""
+        held = () if self.update is None else (self.update.table, self.update.last)
+        return {one.name: one for one in held if one is not None}
 
     def settle(self, view: View, own: int, ids: Sequence[int]) -> Held:
         """Hold the newest cut, at the newest step, as all other ranks of the view. Ends the process where that was lost
@@ -50,7 +55,10 @@ class SurvivingState:
         except PlanError as error:
             end_lost(str(error))
         if update is not None:
-            table = usable(table_to_apply(view.reports[own], view.reports.values()))
+            steps = [report.committed for report in view.reports.values()]
+            name, behind = to_apply(view.reports[own], view.reports.values()), max(steps) - update.committed
+            assert behind <= (name is not None), f"{behind} steps behind others, with table {name}"
+            table = usable({**self.tables(), **view.tables}[name]) if name is not None else None
             if table is not None:
                 update.complete(table)
             update.table = None

@@ -91,6 +91,8 @@ class Door(Generic[T]):
 
     def _meet(self, connection: Connection) -> None:
         """A stranger becomes a rank by a first frame that is valid [Note: handshake]."""
+        if connection not in self.strangers:
+            return  # sent away for others that came at the same time
         open_still = connection.receive()
         _, nonce = self.strangers[connection]
         try:

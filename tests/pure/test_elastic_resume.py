@@ -7,8 +7,7 @@ import itertools
 import pytest
 
 from ds_hydra.elastic.buddies import check_nothing_lost, held_layout, shift_of, wards_first
-from ds_hydra.elastic.resume import newest_layout, table_to_apply, usable
-from ds_hydra.elastic.view import NormTable, Report
+from ds_hydra.elastic.view import NormTable, Report, lacking, newest_layout, to_apply, usable
 from ds_hydra.zero_hetero.errors import PlanError
 from ds_hydra.zero_hetero.layout import even_layout
 from ds_hydra.zero_hetero.transfer_plan import plan_transfer
@@ -70,16 +69,17 @@ def table(step: int, *words: float) -> NormTable:
 
 
 def test_all_survivors_complete_the_open_step_or_none() -> None:
-    """One in any state: it has no table of step 4, has one, or has applied it."""
-    behind, voted = Report(4, None, table(3)), Report(4, table(4), table(3))
-    applied, joins = Report(5, None, table(4)), Report()
+    """One in any state: it has no table of step 4, has one, or has applied it; who lacks it is given it."""
+    newest, before = table(4).name, table(3).name
+    behind, voted = Report(4, None, before), Report(4, newest, before)
+    applied, joins = Report(5, None, newest), Report()
     for reports in itertools.product((behind, voted, applied, joins), repeat=3):
-        living = [report for report in reports if report is not joins]
-        if not living:
-            continue
-        found = {table_to_apply(report, reports) for report in living if report.committed == 4}
-        assert found <= ({None} if all(report is behind for report in living) else {table(4)})
-        assert all(table_to_apply(report, reports) is None for report in living if report is applied)
+        complete = voted in reports or applied in reports
+        found = {to_apply(report, reports) for report in reports if report.committed == 4}
+        assert found <= {newest if complete else None}
+        assert all(to_apply(report, reports) is None for report in reports if report in (applied, joins))
+        lack = {number: newest for number, report in enumerate(reports) if report is behind and complete}
+        assert lacking(dict(enumerate(reports))) == lack
 
 
 def test_who_has_taken_a_cut_proves_it_for_all() -> None:

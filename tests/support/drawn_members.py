@@ -87,6 +87,23 @@ def tried(seed: int) -> tuple[str, str, Cluster]:
     return wrong_in(cluster, set(kinds.split())), kinds, cluster
 
 
+def parted(seed: int) -> str:
+    """What goes wrong, or "", among up to 24 members of which less than half, often with the coordinator, cannot reach
+    the others for 1 to 30 s: of those nobody may end."""
+    rng = random.Random(seed)
+    num = rng.randint(3, 24)
+    cluster = Cluster(seed, num, folder=rng.random() < 0.5, per_host=rng.randint(1, 8))
+    order = rng.sample(range(num), num) if rng.random() < 0.5 else list(range(num))
+    cut = rng.randint(1, (num - 1) // 2)
+    heals = 1.0 + rng.uniform(1.0, 30.0)
+    cluster.at(1.0, lambda: cluster.partition([order[:cut], order[cut:]]))
+    cluster.at(heals, lambda: cluster.partition([]))
+    cluster.run(heals)
+    wrong = wrong_in(cluster, {"partition"})
+    ended = {key: cluster.nodes[key].told or "killed" for key in order[cut:] if not cluster.nodes[key].goes_on}
+    return wrong or (f"of {num} with {sorted(order[:cut])} cut for {heals - 1:.1f} s: {ended}" if ended else "")
+
+
 def wrong_in(cluster: Cluster, kinds: set[str]) -> str:
     """Run a cluster, which things of these kinds befall, until all is quiet; what is wrong, or ""."""
     try:

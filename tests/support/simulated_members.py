@@ -11,11 +11,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from ds_hydra.elastic import messages as m
-from ds_hydra.elastic.membership import TURN_S, Membership
-from ds_hydra.elastic.rounds import State
-from ds_hydra.elastic.view import Member, NormTable, Report, View
+from ds_hydra.elastic.membership import TURN_S, Membership, State
+from ds_hydra.elastic.view import Member, NormTable, Report, View, to_apply
 
 FROZEN_S = 3.0
 CONNECT_S = 2.0
@@ -39,6 +39,10 @@ class Node:
     @property
     def goes_on(self) -> bool:
         return self.alive and bool(self.views) and self.machine.state is State.RUNNING
+
+
+def table_of(step: int) -> NormTable:
+    return NormTable(step, ((float(step), 0.0, 0.0),))
 
 
 class Wrong(AssertionError):
@@ -94,12 +98,12 @@ class Cluster:
         node = self.nodes[key]
         watchers = {other.key for other in self.nodes.values() if node.machine.me in other.machine.watched}
         for other in watchers | {one.pid for one in node.machine.watched}:
-            self._send(node, other, m.Bye(node.machine.roster.epoch))
+            self._send(node, other, m.Word("bye", node.machine.roster.epoch))
         node.alive = False
 
     def fail(self, key: int) -> None:
         """Its training meets an error, as of a member that is gone."""
-        self._event(key, m.Failed())
+        self._event(key, "fail")
 
     def freeze(self, key: int) -> None:
         self.nodes[key].frozen = True
@@ -130,12 +134,13 @@ class Cluster:
     def _reach(self, a: int, b: int) -> bool:
         return frozenset((a, b)) not in self.cut
 
-    def _event(self, key: int, event: m.Event) -> None:
+    def _event(self, key: int, event: str, *given: object) -> None:
         node = self.nodes[key]
         if node.frozen and node.alive:
-            self.at(self.now + 0.1, lambda: self._event(key, event))  # it lies unread
+            self.at(self.now + 0.1, lambda: self._event(key, event, *given))  # it lies unread
         elif node.alive:
-            actions = node.machine.handle(event)
+            getattr(node.machine, event)(*given)
+            actions = node.machine.taken()
             if (me := node.machine.me.id) >= 0 and self.owners.setdefault(me, key) != key:
                 raise Wrong(f"id {me} has two processes")
             for action in actions:
@@ -157,16 +162,17 @@ class Cluster:
                 self._goes_on(node, view)
             case m.TakeToken(epoch, roster):
                 if self.folder_fails & {node.key}:
-                    self.at(self.now + later(0, 0.2), lambda: self._event(node.key, m.Token(epoch, None)))
+                    self.at(self.now + later(0, 0.2), lambda: self._event(node.key, "token", epoch, None))
                 else:
                     self.at(self.now + later(0, 0.1), lambda: self._take(node, epoch, roster))
             case m.OpenStore(epoch):
-                opened = m.Opened(epoch, (f"store{node.key}", epoch))
-                self.at(self.now + later(0, 0.1), lambda: self._event(node.key, opened))
+                store = f"store{node.key}", epoch
+                self.at(self.now + later(0, 0.1), lambda: self._event(node.key, "opened", epoch, store))
             case m.KillProcess(member):
                 if self.process(member.pid, -1).host != node.machine.me.host:
                     raise Wrong(f"{node.key} is to kill a process of another host")
-                self.kill(member.pid)
+                if self.nodes[member.pid].frozen:  # it is looked at first, as `end_frozen` does
+                    self.kill(member.pid)
             case m.Exit(why):
                 node.alive, node.told, self.changed = False, why, self.now
 
@@ -174,11 +180,15 @@ class Cluster:
         if not node.alive:
             return
         decided = self.tokens.setdefault(epoch, roster)
-        self.at(self.now + self.random.uniform(0, 0.1), lambda: self._event(node.key, m.Token(epoch, decided)))
+        self.at(self.now + self.random.uniform(0, 0.1), lambda: self._event(node.key, "token", epoch, decided))
 
     def _send(self, node: Node, to: int, message: m.Message) -> None:
         sender, pair = node.machine.me.id, (node.key, to)
         other = self.nodes.get(to)
+        if sender < 0:  # it answers over the connection of who has made it a member
+            sender = next((one.id for one in other.machine.roster.members if one.pid == node.key), -1) if other else -1
+            if sender < 0:
+                return
         if not self._reach(*pair):
             self.at(self.now + CONNECT_S, lambda: None if self._reach(*pair) else self._lost(node, to, False, 0.5))
         elif other is None or not other.alive:
@@ -186,19 +196,20 @@ class Cluster:
         else:
             # In order, as over one connection.
             self._last[pair] = max(self._last[pair], self.now + self.random.uniform(0.0, self.delay_s))
-            sent = self.now
-            self.at(self._last[pair], lambda: self._comes(pair, sent, sender, message))
+            sent, wire = self.now, m.to_wire(message, node.machine.rosters)
+            self.at(self._last[pair], lambda: self._comes(pair, sent, sender, wire))
 
-    def _comes(self, pair: tuple[int, int], sent: float, sender: int, message: m.Message) -> None:
+    def _comes(self, pair: tuple[int, int], sent: float, sender: int, message: dict[str, Any]) -> None:
         if self._reach(*pair) and self._broken[pair] <= sent:
-            told = message if isinstance(message, m.Beat) else m.from_wire(m.to_wire(message))
-            self._event(pair[1], m.Heard(sender, told))
+            told = m.from_wire(message, self.nodes[pair[1]].machine.rosters)
+            if told is not None:
+                self._event(pair[1], "hear", sender, told)
 
     def _lost(self, node: Node, key: int, dead: bool, within: float) -> None:
         for member in node.machine.roster.members:
             if member.pid == key:
                 self.at(
-                    self.now + self.random.uniform(0, within), partial(self._event, node.key, m.Lost(member.id, dead))
+                    self.now + self.random.uniform(0, within), partial(self._event, node.key, "lose", member.id, dead)
                 )
 
     def _tick(self, key: int) -> None:
@@ -208,7 +219,7 @@ class Cluster:
         self.at(self.now + TURN_S * self.random.uniform(0.8, 1.2), lambda: self._tick(key))
         if node.frozen:
             return
-        self._event(key, m.Tick())
+        self._event(key, "tick")
         if node.machine.me.id < 0:
             self._knock(node)
         watched = {one.pid for one in node.machine.watched}
@@ -234,13 +245,13 @@ class Cluster:
             if self.nodes[other].alive and not self.nodes[other].frozen and self._reach(node.key, other):
                 node.silent[other] = self.now
             elif self.now - node.silent[other] > FROZEN_S and self.nodes[other].alive:
-                self._event(node.key, m.Silent(next(one.id for one in node.machine.watched if one.pid == other)))
+                self._event(node.key, "silent", next(one.id for one in node.machine.watched if one.pid == other))
 
     def _knock(self, node: Node) -> None:
         for other in self.nodes.values():
             machine = other.machine
             if other.goes_on and machine.coordinator == machine.me.id and self._reach(node.key, other.key):
-                self._event(other.key, m.Knock(node.machine.me))
+                self._event(other.key, "knock", node.machine.me)
 
     def _park(self, node: Node, views: int) -> None:
         """Training is free, unless it has gone on since."""
@@ -250,7 +261,9 @@ class Cluster:
                 return
             node.parked += 1
             epoch = node.views[-1].epoch if node.views else -1
-            self._event(node.key, m.Parked(Report(node.parked, NormTable(node.key, ()), None, epoch)))
+            held = [table_of(node.parked - back) if self.random.random() < 0.5 else None for back in (0, 1)]
+            table, last = (one.name if one else None for one in held)
+            self._event(node.key, "park", Report(node.parked, table, last, epoch), [one for one in held if one])
 
     def _park_planned(self, node: Node, views: int) -> None:
         """Training parks at the end of its step."""
@@ -270,6 +283,9 @@ class Cluster:
         if node.views and view.epoch <= node.views[-1].epoch:
             raise Wrong(f"member {me} went from epoch {node.views[-1].epoch} to {view.epoch}")
         mine = view.reports[me]
+        name = to_apply(mine, view.reports.values())
+        if name is not None and name not in (mine.table, mine.last) and name not in view.tables:
+            raise Wrong(f"member {me} lacks the table by which it completes its step")
         if node.views and mine.committed != node.parked:
             raise Wrong(f"epoch {view.epoch} has a report of member {me} that is old: {mine}, not {node.parked}")
         newest = max((report.layout_epoch for report in view.reports.values()), default=-1)
@@ -282,7 +298,7 @@ class Cluster:
 
     def _rebuilt(self, node: Node, views: int) -> None:
         if len(node.views) == views:
-            self._event(node.key, m.Rebuilt())
+            self._event(node.key, "rebuilt")
 
     # What must hold.
 
