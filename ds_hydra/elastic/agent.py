@@ -95,6 +95,7 @@ class MemberAgent:
         self._fault, self._closing, self._installed = threading.Event(), threading.Event(), threading.Condition()
         self._callbacks: list[tuple[Callable[[], None], Callable[[], None]]] = []
         self._view: View | None = None
+        self._leaves = False  # whether it is to leave when its training parks
         if roster is not None:
             self._view = View(roster.epoch, roster.members, (), (roster.members[0].address[0], 0))
         self._thread = threading.Thread(target=self._live, daemon=True, name="membership")
@@ -177,19 +178,19 @@ class MemberAgent:
             self._tell(self._machine.fail)
         return self._fault.wait(within)
 
-    def park(self, report: Report, tables: Sequence[NormTable] = ()) -> View:
+    def park(self, report: Report, tables: Sequence[NormTable] = (), leaving: frozenset[int] = frozenset()) -> View:
         """Say that this thread is out of all communication, and holds the tables that its report names; return when the
-        next view is installed.
+        next view is installed. Members that are `leaving`, which all must name alike, leave by it with code 0.
 
         Without a fault it asks all to park at the end of their step, as for a process that joins. The process ends with
         code 75 where it is left behind, or too few members are left to go on.
         """
         with self._installed:
-            before = self._view
-            self._tell(partial(self._machine.park, report, tables))
+            before, self._leaves = self._view, self._machine.me.id in leaving
+            self._tell(partial(self._machine.park, report, tables, leaving))
             self._installed.wait_for(lambda: self._view is not before or self._closing.is_set())
             if self._view is before or self._view is None:
-                raise SystemExit(EXIT_CODE)  # left behind, or closed by another thread
+                raise SystemExit(0 if self._leaves else EXIT_CODE)  # or closed by another thread
             return self._view
 
     def rebuilt(self) -> None:
@@ -291,10 +292,15 @@ class MemberAgent:
                 self._tell(partial(self._machine.opened, epoch, self._store[0]))
             case m.KillProcess(member):
                 threading.Thread(target=end_frozen, args=(member,), daemon=True).start()
-            case m.Exit(why):
-                self._leave(why)
+            case m.Exit(why, behind):
+                self._leave(why, behind)
 
-    def _leave(self, why: str) -> None:
+    def _leave(self, why: str, behind: bool = False) -> None:
+        if behind and self._leaves:
+            self._closing.set()
+            with self._installed:
+                self._installed.notify_all()
+            return
         say(f"member {self._machine.me.id} ends: {why}. Restart the job: it resumes from the newest checkpoint")
         end_process(EXIT_CODE)
 

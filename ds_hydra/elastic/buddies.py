@@ -63,6 +63,15 @@ def wards_first(member: int, former: Sequence[int], members: Sequence[int], shif
     return (rank,) if former[ward] in members or ward == rank else (rank, ward)
 
 
+def may_leave(ranks: Sequence[int], num_ranks: int, shift: int) -> tuple[int, ...]:
+    """Of ranks that want to leave those that can at the same time: each one's copy is with a rank that stays."""
+    found: list[int] = []
+    for rank in ranks:
+        if shift and not {(rank + shift) % num_ranks, (rank - shift) % num_ranks} & {*found}:
+            found.append(rank)
+    return tuple(found)
+
+
 def check_nothing_lost(former: Sequence[int], members: Sequence[int], shift: int) -> None:
     """PlanError where a member of the former view is gone, and its buddy too, or nobody kept a copy."""
     gone = [member for member in former if member not in members]

@@ -29,8 +29,10 @@ from ds_hydra.watchdog.meeting import greeted
 from ds_hydra.watchdog.watchdog import beat_seconds
 
 _CONNECT_S = 2.0
+_COMES_S = 2.0  # within which members come to the coordinator by themselves
+_AT_ONCE = threading.BoundedSemaphore(64)  # connections that this process is making
 _MAX_FRAME = 1 << 24  # whole rosters of thousands of members
-Event = Callable[[], None]  # of the machine
+Event = Callable[[], object]  # of the machine
 
 
 @dataclass(eq=False)
@@ -106,13 +108,15 @@ class Links:
     def watch(self) -> list[Event]:
         """Once a turn: be connected to whom the machine watches; who was silent for long is told."""
         now, members = time.monotonic(), self._machine.watched
+        comes_s = _COMES_S if self._machine.coordinator == self._machine.me.id else -1.0
         self._turned, self._watched = now, frozenset(member.id for member in members)
         self._door.check(now)
         self._door.expected = len(self._watched)
         for member in members:
             self._heard.setdefault(member.id, now)
             if member.id not in self._peers and member.id not in self._connecting:
-                self._connect(member, [])
+                if now - self._heard[member.id] > comes_s:
+                    self._connect(member, [])
             elif now - self._heard[member.id] > self.frozen_s:
                 self._events.append(partial(self._machine.silent, member.id))
         for number in self._heard.keys() - self._watched - self._peers.keys():
@@ -175,7 +179,8 @@ class Links:
 
         def connect() -> None:
             try:
-                made: Connection | OSError = greeted(to.address, self._secret, number, _CONNECT_S)
+                with _AT_ONCE:
+                    made: Connection | OSError = greeted(to.address, self._secret, number, _CONNECT_S)
             except OSError as error:
                 made = error
             self._made.put((number, to, made))

@@ -26,6 +26,10 @@ both go on:
 A roster that is found decided and was not installed by the round that finds it is never installed: reports of its
 members may be older than what has happened since. It only becomes the one whose successor is sought.
 Who is in no newest roster ends with code 75, as do too few to decide.
+
+[Note: leaving]
+Members that have had notice park at the end of a step, as all do, and vote, but the next roster is without them. All
+name the same ones, so all look to the first of the others as their coordinator. Any fault makes it a round like others.
 """
 
 from __future__ import annotations
@@ -108,6 +112,7 @@ class Membership:
         self.lost: set[int] = set()
         self.dead: set[int] = set()  # known to be, of those lost
         self.left: set[int] = set()  # in good order
+        self.leaving = frozenset[int]()  # by the round at the end of the present step [Note: leaving]
         self.knocks: dict[tuple[str, int], Member] = {}
         self.unfit: set[int] = set()  # numbers of members that training cannot use
         self.round: _Round | None = None
@@ -130,8 +135,8 @@ class Membership:
 
     @property
     def coordinator(self) -> int:
-        """The lowest id that is not lost, of the newest roster."""
-        return min(self.roster.ids - self.lost - self.left | {self.me.id})
+        """The lowest id that is neither lost nor leaves, of the newest roster."""
+        return min((self.roster.ids - self.lost - self.left | {self.me.id}) - self.leaving or {self.me.id})
 
     @property
     def watched(self) -> tuple[Member, ...]:
@@ -183,9 +188,11 @@ class Membership:
         elif not self._awaits_step and self._waited % self.patience.again == 0:
             self._remind()
 
-    def park(self, report: Report, tables: Iterable[NormTable] = ()) -> None:
-        """Training stands still here, out of all communication; `tables` are those that the report names."""
+    def park(self, report: Report, tables: Iterable[NormTable] = (), leaving: frozenset[int] = frozenset()) -> None:
+        """Training stands still here, out of all communication; `tables` are those that the report names, `leaving`
+        members that leave, alike on all that park at the end of this step."""
         running = self.state is not State.ABORTING
+        self.leaving = leaving if running else frozenset()
         self.report, self.tables, self.state = report, {one.name: one for one in tables}, State.VOTED
         if self._owed is not None:
             self._vote()
@@ -307,10 +314,13 @@ class Membership:
                 self._newer(sender)
             case _ if word.epoch > self.roster.epoch:
                 self._send(sender, m.Word("ask", self.roster.epoch))
-            case "fault" | "planned":
-                planned, under_way = word.what == "planned", self.round or self._owed
-                if under_way is None or (under_way.planned and not planned and not self._about_to_install):
-                    self._call(planned=planned)
+            case "planned":  # who says it has parked, and may know better who is to be the coordinator then
+                if self.round is None and self._owed is None:
+                    self._open(planned=True)
+            case "fault":
+                under_way = self.round or self._owed
+                if under_way is None or (under_way.planned and not self._about_to_install):
+                    self._call(planned=False)
             case "failing":
                 self._failing(sender)
             case "kill" if word.number in self.roster.ids:
@@ -368,6 +378,7 @@ class Membership:
 
     def _fault(self) -> None:
         """The installed view is over."""
+        self.leaving = frozenset()
         if self.state in (State.RUNNING, State.REBUILDING):
             self.state, self._unsettled, self._waited = State.ABORTING, 0, 0
             self._failed.clear()
@@ -483,7 +494,7 @@ class Membership:
         return {one.id: current.votes[one.id].report if one.id in current.votes else Report() for one in roster.members}
 
     def _next_roster(self, current: _Round) -> Roster:
-        members = [one for one in self.roster.members if one.id in current.votes]
+        members = [one for one in self.roster.members if one.id in current.votes.keys() - self.leaving]
         first = self.roster.next_id
         joiners = self._joining(len(members)) if current.planned else []
         members += [replace(joiner, id=first + index) for index, joiner in enumerate(joiners)]
@@ -548,6 +559,7 @@ class Membership:
             self._say(members, told)
             if self.me.id in members:
                 own = told.view
+        self._say(current.votes.keys() - self.roster.ids, m.Newer(self.roster))
         self._install(own)
 
     def _install(self, view: View) -> None:
@@ -569,7 +581,7 @@ class Membership:
         me = next((one for one in roster.members if replace(one, id=-1) == replace(self.me, id=-1)), None)
         if me is None:
             if self.me.id >= 0:  # a process that waits to join goes on waiting
-                self._exit(f"the others have gone on without this process, in epoch {roster.epoch}")
+                self._exit(f"the others have gone on without this process, in epoch {roster.epoch}", behind=True)
             return False
         # Who was lost may be in it again, if others have reached it: this member then has to find out anew.
         self.me, self.roster, self.lost = me, roster, set(self.dead)
@@ -607,5 +619,5 @@ class Membership:
             # Who is no member is to be answered over the connection on which it spoke.
             self._out.append(m.Send(self.roster.by_id.get(to) or Member(to, "", ("", 0)), message))
 
-    def _exit(self, why: str) -> None:
-        self._out.append(m.Exit(why))
+    def _exit(self, why: str, *, behind: bool = False) -> None:
+        self._out.append(m.Exit(why, behind))

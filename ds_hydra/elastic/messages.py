@@ -258,9 +258,10 @@ class KillProcess:
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """End this process with code 75, and say why."""
+    """End this process with code 75, and say why. `behind`: the others go on without it."""
 
     why: str
+    behind: bool = False
 
 
 Action = Send | Abort | GoOn | TakeToken | OpenStore | KillProcess | Exit

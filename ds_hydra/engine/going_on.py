@@ -21,6 +21,10 @@ A fault ends the wait of every rank in an error [Note: freeing a thread]. Then e
               That they are whole is the vote on the cut
   goes on     with the step that was open, or the next one
 
+Ranks that have had notice, by SIGTERM to some and not to all, leave in the same way at the end of a step, without a
+fault: what they hold is cut anew from their copies. They leave when two steps in a row have told of it, so that a
+signal to all ranks, which comes to one a step later than to another, still is one to all.
+
 A further fault in any of these begins anew at the first. A rank's own error, which no fault explains, is raised as it
 is, and this rank is lost to the others.
 """
@@ -52,7 +56,7 @@ from torch.optim import Optimizer
 from ds_hydra.checkpoint.checkpointer import config_digest
 from ds_hydra.checkpoint.loading import as_json
 from ds_hydra.elastic.agent import Invitation, MemberAgent
-from ds_hydra.elastic.buddies import shift_of
+from ds_hydra.elastic.buddies import may_leave, shift_of
 from ds_hydra.elastic.membership import TURN_S, Patience
 from ds_hydra.elastic.view import View
 from ds_hydra.engine.calls import Calls, EngineCall, end_lost, end_stuck
@@ -62,6 +66,7 @@ from ds_hydra.engine.record import Measured, step_record
 from ds_hydra.engine.standing import SurvivingState
 from ds_hydra.engine.stands import Stands
 from ds_hydra.engine.steps import OpenStep
+from ds_hydra.host.ending import LEAVE, NOTHING, SAVE
 from ds_hydra.host.environment import INVITATION, MOST_RANKS, joins, launched_number, members_folder
 from ds_hydra.ranks.freeing import Freeing
 from ds_hydra.ranks.together import first_channel
@@ -414,6 +419,7 @@ class GoingOn:
         self._voted: StepOutcome | None = None  # of a step that was completed by the vote
         self._began_at = 0  # the steps that were made when the present call began
         self._calls = Calls()
+        self._noticed: frozenset[int] = frozenset()  # members that the step before has told to have had notice
         self._stopped = 0.0  # when training stopped last, by `time.perf_counter`
         folder, limit_s = stacks_folder(engine.hydra_config), engine.hydra_config.timeout_seconds
         self._progress = Progress(-1, self._where, limit_s, folder)
@@ -465,6 +471,7 @@ class GoingOn:
         """The next step, and its save if it is due."""
         outcome: StepOutcome | None = None
         self._began_at, self._voted = self._engine.global_steps, None
+        before = self.agent.view
 
         def step() -> StepOutcome:
             nonlocal outcome
@@ -478,15 +485,32 @@ class GoingOn:
                 calls.save_again = False
             if outcome is None:
                 outcome = engine.steps.train()
-            calls.request = max(calls.request, outcome.request)
+            calls.request = max(calls.request, self._asked(outcome))
             engine.saving.when_due(calls.request)
             return outcome
 
         found = self.run(step)
-        if found.wanted and not self._calls.behind:
-            self.run(lambda: None, parks=True)
+        leaving = self._leaving(found) if self.agent.view is before else frozenset[int]()
+        if (found.wanted or leaving) and not self._calls.behind:
+            self.run(lambda: None, parks=True, leaving=leaving)
         self._calls.left()
         return found
+
+    def _asked(self, outcome: StepOutcome) -> int:
+        """What signals ask of the job: to leave only where no rank is to stay, or none can leave by itself."""
+        noticed, ranks = outcome.asked(LEAVE), len(outcome.phases[0].stats)
+        if self.shift and 0 < len(noticed) < ranks:
+            return SAVE if outcome.asked(SAVE) else NOTHING
+        return outcome.request
+
+    def _leaving(self, outcome: StepOutcome) -> frozenset[int]:
+        """Members that leave at the end of this step; those whose copies the others would lose leave after a later
+        one."""
+        ids = [member.id for member in self.agent.view.members]
+        noticed, before = outcome.asked(LEAVE), self._noticed
+        self._noticed = frozenset(ids[rank] for rank in noticed)
+        ready = [rank for rank in noticed if ids[rank] in before]
+        return frozenset(ids[rank] for rank in may_leave(ready, len(ids), self.shift))
 
     def call(self, call: EngineCall[Result]) -> Result:
         """What a call of all ranks comes to, which is begun again after each fault [Note: calls]."""
@@ -494,16 +518,16 @@ class GoingOn:
         self._calls.left(None if call.once else call.close(found))
         return found
 
-    def run(self, part: Callable[[], Result], *, parks: bool = False) -> Result:
+    def run(self, part: Callable[[], Result], *, parks: bool = False, leaving: frozenset[int] = frozenset()) -> Result:
         """What `part` returns, called again after each fault, when the ranks that are left have been assembled.
 
-        `parks`: as all others do without a fault, for a process that joins.
+        `parks`: as all others do without a fault, for a process that joins, or for members that are `leaving`.
         """
         view: View | None = None
         while True:
             try:
                 if parks:
-                    parks, view = False, self._parked()
+                    parks, view = False, self._parked(leaving)
                 if view is not None:
                     self._rebuild(view)
                     view = None
@@ -534,11 +558,11 @@ class GoingOn:
                 self._progress.write(as_line(error))
             return found
 
-    def _parked(self) -> View:
+    def _parked(self, leaving: frozenset[int] = frozenset()) -> View:
         """Let go of all that belongs to the present ranks; the view with which to go on."""
         self._stopped = time.perf_counter()
         self._leave()
-        return self.agent.park(self._standing.report(), tuple(self._standing.tables().values()))
+        return self.agent.park(self._standing.report(), tuple(self._standing.tables().values()), leaving)
 
     def _leave(self) -> None:
         """Let go of the world."""
@@ -584,7 +608,7 @@ class GoingOn:
                 crew.copy.refresh()
             crew.world.settle()
         self._standing.take_aside()
-        self._carried = None
+        self._carried, self._noticed = None, frozenset()
         self.agent.rebuilt()
         invite(self.agent)
         if engine.global_rank == 0:

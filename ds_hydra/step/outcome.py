@@ -131,6 +131,10 @@ class StepOutcome:
         """The largest request that a signal has made on any rank (`host.ending`)."""
         return max(int(rank.request) % WANTED for rank in self.stats)
 
+    def asked(self, request: int) -> tuple[int, ...]:
+        """Ranks that a signal has asked for this."""
+        return tuple(rank for rank, of in enumerate(self.phases[0].stats) if int(of.request) % WANTED == request)
+
     @property
     def wanted(self) -> bool:
         """Whether a process waits to join."""

@@ -113,6 +113,29 @@ def test_a_rank_that_has_left_a_save_goes_on_with_those_that_have_not(tmp_path: 
     assert result.legs(4, STEPS) == [(4, 2), (3, STEPS)]
 
 
+@pytest.mark.drawn
+def test_ranks_that_have_had_notice_leave_and_the_others_go_on(tmp_path: Path, judge: Judge) -> None:
+    """Ranks 0 and 1 of four: rank 1 keeps the copy of rank 0, so one of them leaves a step later."""
+    job = replace(PLAIN, hydra={"checkpoint": {"dir": str(tmp_path / "checkpoints"), "every": 1, "resume": False}})
+    told = [Loss("forward", member, 0, "SIGTERM") for member in (0, 1)]
+    result = run_elastic(tmp_path / "job", 4, 6, told, job=job)
+    assert result.codes == [0, 0, 0, 0], result.told
+    legs = [(4, 2), (3, 4), (2, 6)]
+    assert result.legs(4, 6) == legs
+    assert result.digests == judge.of_legs("plain", legs)[0]
+
+
+@pytest.mark.drawn
+def test_a_signal_to_all_ranks_saves_and_ends_though_one_hears_it_late(tmp_path: Path) -> None:
+    job = replace(PLAIN, hydra={"checkpoint": {"dir": str(tmp_path / "checkpoints"), "every": 1000}})
+    told = [Loss("forward", member, 1 if member else 2, "SIGTERM") for member in range(3)]
+    result = run_elastic(tmp_path / "job", 3, 6, told, job=job)
+    assert result.codes == [0, 0, 0], result.told
+    assert not result.digests, "it has not come to its end"
+    assert result.legs(3, 6) == [(3, 6)], "no other ranks have trained"
+    assert (tmp_path / "checkpoints" / "global_step3").exists()
+
+
 def _evaluated(engine: Any) -> Any:
     return engine.evaluate(sequences()[:6]).to_json()
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from ds_hydra.elastic.buddies import check_nothing_lost, held_layout, shift_of, wards_first
+from ds_hydra.elastic.buddies import check_nothing_lost, held_layout, may_leave, shift_of, wards_first
 from ds_hydra.elastic.view import NormTable, Report, lacking, newest_layout, to_apply, usable
 from ds_hydra.zero_hetero.errors import PlanError
 from ds_hydra.zero_hetero.layout import even_layout
@@ -62,6 +62,17 @@ def test_survivors_hold_every_element_unless_neighbours_are_lost(num_ranks: int,
                 moved = held[message.src][piece.src_offset : piece.src_offset + piece.length]
                 found[message.dst][piece.dst_offset : piece.dst_offset + piece.length] = moved
         assert [value for part in found for value in part] == values
+
+
+@pytest.mark.parametrize(("num_ranks", "shift"), [(2, 1), (4, 1), (4, 2), (5, 2), (6, 3)])
+def test_of_ranks_that_leave_together_none_keeps_the_copy_of_another(num_ranks: int, shift: int) -> None:
+    """And who has to wait leaves later: of all that want to some do."""
+    for count in range(1, num_ranks):
+        for ranks in itertools.combinations(range(num_ranks), count):
+            found = may_leave(ranks, num_ranks, shift)
+            assert found
+            check_nothing_lost(range(num_ranks), [one for one in range(num_ranks) if one not in found], shift)
+    assert not may_leave((0,), num_ranks, 0), "without copies"
 
 
 def table(step: int, *words: float) -> NormTable:

@@ -72,6 +72,30 @@ def test_all_but_one_may_die_at_once_where_that_is_known() -> None:
         assert cluster.survivors == ([2] if folder else [])
 
 
+@pytest.mark.parametrize("leaving", [(0,), (3,), (0, 1), (0, 2, 4)])
+def test_members_that_have_had_notice_leave_and_the_others_go_on_in_one_view(leaving: tuple[int, ...]) -> None:
+    for seed in range(8):
+        cluster = Cluster(seed, 5, folder=seed % 2 == 0)
+        cluster.at(1.0, lambda c=cluster: c.notice(leaving))  # type: ignore[misc]
+        cluster.run(30.0)
+        assert not cluster.end()
+        assert cluster.survivors == sorted({*range(5)} - {*leaving})
+        assert [len(cluster.nodes[key].views) for key in cluster.survivors] == [2] * (5 - len(leaving))
+        assert not any(node.told for node in cluster.nodes.values())
+
+
+@pytest.mark.parametrize("fault", ["kill", "suspect", "break_connection"])
+def test_what_befalls_members_while_others_leave_ends_in_one_view(fault: str) -> None:
+    for seed in range(12):
+        cluster, rng = Cluster(seed, 5, folder=seed % 2 == 0), random.Random(seed)
+        lost, when = rng.randrange(5), 1.0 + rng.random()
+        cluster.at(1.0, lambda c=cluster: c.notice((0, 3)))  # type: ignore[misc]
+        args = (lost,) if fault == "kill" else (lost, rng.randrange(5))
+        cluster.at(when, lambda c=cluster, args=args: getattr(c, fault)(*args))  # type: ignore[misc]
+        assert not wrong_in(cluster, {fault})
+        assert {1, 2, 4} - {lost} <= {*cluster.survivors}
+
+
 @pytest.mark.parametrize("again", [0.05, 0.3, 0.6, 1.0])
 def test_a_second_death_in_whatever_state_is_survived(again: float) -> None:
     for seed, (first, second) in enumerate([(0, 1), (1, 0), (4, 0), (2, 3)]):

@@ -33,6 +33,7 @@ class Node:
     parked: int = 0  # how often its training has parked
     views: list[View] = field(default_factory=list)
     asked: int = 0  # the view whose end was asked for
+    leaves: bool = False  # it has had notice
     stuck: bool = False  # its training can never be freed
     silent: dict[int, float] = field(default_factory=dict)  # since when those that it watches are
 
@@ -105,6 +106,13 @@ class Cluster:
         """Its training meets an error, as of a member that is gone."""
         self._event(key, "fail")
 
+    def notice(self, keys: Iterable[int]) -> None:
+        """These members leave at the end of the step, of which all know."""
+        for key in keys:
+            self.nodes[key].leaves = True
+        for node in self.nodes.values():
+            self._park_planned(node, len(node.views), frozenset(keys))
+
     def freeze(self, key: int) -> None:
         self.nodes[key].frozen = True
 
@@ -173,8 +181,8 @@ class Cluster:
                     raise Wrong(f"{node.key} is to kill a process of another host")
                 if self.nodes[member.pid].frozen:  # it is looked at first, as `end_frozen` does
                     self.kill(member.pid)
-            case m.Exit(why):
-                node.alive, node.told, self.changed = False, why, self.now
+            case m.Exit(why, behind):
+                node.alive, node.told, self.changed = False, "" if behind and node.leaves else why, self.now
 
     def _take(self, node: Node, epoch: int, roster: m.Roster) -> None:
         if not node.alive:
@@ -253,25 +261,26 @@ class Cluster:
             if other.goes_on and machine.coordinator == machine.me.id and self._reach(node.key, other.key):
                 self._event(other.key, "knock", node.machine.me)
 
-    def _park(self, node: Node, views: int) -> None:
+    def _park(self, node: Node, views: int, leaving: frozenset[int] = frozenset()) -> None:
         """Training is free, unless it has gone on since."""
         if node.alive and len(node.views) == views and node.machine.report is None:
             if node.frozen:
-                self.at(self.now + 0.2, lambda: self._park(node, views))
+                self.at(self.now + 0.2, lambda: self._park(node, views, leaving))
                 return
             node.parked += 1
             epoch = node.views[-1].epoch if node.views else -1
             held = [table_of(node.parked - back) if self.random.random() < 0.5 else None for back in (0, 1)]
             table, last = (one.name if one else None for one in held)
-            self._event(node.key, "park", Report(node.parked, table, last, epoch), [one for one in held if one])
+            tables = [one for one in held if one]
+            self._event(node.key, "park", Report(node.parked, table, last, epoch), tables, leaving)
 
-    def _park_planned(self, node: Node, views: int) -> None:
+    def _park_planned(self, node: Node, views: int, leaving: frozenset[int] = frozenset()) -> None:
         """Training parks at the end of its step."""
         if node.alive and len(node.views) == views and node.machine.report is None:
             if node.goes_on and not node.frozen and self.random.random() < 0.5:
-                self._park(node, views)
+                self._park(node, views, leaving)
             else:
-                self.at(self.now + 0.2, lambda: self._park_planned(node, views))
+                self.at(self.now + 0.2, lambda: self._park_planned(node, views, leaving))
 
     def _goes_on(self, node: Node, view: View) -> None:
         known = self.epochs.setdefault(view.epoch, view)
