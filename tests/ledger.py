@@ -80,13 +80,11 @@ CAPABILITIES: Mapping[str, Capability] = {
         "tests/pure/test_systems.py tests/pure/test_init.py tools/systems/*.py tools/bench_systems.py "
         "tools/check_gains.py benchmarks/rivals/*.py",
         Lines(3036, 1382, 2550),
-        apart=True,
     ),
     "pages and pictures": Capability(
         "ds_hydra/report/plots.py ds_hydra/report/web_page.py ds_hydra/commands/report.py "
         "ds_hydra/commands/preview_page.py ds_hydra/commands/simulate.py",
         Lines(1005, 0, 0),
-        apart=True,
     ),
 }
 CORE = Lines(63493, 44436, 8444)

@@ -45,7 +45,7 @@ def without(names: Iterable[str], folder: Path) -> list[str]:
 
 def run(folder: Path, *command: str) -> None:
     """Run Python in `folder`, which it imports from; AssertionError with what it wrote if it fails."""
-    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "NUMBA_DISABLE_JIT": "1"}
     done = subprocess.run(
         [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
