@@ -115,7 +115,7 @@ def test_each_command_is_a_module_with_a_main() -> None:
         (["simulate", "4*tp4", "--cost-table", "a800-7b"], "give --lengths, --tokens, --context"),
         (["simulate", "4*tp4", "--cost-table", shipped("a800-7b")], "give --model"),
         (["simulate", "4*tp4", *SIMULATED, "--step", "7", "--trace", "x.json"], "there are the steps 0 to 0"),
-        (["simulate", str(TOOLS / "report.py"), *SIMULATED], "not a step plan"),
+        (["simulate", str(TOOLS / "aims.py"), *SIMULATED], "not a step plan"),
     ],
 )  # fmt: skip
 def test_what_is_refused_is_one_line_and_exit_code_2(
