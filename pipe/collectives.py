@@ -8,6 +8,7 @@ n has the i-th of n equal parts. The group may be None only as long as nothing r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from ds_hydra.pipe.rows import Pack
 
 Group = dist.ProcessGroup | None
+Rows = Callable[[Tensor, Group], Tensor]
 
 
 # Each backward below belongs to the computation of all ranks together, not to that of one rank. Two ranks hold the same
@@ -158,68 +160,49 @@ def _own(x: Tensor, group: Group) -> Tensor:
     return x.narrow(-2, ranks.rank() * rows, rows)
 
 
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return start_gather(x, group).wait()
+def _own_apart(x: Tensor, group: Group) -> Tensor:
+    return _own(x, group).clone()  # a view would keep the rows of all ranks in memory
+
+
+def _all(x: Tensor, group: Group) -> Tensor:
+    return start_gather(x, group).wait()
+
+
+def _sum(x: Tensor, group: Group) -> Tensor:
+    return start_sum(x, group).wait()
+
+
+class _OfRows(torch.autograd.Function):
+    """Rows by one of the functions above, and their gradients back by another one."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return start_sum(grad, ctx.group).wait(), None
-
-
-class _ScatterRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return start_sum(x, group).wait()
+    def forward(ctx: Any, x: Tensor, group: Group, there: Rows, back: Rows) -> Tensor:
+        ctx.group, ctx.back = group, back
+        return there(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return start_gather(grad, ctx.group).wait(), None
-
-
-class _OwnRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _own(x, group).clone()  # a view would keep the rows of all ranks in memory
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return start_gather(grad, ctx.group).wait(), None
-
-
-class _AllRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return start_gather(x, group).wait()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _own(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.back(grad, ctx.group), None, None, None
 
 
 def gather_rows(x: Tensor, group: Group) -> Tensor:
     """The rows of all ranks, of which each goes on to compute a part: the backward adds the parts' gradients."""
-    return _GatherRows.apply(x, group)
+    return _OfRows.apply(x, group, _all, _sum)
 
 
 def scatter_rows(x: Tensor, group: Group) -> Tensor:
     """This rank's rows of the sum of what all ranks have; the backward gathers the gradients of all rows."""
-    return _ScatterRows.apply(x, group)
+    return _OfRows.apply(x, group, _sum, _all)
 
 
 def own_rows(x: Tensor, group: Group) -> Tensor:
     """This rank's rows of what is equal on all ranks; the backward gathers the gradients of all rows."""
-    return _OwnRows.apply(x, group)
+    return _OfRows.apply(x, group, _own_apart, _all)
 
 
 def all_rows(x: Tensor, group: Group) -> Tensor:
     """The rows of all ranks, with which each goes on to compute the same: the backward takes the own rows' gradient."""
-    return _AllRows.apply(x, group)
+    return _OfRows.apply(x, group, _all, _own)
 
 
 class _AllOfRow(torch.autograd.Function):

@@ -11,7 +11,11 @@ Simulated and predicted milliseconds are the same on every machine and are compa
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -98,3 +102,15 @@ def _fresh_memory(count: int) -> None:
         block = np.empty(1 << 22)  # 32 MiB, which go back to the system after each turn
         block.fill(1.0)
         block += 1.0
+
+
+@contextmanager
+def busy(count: int) -> Iterator[None]:
+    """Beside processes that compute without end."""
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()

@@ -10,7 +10,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
@@ -40,6 +39,7 @@ from ds_hydra.simulate.links import LinkModel
 from ds_hydra.simulate.step import Simulator
 from ds_hydra.watchdog import Activity
 from tools import aims, machine
+from tools.machine import busy
 
 Strategies = tuple[StrategyShape, ...]
 TABLES = Path(__file__).resolve().parents[1] / "examples" / "cost_tables"
@@ -119,18 +119,6 @@ class Workload:
 
     def __str__(self) -> str:
         return f"{self.model} {self.data} {self.num_gpus}"
-
-
-@contextmanager
-def busy(count: int) -> Iterator[None]:
-    """Beside processes that compute without end."""
-    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
 _FIRST_PLAN = """

@@ -146,6 +146,7 @@ NOT_RUN = {
     '"elastic": {}': "ranks that go on are started by ds-hydra launch: tests/gloo/test_launchers.py",
     '"hydra": {"strategies": ["2*tp2", "tp2pp2"], "elastic"': "the same: tests/gloo/test_going_on.py loses ranks",
     '"redundancy": "host"': "needs two hosts: tests/gloo/test_launchers.py",
+    '"redundancy": "off"': "of ranks that go on: tests/gloo/test_going_on.py",
     '"cluster": [{"nodes": 2,': "23 GPUs of a driver's names: tests/pure/test_cluster.py",
     '"cluster": [{"nodes": 4,': "48 GPUs of two classes: tests/pure/test_cluster.py",
     '"device": "nvidia"': "names of a GPU's driver: tests/pure/test_cluster.py",

@@ -13,8 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from ds_hydra.costs.shares import Shares
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.testing import run_ranks
 from tests.support.planner_cases import num_slices
+from tools.machine import busy
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_RANKS = 3
@@ -81,18 +81,6 @@ def run(settings: Settings) -> dict[str, Any]:
     found = run_ranks(_job, NUM_RANKS, settings, timeout=600)
     assert all(one["plans"] == found[0]["plans"] for one in found)
     return found[0] | {"bits": hashlib.sha256("".join(one["bits"] for one in found).encode()).hexdigest()[:16]}
-
-
-@contextmanager
-def busy(count: int) -> Iterator[None]:
-    """Beside processes that compute without end."""
-    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
 @dataclass(frozen=True)
