@@ -11,10 +11,10 @@ once a second:
 
 Where one waits for long, those that do not wait are late: they are named every 30 s, with what they do and the
 innermost frame of the user's code. They end the job only where one has waited for as long as it may, which is
-hydra.timeout_seconds or, where that is longer, the time-out of the group in which it waits, and some seconds more, in
-which an error that ends the wait names the call; and where all that are late have stood still for half of that. Who
-moves is not ended by this: when a time-out has ended a wait for it, it may go on until it comes to a step, or stands
-still.
+hydra.timeout_seconds or, where that is longer, the time-out of the group in which it waits (in a job that does not go
+on some seconds more, in which an error that ends the wait names the call); and where all that are late have stood still
+for half of that. Who moves is not ended by this: when a time-out has ended a wait for it, it may go on until it comes
+to a step, or stands still.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ LOOK_S = 1.0  # between two looks at the thread that trains
 _BESIDE_S, _BESIDE = 2.0, 0.05  # seconds between two looks at what else runs, and cores that it uses where it does
 _KEPT_S = 5.0  # in one place, after which a thread's stack is kept
 _TELLS_S = 10.0  # within which an error that has ended a wait comes to who tells of it
-_GRACE_S = 3.0  # after which a wait that may last no longer is over by others' verdict: its own error says more
+GRACE_S = 3.0  # after which a wait that may last no longer is over by others' verdict: its own error says more
 _MOST_NAMED = 4  # ranks
 _AT = 160  # characters of a frame that a heartbeat tells
 
@@ -98,7 +98,7 @@ def _listed(late: Sequence[Stand]) -> str:
     return "; ".join(map(str, late[:_MOST_NAMED])) + more
 
 
-def stuck(stands: Iterable[Stand]) -> tuple[list[Stand], str]:
+def stuck(stands: Iterable[Stand], grace_s: float = 0.0) -> tuple[list[Stand], str]:
     """Those for which others have waited for too long, and that do nothing, with what is to be told of it; nobody where
     that is in doubt [Note: who stands still]."""
     found = list(stands)
@@ -106,7 +106,7 @@ def stuck(stands: Iterable[Stand]) -> tuple[list[Stand], str]:
     limit_s = max((one.limit_s for one in waiting), default=0.0)
     if (
         not late
-        or all(one.waits_s < limit_s + _GRACE_S for one in waiting)
+        or all(one.waits_s < limit_s + grace_s for one in waiting)
         or any(one.stands_s < limit_s / 2 for one in late)
     ):
         return [], ""

@@ -59,7 +59,7 @@ from ds_hydra.watchdog.connection import Connection, encoded
 from ds_hydra.watchdog.door import Door
 from ds_hydra.watchdog.host import EXIT_CODE, end_process, kill, say, stopped
 from ds_hydra.watchdog.meeting import START_S, Call, Peer, Verdict, different_calls, greet, meet
-from ds_hydra.watchdog.progress import NAMED_S, Progress, Stand, few_of, late_of, named, stuck
+from ds_hydra.watchdog.progress import GRACE_S, NAMED_S, Progress, Stand, few_of, late_of, named, stuck
 from ds_hydra.watchdog.words import LastWords, as_line, follows, lost_connection, refusal_code, timed_out
 from ds_hydra.zero_hetero.errors import INTERRUPTED, OWN_FAULT, ConfigError
 from ds_hydra.zero_hetero.told import told_of
@@ -245,7 +245,7 @@ class Side:
         dog = self.dog
         if dog.above is not None or dog.verdict is not None:
             return
-        late, why = stuck(dog.stands())
+        late, why = stuck(dog.stands(), GRACE_S)
         if late:
             self.found(Verdict(late[0].rank, why, BUSY_TURNS, None, still=True))
         elif now > self._named_at + NAMED_S and (text := named(dog.stands())):

@@ -84,7 +84,7 @@ def _stand(rank: int, waits_s: float, stands_s: float, limit_s: float = 20.0) ->
     ],
 )
 def test_in_doubt_nobody_is_stuck(stands: list[Stand], expected: list[int]) -> None:
-    assert [one.rank for one in stuck(stands)[0]] == expected
+    assert [one.rank for one in stuck(stands, 3.0)[0]] == expected
 
 
 def test_who_is_late_is_named() -> None:
