@@ -127,7 +127,7 @@ test: $(STAMP)
 
 # Compiles the planner's kernels, which all tests and jobs then load from numba's cache.
 kernels: $(STAMP)
-	$(BIN)/python -c 'from ds_hydra.planner.selection import warm_up; warm_up()'
+	$(BIN)/python -m ds_hydra.commands warm-up
 
 test-training test-jobs test-ranks test-models test-pure check-oldest: export OMP_NUM_THREADS := 1
 

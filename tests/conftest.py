@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from ds_hydra.zero_hetero.files import kept_folder
 from tests.support import drawn_tests
 
 torch.set_num_threads(1)
@@ -27,8 +28,10 @@ settings.load_profile("repeatable")
 
 @pytest.fixture(autouse=True, scope="session")
 def _cache_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Jobs of tests, also those in processes of their own, leave the user's cache alone."""
+    """Jobs of tests, also those in processes of their own, leave the user's cache alone, but for compiled kernels."""
+    kernels = os.environ.get("NUMBA_CACHE_DIR", str(kept_folder("kernels")))
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NUMBA_CACHE_DIR", kernels)
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
 

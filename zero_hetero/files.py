@@ -97,8 +97,8 @@ def _check(path: Path, found: os.stat_result, most: int | None) -> None:
     check_owner(path, found)
 
 
-def check_private(folder: Path) -> None:
-    """OSError unless `folder` is a folder of this user's in which nobody else may write."""
+def check_private(folder: Path, could: str = "can end this job or join it") -> None:
+    """OSError unless `folder` is a folder of this user's in which nobody else may write, as they `could` do harm."""
     found = os.lstat(folder)
     if not stat.S_ISDIR(found.st_mode):
         raise OSError(errno.ENOTDIR, f"it is {_KINDS.get(stat.S_IFMT(found.st_mode), 'a file')} and no folder")
@@ -106,7 +106,7 @@ def check_private(folder: Path) -> None:
         raise OSError(
             errno.EPERM,
             f"it belongs to user {found.st_uid} with the mode {stat.S_IMODE(found.st_mode):04o}, and must be of user "
-            f"{os.geteuid()} with 0700, since who can write there can end this job or join it",
+            f"{os.geteuid()} with 0700, since who can write there {could}",
         )
 
 

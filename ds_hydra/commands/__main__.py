@@ -24,6 +24,7 @@ COMMANDS = {
     "check": "whether a model trains under strategies as in one process",
     "settings": 'all settings of the block "hydra", a sentence each, or as a JSON Schema',
     "profile": "measure a cost table on this machine",
+    "warm-up": "compile the planner's kernels before jobs need them, as in the build of an image",
     "emulate": "a job on a cluster that is not there: the real engine, on virtual time",
     "launch": "start a job whose survivors live on when a rank dies, with the options of deepspeed",
     "report": "draw the figures of a run from its step records",

@@ -264,7 +264,7 @@ def test_names_that_agree_are_shared() -> None:
 def test_every_kernel_of_the_folder_is_loaded() -> None:
     """A new file of kernels that is missing in the list would have its functions called uncompiled, or not at all."""
     folder = Path(load.__file__).parent
-    not_kernels = {"__init__", "arrays", "load", "problem", "protocol"}
+    not_kernels = {"__init__", "load", "problem", "sources"}
     assert {path.stem for path in folder.glob("*.py")} - not_kernels == {
         listed.__name__.rpartition(".")[2] for listed in load._MODULES
     }
@@ -331,7 +331,7 @@ def test_a_kernel_is_compiled_once_for_constants_and_variables(monkeypatch: pyte
     plain = numba.njit
     monkeypatch.setattr(numba, "njit", lambda *given, **options: plain(*given, **options | {"cache": False}))
     names = dict(globals())
-    clones = load._clones({one.__name__: one for one in (_nearest, _both)}, names, "once", load._compiler())
+    clones = load._clones({one.__name__: one for one in (_nearest, _both)}, names, "once", load._compiler("once"))
     assert clones["_both"](5) == 6
     assert len(clones["_nearest"].signatures) == 1
 

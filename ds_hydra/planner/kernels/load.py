@@ -2,8 +2,9 @@
 
 A kernel is an ordinary function over scalars and arrays in this folder, or in a module of `_SHARED`, that calls only
 other kernels.
-`pure()` gives the functions as they stand, at no start-up cost; `compiled()` gives the same functions through
-numba's on-disk cache. No kernel uses fast-math, so both give the same bits.
+`pure()` gives the functions as they stand, at no start-up cost; `compiled()` gives the same functions through numba's
+on-disk cache, which lies where other checkouts with the same sources find it too (`sources`). No kernel uses fast-math,
+so both give the same bits.
 
 [Note: why kernels are cloned]
 Writing `@njit` on each function would be plainer, but three things speak against it:
@@ -62,6 +63,7 @@ from ds_hydra.planner.kernels.problem import (
     Schemes,
     SearchEffort,
 )
+from ds_hydra.planner.kernels.sources import as_copied, beside_copies
 
 
 class Kernels(Protocol):
@@ -168,12 +170,12 @@ def compiled(*instead: ModuleType) -> Kernels:
     Functions of the modules `instead` are kernels too, and where one has the name of another, all call it instead.
     """
     names, digest = _global_names(_ALL, instead), source_digest(*instead)
-    kernels = _clones(_kernels(*instead), names, digest, _compiler())
+    kernels = _clones(_kernels(*instead), names, digest, _compiler(digest))
     return cast("Kernels", SimpleNamespace(**kernels, is_compiled=True))
 
 
-def _compiler() -> Callable[[Any], Any]:
-    """What compiles a clone [Note: why kernels are cloned]."""
+def _compiler(digest: str) -> Callable[[Any], Any]:
+    """What compiles a clone, for a digest of all that is compiled [Note: why kernels are cloned]."""
     import numba
     from numba.core.types import unliteral
 
@@ -187,7 +189,9 @@ def _compiler() -> Callable[[Any], Any]:
         options: dict[str, Any] = {"_nrt": False} if walks or clone.__name__ in uncounted else {}
         if walks and clone.__name__ != list_walk.list_walk.__name__:
             options["inline"] = "always"  # called in the loops of a walk
-        kernel = numba.njit(cache=True, nogil=True, **options)(clone)
+        clone.__code__ = as_copied(clone, digest, numba.__version__)
+        with beside_copies():
+            kernel = numba.njit(cache=True, nogil=True, **options)(clone)
         template = kernel.get_call_template
 
         def of_types(given: Sequence[Any], named: Mapping[str, Any]) -> Any:
@@ -224,10 +228,10 @@ def timing(kernels: Kernels, schedule: str) -> Kernels:
 @functools.cache
 def _timing(walk: TakeWalk, is_compiled: bool) -> Kernels:
     """Copies of all kernels, in which the name of the usual walk means another one, whose functions are copied too."""
-    wrap = _compiler() if is_compiled else (lambda function: function)
     module = sys.modules[walk.__module__]
     text = source_digest() + inspect.getsource(module)
     digest = hashlib.sha256(f"{walk.__name__} {text}".encode()).hexdigest()[:12]
+    wrap = _compiler(digest) if is_compiled else (lambda function: function)
     names, own, usual = _global_names(_ALL), dict(vars(module)), _kernels()
     kernels = _clones(usual, names, digest, wrap)
     own |= {name: kernels[name] for name, value in own.items() if name in usual and value is usual[name]}
