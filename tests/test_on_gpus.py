@@ -23,7 +23,7 @@ from ds_hydra.commands import profile_session
 from ds_hydra.config.hydra_block import FaultsConfig, HydraConfig
 from ds_hydra.engine.costs import least_memory, rank_memory
 from ds_hydra.host import devices, launch
-from ds_hydra.host.devices import Flags, before_devices_start
+from ds_hydra.host.devices import Flags, before_devices_start, device_index
 from ds_hydra.pipe.attention import backends
 from ds_hydra.pipe.attention.backends import torch_varlen
 from ds_hydra.pipe.dropout import _column_keys
@@ -123,7 +123,8 @@ def test_what_cuda_and_nccl_read_is_set_before_they_start(unset: pytest.MonkeyPa
         note()
         raise _StartedError
 
-    gpu = SimpleNamespace(communication_backend_name=lambda: "nccl", device_name=lambda: "cuda", set_device=note)
+    gpu = SimpleNamespace(communication_backend_name=lambda: "nccl", device_name=lambda: "cuda", set_device=note,
+                          device_count=lambda: 2)  # fmt: skip
     unset.setattr(launch, "get_accelerator", lambda: gpu)
     unset.setattr(launch, "init_as_deepspeed", start)
     for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
@@ -301,6 +302,48 @@ def test_memory_of_devices_grows_in_place_unless_the_user_says_otherwise(
     before_devices_start(HydraConfig(10, faults=FaultsConfig(0.0)), "nccl", 1)
     assert os.environ.get("PYTORCH_CUDA_ALLOC_CONF") == (expected or given.get("PYTORCH_CUDA_ALLOC_CONF"))
     assert ("expandable_segments" in caplog.text) == warns
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_what_cuda_has_read_already_is_set_by_its_setter_or_told(
+    unset: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, several: bool
+) -> None:
+    """`TrainingArguments` choose the device, before there is an engine."""
+    given: list[str] = []
+    unset.setattr(torch.cuda, "is_initialized", lambda: True)
+    unset.setattr(torch._C, "_accelerator_setAllocatorSettings", given.append)
+    unset.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    unset.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    before_devices_start(HydraConfig(10, faults=FaultsConfig(0.0)), "nccl", 2 if several else 1)
+    assert given == ["expandable_segments:True"]
+    assert ("export CUDA_DEVICE_MAX_CONNECTIONS=32" in caplog.text) is several
+    caplog.clear()
+    before_devices_start(HydraConfig(10, faults=FaultsConfig(0.0)), "nccl", 2)
+    assert (len(given), caplog.text) == (1, ""), "both are in the environment now, as if they had been exported"
+
+
+@pytest.mark.parametrize(("version", "grows"), [("0.19.1", False), ("0.20.1rc1", True), ("0.21.0", True)])
+def test_segments_stay_fixed_beside_a_vllm_that_refuses_others(
+    unset: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str, grows: bool
+) -> None:
+    unset.setitem(sys.modules, "vllm", SimpleNamespace(__version__=version))  # type: ignore[arg-type]
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        unset.setenv(name, "")
+        unset.delenv(name)
+    before_devices_start(HydraConfig(10, faults=FaultsConfig(0.0)), "nccl", 1)
+    assert ("PYTORCH_CUDA_ALLOC_CONF" in os.environ) is grows
+    assert ("vLLM before 0.20.1" in caplog.text) is not grows
+
+
+@pytest.mark.parametrize(("local", "visible", "number"), [(3, 8, 3), (3, 1, 0), (0, 1, 0), (3, 0, 3)])
+def test_a_process_that_sees_one_device_takes_it(local: int, visible: int, number: int) -> None:
+    assert device_index(local, visible) == number
+
+
+def test_fewer_devices_than_processes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    with pytest.raises(ConfigError, match=r"LOCAL_RANK=3 .*sees 2 .*CUDA_VISIBLE_DEVICES=4,5.*start 2 processes"):
+        device_index(3, 2)
 
 
 # --- Locks of operators that are compiled: a live compilation is waited for, one that was interrupted is named.

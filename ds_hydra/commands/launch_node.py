@@ -31,6 +31,7 @@ from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError, PlanError
 
 _TURN_S = 0.1
 BEFORE_AGAIN_S = 2.0  # until a process is started in place of one that has died: others may be about to end, too
+_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # CUDA reads it when a script first touches it; see host/devices.py
 REFUSED = frozenset(kind.exit_code for kind in (ConfigError, PlanError, CheckpointError))
 
 
@@ -49,7 +50,7 @@ class Job:
 
     def of_rank(self, local: int) -> dict[str, str]:
         """The environment of a rank of the job's start."""
-        return {**self.environment, "RANK": str(self.first + local), "WORLD_SIZE": str(self.num_ranks),
+        return {**_QUEUES, **self.environment, "RANK": str(self.first + local), "WORLD_SIZE": str(self.num_ranks),
                 "LOCAL_RANK": str(local), "LOCAL_SIZE": str(self.num_local)}  # fmt: skip
 
     def of_joiner(self, local: int) -> dict[str, str]:

@@ -16,6 +16,7 @@ from ds_hydra.config.hydra_block import FLASH_3, HydraConfig
 from ds_hydra.costs.job_fingerprint import JobFingerprint
 from ds_hydra.costs.shape_costs import stage_schemes
 from ds_hydra.engine.costs import describe_job
+from ds_hydra.host.devices import device_index
 from ds_hydra.pipe.attention.backends import use_flash_3
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
@@ -121,7 +122,8 @@ def _schemes(source: CausalLM, named: list[str] | None, num_gpus: int, node_size
 def _device(local_rank: int) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", local_rank)))
+    number = device_index(int(os.environ.get("LOCAL_RANK", local_rank)), torch.cuda.device_count())
+    device = torch.device("cuda", number)
     torch.cuda.set_device(device)
     return device
 

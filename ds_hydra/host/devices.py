@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -29,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_GROWING = "expandable_segments:True"
+_SLEEPS_WITH_SEGMENTS = (0, 20, 1)  # the first vLLM whose sleep mode bears segments that grow
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 _WORKSPACE, _SAME_SUMS = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 # Of torch's own watchdog: that it ends the process at an error, and that it does when it is stuck itself.
@@ -49,8 +53,9 @@ def before_devices_start(config: HydraConfig, backend: str, num_ranks: int | Non
     if backend != "nccl":
         return
     several = num_ranks != 1
-    _let_segments_grow()
-    _leave_queues(several)
+    begun = torch.cuda.is_initialized()
+    _let_segments_grow(begun)
+    _leave_queues(several, begun)
     if config.deterministic:
         workspace = os.environ.setdefault(_WORKSPACE, _SAME_SUMS[0])
         if workspace not in _SAME_SUMS:
@@ -64,12 +69,38 @@ def before_devices_start(config: HydraConfig, backend: str, num_ranks: int | Non
         _end_ranks_ourselves(elastic=elastic)
 
 
-def _let_segments_grow() -> None:
+def device_index(local_rank: int, visible: int) -> int:
+    """The device of the process that is the `local_rank`-th of its host, among those that it sees.
+
+    Slurm's `--gpus-per-task=1`, pods and MIG slices show each process its own device alone, which is number 0 there.
+    ConfigError where it sees several, and fewer than there are processes.
+    """
+    if local_rank < visible or visible == 0:
+        return local_rank
+    if visible == 1:
+        return 0
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    raise ConfigError(
+        f"LOCAL_RANK={local_rank} is to have a device of its own, but this process sees {visible} (CUDA_VISIBLE_DEVICES"
+        f"{' is not set' if shown is None else '=' + shown}): start {visible} processes on this host, or show each "
+        "process its own device alone, or show all of them to each"
+    )
+
+
+def _let_segments_grow(begun: bool) -> None:
     # Micro-batches differ in size, and so do their tensors: in segments of fixed size what one leaves free is too small
     # for the next.
     found = [name for name in _ALLOCATOR if name in os.environ]
     if not found:
-        os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
+        if _sleeping_refuses_segments():
+            logger.warning(
+                "vLLM before %s refuses segments that grow beside its sleep mode, so they are left off here: more of a "
+                "device's memory may lie in pieces. Update vLLM", ".".join(map(str, _SLEEPS_WITH_SEGMENTS)),
+            )  # fmt: skip
+            return
+        os.environ[_ALLOCATOR[0]] = _GROWING
+        if begun:  # the variable was read before; its setter holds for all that is allocated from now on
+            torch._C._accelerator_setAllocatorSettings(_GROWING)
     elif not any("expandable_segments:true" in os.environ[name].replace(" ", "").lower() for name in found):
         logger.warning(
             "%s=%s is without expandable_segments:True: micro-batches differ in size, so more of a device's memory may "
@@ -79,11 +110,25 @@ def _let_segments_grow() -> None:
         )
 
 
-def _leave_queues(several: bool) -> None:
+def _sleeping_refuses_segments() -> bool:
+    if "vllm" not in sys.modules:
+        return False
+    numbers = re.findall(r"\d+", str(getattr(sys.modules["vllm"], "__version__", "")))[:3]
+    return bool(numbers) and tuple(map(int, numbers)) < _SLEEPS_WITH_SEGMENTS
+
+
+def _leave_queues(several: bool, begun: bool) -> None:
     # A step has about ten streams: compute, pulls and pushes, stages, TP, SP, twins, copies. Streams that share one of
     # the device's queues wait for each other. A message that waits for another rank then holds up a collective that
     # this rank waits for, which may be what the first rank's message waits for.
+    late = begun and several and _QUEUES not in os.environ
     queues = os.environ.setdefault(_QUEUES, "32")
+    if late:
+        logger.warning(
+            "CUDA had begun in this process before the engine was made (TrainingArguments and Accelerate choose their "
+            "device early), so its streams share 8 queues, and some wait for others: export %s=32 before python starts",
+            _QUEUES,
+        )
     if queues.strip() == "1" and several:
         raise ConfigError(
             f"the environment has {_QUEUES}=1: all streams of a device would share one queue, in which a message that "

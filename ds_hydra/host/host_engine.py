@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from ds_hydra.data.sampler import Order, StepLoader
 from ds_hydra.data.sequences import SequenceData
 from ds_hydra.data.stream import StreamSampler, StreamSteps, is_stream
 from ds_hydra.data.tokens import Limits
-from ds_hydra.host.devices import Flags
+from ds_hydra.host.devices import Flags, device_index
 from ds_hydra.host.environment import JOINS
 from ds_hydra.host.optimizers import OptimizerRecipe, optimizer_recipe
 from ds_hydra.host.settings import (
@@ -125,6 +126,13 @@ class HostEngine(DeepSpeedEngine):
         self._inputs = limits_of(self.hydra_config, model).inputs
         self._configure_data(training_data, scanned)
         self.configure_reports()
+
+    def _set_distributed_vars(self, args: Any) -> None:
+        """As DeepSpeed's, which takes LOCAL_RANK for the number of the device, on the device that this rank sees."""
+        own, accelerator = self.local_rank, get_accelerator()
+        if accelerator.device_name() != "cpu" and not hasattr(args, "device_rank"):
+            own = device_index(own, accelerator.device_count())
+        super()._set_distributed_vars(args if hasattr(args, "device_rank") else SimpleNamespace(device_rank=own))
 
     def _set_deepspeed_defaults(self) -> None:
         """Attributes that DeepSpeedEngine's methods and its users read."""

@@ -47,7 +47,7 @@ from torch.distributed import PrefixStore, TCPStore
 from torch.utils.file_baton import FileBaton
 
 from ds_hydra.config.hydra_block import FaultsConfig, HydraConfig, check_num_ranks
-from ds_hydra.host.devices import before_devices_start
+from ds_hydra.host.devices import before_devices_start, device_index
 from ds_hydra.host.environment import joins, launched_node_size, launched_number, longest_wait_s
 from ds_hydra.ranks.groups import wait_at_most
 from ds_hydra.ranks.screen import show
@@ -368,7 +368,7 @@ def init_distributed(
     accelerator = get_accelerator()
     before_devices_start(config, accelerator.communication_backend_name(), launched_number("WORLD_SIZE"))
     if accelerator.device_name() != "cpu" and "LOCAL_RANK" in os.environ:
-        accelerator.set_device(int(os.environ["LOCAL_RANK"]))
+        accelerator.set_device(device_index(int(os.environ["LOCAL_RANK"]), accelerator.device_count()))
     init_as_deepspeed(
         begin=begin,
         frozen_s=config.faults.frozen_seconds,
@@ -402,7 +402,7 @@ def init_as_deepspeed(
         if of_agent:
             _meet_in_this_attempt(backend, timeout)
     tell_locks()
-    with _no_shared_memory_operator():
+    with _no_shared_memory_operator(), _own_device_in_environment():
         deepspeed.init_distributed(*args, **kwargs)
 
 
@@ -489,6 +489,24 @@ def _no_shared_memory_operator() -> Iterator[None]:
         backend.build_shm_op = build
 
 
+@contextmanager
+def _own_device_in_environment() -> Iterator[None]:
+    """DeepSpeed takes LOCAL_RANK for the number of the device that the default group is bound to. By LOCAL_RANK the
+    ranks of a host are told apart, so it comes back."""
+    local, accelerator = os.environ.get("LOCAL_RANK"), get_accelerator()
+    number = local
+    if local is not None and accelerator.device_name() != "cpu":
+        number = str(device_index(int(local), accelerator.device_count()))
+    if number == local:
+        yield
+        return
+    os.environ["LOCAL_RANK"] = str(number)
+    try:
+        yield
+    finally:
+        os.environ["LOCAL_RANK"] = str(local)
+
+
 def _meet_in_this_attempt(backend: str, timeout: timedelta) -> None:
     """Start the process group under torchrun, with keys of this attempt only in torchrun's store."""
     # torchrun's agent keeps one store over its restarts (--max-restarts). After a rank has died, the store still holds
@@ -501,7 +519,8 @@ def _meet_in_this_attempt(backend: str, timeout: timedelta) -> None:
     # With its device a rank makes its communicators where groups are made, and not at their first use, as it does under
     # DeepSpeed's launcher. A rank alone has nobody to reach.
     on_cuda = backend == "nccl" and num_ranks > 1
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_cuda else None
+    number = device_index(int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()) if on_cuda else 0
+    device = torch.device("cuda", number) if on_cuda else None
     torch.distributed.init_process_group(
         backend,
         store=torch.distributed.PrefixStore(f"ds_hydra/attempt_{attempt}", store),

@@ -11,13 +11,18 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import deepspeed.runtime.engine as deepspeed_engine
 import pytest
+from deepspeed.accelerator import get_accelerator
 
-from ds_hydra.host import launch
+from ds_hydra.host import host_engine, launch
 from ds_hydra.host.launch import Fellows, meeting_of
-from ds_hydra.testing import free_port
+from ds_hydra.testing import free_port, run_ranks
 from tests.support.ends import TRACEBACK, all_told, codes, ends, mark_fault
+from tests.support.small_job import small_engine
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,6 +41,47 @@ def _ranks(port: int, ranks: range) -> Iterator[dict[int, subprocess.Popen[bytes
         for one in started.values():
             one.kill()
             one.wait()
+
+
+def test_ranks_that_each_see_one_device_start() -> None:
+    """As under Slurm's `--gpus-per-task=1`: each rank's device is its number 0, whatever LOCAL_RANK says."""
+
+    class OneDevice:
+        """An accelerator that shows a process one device, whose memory is the host's."""
+
+        chosen: list[int]
+
+        def __init__(self) -> None:
+            self.chosen = []
+
+        def device_name(self, number: int | None = None) -> str:
+            return "one" if number is None else "cpu"
+
+        def device_count(self) -> int:
+            return 1
+
+        def set_device(self, number: int) -> None:
+            if number:
+                raise RuntimeError("CUDA error: invalid device ordinal")
+            self.chosen.append(number)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(get_accelerator(), name)
+
+    def start(rank: int) -> tuple[list[int], int, str]:
+        one = OneDevice()
+        with ExitStack() as stack:
+            for module in (launch, host_engine, deepspeed_engine):
+                stack.enter_context(mock.patch.object(module, "get_accelerator", return_value=one))
+            engine = small_engine(rank)
+            engine.train_batch()
+        with mock.patch.object(launch, "get_accelerator", return_value=one), launch._own_device_in_environment():
+            bound = os.environ["LOCAL_RANK"]  # what DeepSpeed binds the default group to
+        return one.chosen, int(os.environ["LOCAL_RANK"]), bound
+
+    found = run_ranks(start, 2)
+    assert [(local, bound) for _, local, bound in found] == [(0, "0"), (1, "0")]
+    assert all(set(chosen) == {0} for chosen, _, _ in found)
 
 
 @pytest.mark.parametrize("how", ["alive", "died", "frozen", "stopped for a moment", "absent", "forked"])
