@@ -190,6 +190,10 @@ class Links:
 
     def _connected(self, number: int, to: Member, made: Connection | OSError) -> None:
         waiting = self._connecting.pop(to.id, [])
+        if isinstance(made, OSError) and to.id in self._peers:  # it has come by itself meanwhile
+            for message in waiting:
+                self.send(to, message)
+            return
         if isinstance(made, OSError):
             self._events.append(partial(self._machine.lose, to.id, isinstance(made, ConnectionRefusedError)))
             self.unanswered += 1

@@ -63,6 +63,7 @@ class Cluster:
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._last: dict[tuple[int, int], float] = defaultdict(float)  # when the last message of a pair comes
         self._broken: dict[tuple[int, int], float] = defaultdict(float)  # messages sent before are gone
+        self._connecting: dict[tuple[int, int], list[m.Message]] = {}
         self.cut: set[frozenset[int]] = set()  # pairs that cannot reach each other
         self.per_host = per_host
         members = tuple(self.process(key, key) for key in range(num_members))
@@ -197,8 +198,12 @@ class Cluster:
             sender = next((one.id for one in other.machine.roster.members if one.pid == node.key), -1) if other else -1
             if sender < 0:
                 return
-        if not self._reach(*pair):
-            self.at(self.now + CONNECT_S, lambda: None if self._reach(*pair) else self._lost(node, to, False, 0.5))
+        if pair in self._connecting:
+            self._connecting[pair].append(message)
+        elif not self._reach(*pair):
+            waiting = self._connecting[pair] = [message]
+            self.at(self.now + CONNECT_S / 2, lambda: self._connected(node, to, waiting, last=False))
+            self.at(self.now + CONNECT_S, lambda: self._connected(node, to, waiting, last=True))
         elif other is None or not other.alive:
             self._lost(node, to, True, 0.05)
         else:
@@ -206,6 +211,18 @@ class Cluster:
             self._last[pair] = max(self._last[pair], self.now + self.random.uniform(0.0, self.delay_s))
             sent, wire = self.now, m.to_wire(message, node.machine.rosters)
             self.at(self._last[pair], lambda: self._comes(pair, sent, sender, wire))
+
+    def _connected(self, node: Node, to: int, waiting: list[m.Message], *, last: bool) -> None:
+        """One connection is made at a time, with what is to be said then; it is tried twice, and fails at the last."""
+        pair = node.key, to
+        if self._connecting.get(pair) is not waiting or not (last or self._reach(*pair)):
+            return
+        del self._connecting[pair]
+        if not self._reach(*pair):
+            self._lost(node, to, False, 0.05)
+        elif node.alive:
+            for message in waiting:
+                self._send(node, to, message)
 
     def _comes(self, pair: tuple[int, int], sent: float, sender: int, message: dict[str, Any]) -> None:
         if self._reach(*pair) and self._broken[pair] <= sent:
