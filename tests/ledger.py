@@ -59,6 +59,11 @@ CAPABILITIES: Mapping[str, Capability] = {
     "mixed devices": Capability(
         "ds_hydra/engine/classes.py ds_hydra/planner/proposal/mixed.py tools/bench_hetero.py", Lines(453, 0, 639)
     ),
+    "Muon": Capability(
+        "ds_hydra/matrices/*.py tests/test_muon.py tests/gloo/test_muon.py tests/support/muon_cases.py",
+        Lines(1100, 900, 0),
+        apart=True,
+    ),
     "Ray": Capability(
         "ds_hydra/ray/*.py tests/pure/test_ray.py tests/hosts/test_ray.py tests/support/ray_job.py",
         Lines(639, 378, 0),

@@ -147,7 +147,8 @@ def test_groups_name_trainable_parameters_only() -> None:
     ("arguments", "words"),
     [
         ({"name": "Lamb"}, "Lamb scales each parameter's step by its norm.*AdamW"),
-        ({"name": "Muon"}, "orthogonalizes"),
+        ({"name": "MuonClip"}, "MuonClip rescales queries and keys by each head's largest logit"),
+        ({"client": lambda groups: type("Muon", (torch.optim.SGD,), {})(groups, lr=1)}, 'orthogonalizes.*type "Muon"'),
         ({"name": "OneBitAdam"}, "communication"),
         ({"name": "AdmW"}, "optimizer.type \"AdmW\".*mean 'AdamW'"),
         ({"name": "AdamW", "params": {"learning_rate": 1.0}}, "learning_rate"),
@@ -266,7 +267,7 @@ def test_schedulers_that_want_a_metric_are_refused() -> None:
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": -1}}}, "warmup_num_steps.*-1"),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": [1, 2], "warmup_min_lr": [1]}}}, "warmup_min"),
         ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}}, "OneBitAdam compresses.*AdamW"),
-        ({"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}, "(?i)muon orthogonalizes"),
+        ({"optimizer": {"type": "Muon", "params": {"lr": 1e-3, "ns_metod": "gram"}}}, "'ns_metod'.*mean 'ns_method'"),
         ({"optimizer": {"type": "Adafactor"}}, "(?i)adafactor factors"),
         ({"optimizer": {"type": "AdamW", "params": {"learning_rate": 1e-3}}}, "'learning_rate'.*it takes"),
         ({"csv_monitor": {"enabld": True}}, "enabld"),

@@ -18,6 +18,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 import datasets
+import deepspeed
 import pytest
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -77,7 +78,7 @@ def holders() -> list[Any]:
     parameter = torch.nn.Parameter(torch.zeros(1))
     dataset = datasets.Dataset.from_list([{"a": 1}])
     options = torch.distributed.ProcessGroupGloo._Options  # type: ignore[attr-defined]
-    return [torch, torch._C, torch._C._autograd, torch.ops.aten, torch.autograd.Variable,
+    return [torch, deepspeed, torch._C, torch._C._autograd, torch.ops.aten, torch.autograd.Variable,
             torch.distributed.distributed_c10d,
             torch.distributed.ProcessGroup, options, torch.nn.Linear(1, 1), parameter, argparse.ArgumentParser(),
             LlamaConfig(), PreTrainedModel, Trainer, DeepSpeedEngine, dataset,

@@ -130,7 +130,10 @@ def merge_groups(everyone: Sequence[Sequence[SavedGroup]]) -> tuple[SavedGroup, 
 
 def fresh_state(optimizer: Optimizer, options: Mapping[str, Any]) -> dict[str, Any] | None:
     """What the optimizer keeps of one element after a step with these options; None where it cannot be tried."""
-    return _tried(optimizer, options, {}) if type(optimizer) in ELEMENT_WISE.values() else None
+    keeps = getattr(optimizer, "keeps", None)  # of one whose step needs whole matrices
+    if keeps is not None and (kept := keeps(options)) is not None:
+        return dict(kept)
+    return _tried(optimizer, options, {}) if keeps or type(optimizer) in ELEMENT_WISE.values() else None
 
 
 def _tried(optimizer: Optimizer, options: Mapping[str, Any], state: dict[str, Any]) -> dict[str, Any]:
@@ -167,10 +170,16 @@ def build_state(
     """
     numbers, options, kept_of = [], [], []
     for index, (group, saved) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+        if saved.options.get("use_muon", group.get("use_muon")) != group.get("use_muon"):
+            raise OtherJobError(
+                f"its parameter group {index} is {'' if group['use_muon'] else 'not '}to be orthogonalized"
+            )
         new = {key: _option(group[key], value, key) for key, value in saved.options.items() if key in group}
         whole = {key: value for key, value in group.items() if key != "params"} | new
         fresh = fresh_state(optimizer, whole)
         kept = sorted(loaded) if fresh is None else [k for k, v in fresh.items() if isinstance(v, Tensor) and v.dim()]
+        if group.get("use_muon") and "use_muon" not in saved.options:
+            saved = SavedGroup(saved.options, {})  # of another engine's: what it counts, it counts for all groups
         _check_keys(optimizer, index, bool(group["params"]), fresh, kept, saved, loaded)
         scalars = {key: _scalar(key, scalar, group, fresh) for key, scalar in saved.scalars.items()}
         if fresh is not None and saved.scalars:

@@ -163,6 +163,8 @@ class Crew:
                 least_arena=self.prepared.room.arena[world.rank],
             )
         self._stepper.runtimes.connect()
+        if (exchange := getattr(self.update.optimizer, "exchange", None)) is not None:
+            exchange.connect()
         self.away = Away(self._masters, self._stepper, self.update.optimizer)
         with together(world.channel, "starting the planner"):
             self._start_planner(producer)
@@ -180,6 +182,9 @@ class Crew:
             # Its parameters are views of the masters: its step changes what the next pull sends, with no copy.
             groups = self._masters.trained.param_groups(names)
             optimizer = host.install_optimizer([group["params"] for group in groups])
+            keeps = self.shift if job.config.elastic is not None else 0
+            if (attach := getattr(optimizer, "attach", None)) is not None:  # whole matrices come to their owners
+                attach(names, self._masters.trained, job.source.plan, world.links, keeps)
             self.loss_scale = LossScale(host)
             unread = job.source.plan.unread
             self.update = Update(
@@ -192,6 +197,8 @@ class Crew:
 
                 kind = HostCopy if job.config.elastic.redundancy == "host" else Copy
                 self.copy = self.update.copy = kind(job.source, names, self._masters, optimizer, world, self.shift)
+                if (exchange := getattr(optimizer, "exchange", None)) is not None:
+                    exchange.follow(self.copy.masters.trained)
 
     def _start_planner(self, producer: ProducerProcess | None) -> None:
         job, world = self.job, self.world

@@ -6,7 +6,8 @@ small one that is updated once as it is, and once in pieces as ranks own them.
 
 A rank owns flat intervals that cut across parameters: of a weight (4, 4) over 3 ranks, rank 0 may own the elements 0 to
 4. Adam updates an element from that element alone, so 3 ranks compute what one would. LAMB divides by the norm of the
-whole weight, and Muon needs it as a matrix: neither can be computed from 5 of 16 elements, so such ones are refused.
+whole weight, which cannot be computed from 5 of 16 elements, so such ones are refused. Muon needs it as a matrix, which
+comes to one rank for that [Note: whole matrices].
 """
 
 from __future__ import annotations
@@ -168,6 +169,11 @@ ELEMENT_WISE: dict[str, type[Optimizer]] = {
     "rprop": torch.optim.Rprop,
     "sgd": torch.optim.SGD,
 }
+_MUON = "muon"  # by `ds_hydra.matrices`
+_OTHER_MUON = (
+    'orthogonalizes each weight matrix (instead give the block "optimizer" with the type "Muon", or initialize() a '
+    "torch.optim.Muon of the model's matrices)"
+)
 _ELEMENT_WISE_ELSEWHERE = frozenset({"FusedAdam", "DeepSpeedCPUAdam", "FusedLion", "DeepSpeedCPULion"})
 _NOT_ELEMENT_WISE = {
     "adafactor": "factors each weight's second moment into rows and columns",
@@ -177,8 +183,9 @@ _NOT_ELEMENT_WISE = {
     "lbfgs": "uses inner products over all parameters",
     "muadam": "sets rates by each parameter's shape",
     "muadamw": "sets rates by each parameter's shape",
-    "muon": "orthogonalizes each weight matrix",
-    "muonwithauxadam": "orthogonalizes each weight matrix",
+    "muonclip": "rescales queries and keys by each head's largest logit, which packed attention does not return",
+    "muon": _OTHER_MUON,
+    "muonwithauxadam": _OTHER_MUON,
     "musgd": "sets rates by each parameter's shape",
     "onebitadam": "compresses gradients in its own communication",
     "onebitlamb": "scales each parameter's step by its norm",
@@ -236,7 +243,9 @@ def optimizer_recipe(
     if client is None and name is None and not any(own.requires_grad for own in model.parameters()):
         return OptimizerRecipe("none", (ParameterGroup((), {}),), lambda groups: torch.optim.SGD(groups, lr=0.0))
     if isinstance(client, Optimizer):
-        _check_class(client, allow_untested)
+        torchs = type(client) is torch.optim.Muon
+        if not torchs:
+            _check_class(client, allow_untested)
         if any(float(state.get("step", 1.0)) for state in client.state.values()):  # Adagrad has some from the start
             raise ConfigError(
                 f"optimizer {type(client).__name__} has already made steps, and its state is not kept: give a fresh one"
@@ -244,13 +253,35 @@ def optimizer_recipe(
         if (hooked := hooks_of_steps(client)) is not None:
             raise ConfigError(hooked)
         groups = parameter_groups(model, client.param_groups)
-        return OptimizerRecipe(type(client).__name__, groups, _refill(client))
+        make = _muon_of_torch(client, groups) if torchs else _refill(client)
+        return OptimizerRecipe(type(client).__name__, groups, make)
     groups = parameter_groups(model, model_parameters)
+    if client is None and name is not None and name.lower() == _MUON:
+        return _muon(model, name, groups, dict(params or {}))
     if client is not None:
         return OptimizerRecipe("client callable", groups, _checked_callable(client, allow_untested))
     if name is None:
         raise ConfigError('there is no optimizer: give the block "optimizer" or initialize(optimizer=...)')
     return OptimizerRecipe(name, groups, optimizer_of_block(name, dict(params or {})))
+
+
+def _muon(model: nn.Module, name: str, groups: Sequence[ParameterGroup], params: dict[str, Any]) -> OptimizerRecipe:
+    """Muon of a config block, whose groups are cut into matrices and others."""
+    from ds_hydra.matrices import muon
+
+    named = dict(model.named_parameters())
+    settings = muon.checked(params)
+    halves = muon.halves(named, [(group.names, group.settings) for group in groups], settings)
+    matrices = [own for names, half in halves if half["use_muon"] for own in names]
+    heads = muon.heads_of(model, matrices, per_head=bool(settings.get("per_head_muon")))
+    make = muon.maker(settings, heads)
+    return OptimizerRecipe(name, tuple(ParameterGroup(names, half) for names, half in halves), make)
+
+
+def _muon_of_torch(client: Any, groups: Sequence[ParameterGroup]) -> Callable[[list[dict[str, Any]]], Optimizer]:
+    from ds_hydra.matrices import muon
+
+    return muon.of_torch(client, {name: 1 for group in groups for name in group.names})
 
 
 def hooks_of_steps(optimizer: Optimizer) -> str | None:
@@ -380,7 +411,7 @@ def _checked_callable(
 
 def is_known(name: str) -> bool:
     """Whether a config block's optimizer is made, or refused with what it does."""
-    return name.lower() in ELEMENT_WISE or name.lower() in _NOT_ELEMENT_WISE
+    return name.lower() in (*ELEMENT_WISE, *_NOT_ELEMENT_WISE, _MUON)
 
 
 def optimizer_of_block(name: str, params: dict[str, Any]) -> Callable[[list[dict[str, Any]]], Optimizer]:
@@ -389,6 +420,10 @@ def optimizer_of_block(name: str, params: dict[str, Any]) -> Callable[[list[dict
     Adam and AdamW follow DeepSpeed's rules for them.
     """
     kind = name.lower()
+    if kind == _MUON:
+        from ds_hydra.matrices import muon
+
+        return muon.maker(muon.checked(params), {})
     if kind in _NOT_ELEMENT_WISE:
         raise ConfigError(f"config: optimizer.type: {_refusal(name)}")
     if kind not in ELEMENT_WISE:

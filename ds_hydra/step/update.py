@@ -6,6 +6,9 @@ pushed to it is summed, and the gradient of its copy is there. So a rank that ha
 shard's gradient of the step exists twice, and it will until all ranks begin the next step. If a rank dies, the step is
 complete if any survivor has the table: the others take it from that one and make the update, too (`complete`). If
 none has it, nobody has changed anything, and the step is run again.
+
+An optimizer of whole matrices fetches from other ranks what it updates its parts by, which changes nothing yet. There a
+rank has the table only when all have fetched theirs, so what follows needs nobody else either.
 """
 
 from __future__ import annotations
@@ -102,6 +105,7 @@ class Update:
         self._watch = Stopwatch(world.clock)
         self.model: Callable[[], ModelNow] = ModelNow  # asked before each update
         self.is_updating = False  # while the optimizer's step is this one's
+        self._scaled = False  # whether the open step's gradients are clipped, and what others give has been fetched
 
     def apply(
         self, losses: Sequence[Tensor], router_losses: Sequence[Tensor], share: Callable[[], Tensor | float] = float
@@ -130,17 +134,18 @@ class Update:
             said = (_word(model),) if self.copy is None else (_word(model), share())
             table = self._table([*grads, poison], *said)
             norm, words = norm_of(table) / self.loss_scale.value, table[:, 1]
-            if self.copy is not None:
-                self.table = NormTable(self.committed, tuple(map(tuple, table.tolist())))
             figures = torch.cat((torch.stack((norm, words.min(), words.max())), shares.to(norm)))
         # The one moment of a step at which the host waits for the device. Reading the loss apart from the norm would be
         # another: after the update, it would wait for that too, and the device would idle until the next step begins.
         value, least, most, *found = figures.tolist()
         laps = self._watch.take()
         if least < 0 or least != most:
-            self.table = None
             self._refuse(model)
         with self._watch.lap("optimizer"):
+            if math.isfinite(value):
+                self._fetch(norm)
+            if self.copy is not None:
+                self.table = NormTable(self.committed, tuple(map(tuple, table.tolist())))
             self._make(norm, value, model.frozen)
         return Applied(value, tuple(found[: len(losses)]), tuple(found[len(losses) :]), laps)
 
@@ -164,14 +169,31 @@ class Update:
         """Update masters and copy by the gradients' norm; `value` is the number that it holds."""
         self.is_updating = True
         try:
-            for masters, optimizer in self._sides() if math.isfinite(value) else ():
-                self.loss_scale.unscale(masters.grads)
-                if self._clipping > 0:
-                    clip_(masters.grads, norm, self._clipping)
-                self._step(masters, optimizer, frozen | self._idle(masters))
+            if math.isfinite(value):
+                self._scale(norm)
+                for masters, optimizer in self._sides():
+                    self._step(masters, optimizer, frozen | self._idle(masters))
         finally:
             self.is_updating = False
-        self.committed, self.last, self.table = self.committed + 1, self.table, None
+        self.committed, self.last, self.table, self._scaled = self.committed + 1, self.table, None, False
+
+    def _fetch(self, norm: Tensor) -> None:
+        """What an optimizer of whole matrices does first; no other does anything."""
+        if (run := getattr(self.optimizer, "run_exchange", None)) is None:
+            return
+        self._scale(norm)
+        run()
+        if self.copy is not None:  # who is past this knows that all have theirs
+            self._world.settle()
+            self._world.channel.texts("")
+
+    def _scale(self, norm: Tensor) -> None:
+        """Unscale and clip the gradients of the open step, once."""
+        for masters, _ in self._sides() if not self._scaled else ():
+            self.loss_scale.unscale(masters.grads)
+            if self._clipping > 0:
+                clip_(masters.grads, norm, self._clipping)
+        self._scaled = True
 
     def _step(self, masters: MasterShards, optimizer: Optimizer, frozen: frozenset[str]) -> None:
         """The optimizer's step, which leaves frozen parameters and their states as they are."""

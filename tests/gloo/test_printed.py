@@ -102,6 +102,7 @@ BLOCKS: dict[str, Row] = {
     '"hydra": { "checkpoint": {"dir"': Row((CALLS, DATA)),
     '{ // What ds-hydra adds': Row((DATA,), ranks=8),
     '{ "gradient_accumulation_steps": 2,': Row((ACCELERATE,)),
+    '{ "optimizer": {"type": "Muon"': Row((CALLS, DATA), ranks=4),
     '{ "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "optimizer": { "type": "AdamW", '
     '"params": { "lr": 1e-3': Row((CALLS,)),
     '{ "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "optimizer": { "type": "AdamW", '

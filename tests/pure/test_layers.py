@@ -31,6 +31,7 @@ LAYERS = (
     ("ds_hydra/step", "ds_hydra/report", "ds_hydra/planner/exact"),
     ("ds_hydra/planner",),
     ("ds_hydra/planner/proposal", "ds_hydra/config"),
+    ("ds_hydra/matrices",),
     ("ds_hydra/host", "ds_hydra/profiling"),
     ("ds_hydra/checkpoint", "ds_hydra/self_check", "ds_hydra/simulate"),
     ("ds_hydra/rivals",),

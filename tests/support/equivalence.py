@@ -39,6 +39,8 @@ from tests.support.strict import Rules, strict_world
 ADAMW = {"lr": 2e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 SGD = {"lr": 1.0, "momentum": 0.9, "weight_decay": 0.01}
 MOMENTS = {"AdamW": ("exp_avg", "exp_avg_sq"), "SGD": ("momentum_buffer",)}
+# Optimizers of capabilities by the name that a case has: their block of a config, and the same of a model.
+OTHERS: dict[str, tuple[dict[str, Any], Callable[[nn.Module], torch.optim.Optimizer]]] = {}
 MIXED_COSTS = Path(__file__).with_name("mixed_costs.json")
 
 
@@ -77,6 +79,8 @@ def freeze(model: nn.Module, words: Sequence[str]) -> None:
 
 def optimizer_of(case: Case) -> Callable[[nn.Module], torch.optim.Optimizer]:
     """A case's optimizer of a model."""
+    if case.optimizer in OTHERS:
+        return OTHERS[case.optimizer][1]
     if case.optimizer == "AdamW":
         return lambda model: torch.optim.AdamW(decay_groups(model), **ADAMW)  # type: ignore[arg-type]
     return lambda model: torch.optim.SGD(decay_groups(model), **SGD)  # type: ignore[arg-type]
@@ -85,8 +89,9 @@ def optimizer_of(case: Case) -> Callable[[nn.Module], torch.optim.Optimizer]:
 def config_of(case: Case) -> dict[str, Any]:
     """The config a user would write for a case."""
     settings = ADAMW | {"torch_adam": True} if case.optimizer == "AdamW" else SGD
+    block = OTHERS[case.optimizer][0] if case.optimizer in OTHERS else None
     return {
-        "optimizer": {"type": case.optimizer, "params": dict(settings)},
+        "optimizer": block or {"type": case.optimizer, "params": dict(settings)},
         "gradient_clipping": case.clip,
         **({"bf16": {"enabled": True}} if case.dtype == BFLOAT16 else {}),
         **({"communication_data_type": case.wire} if case.wire else {}),
@@ -169,7 +174,7 @@ def num_ranks(case: Case) -> int:
 def train(rank: int, case: Case, data: Sequence[Sample], strict: Rules | None = None) -> RankRun | None:
     """One rank's whole run, under a strict transport with these rules; rank 0 returns what is compared."""
     with contextlib.nullcontext() if strict is None else strict_world(strict), _in_blocks(case.logits_at_once):
-        run = note_training(make_engine(case, data), case.steps, MOMENTS[case.optimizer])
+        run = note_training(make_engine(case, data), case.steps, MOMENTS.get(case.optimizer, ()))
         shares = case.has_tp and run.shares_tokens
         return replace(run, shares_tokens=shares) if rank == 0 else None
 

@@ -146,7 +146,7 @@ def digest(engine: Any) -> str:
     """Of this rank's masters and moments."""
     masters = engine.crew.masters.trained
     parts = [masters.flat]
-    for key in ("exp_avg", "exp_avg_sq"):
+    for key in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
         parts += masters.optimizer_state(engine.optimizer, key)
     return hashlib.sha256(b"".join(part.cpu().numpy().tobytes() for part in parts)).hexdigest()
 

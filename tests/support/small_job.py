@@ -143,7 +143,7 @@ def sequences() -> list[Tensor]:
 def small_config(num_ranks: int, **hydra: Any) -> dict[str, Any]:
     """A config that cycles through STRATEGIES; `hydra` adds to its block."""
     return {
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+        "optimizer": hydra.pop("optimizer", {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}),
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 6, "warmup_max_lr": 1e-2}},
         "gradient_clipping": 1.0,
         "hydra": {
@@ -191,7 +191,7 @@ def whole_state(engine: Any) -> dict[str, Tensor]:
     """Masters and moments in full, by name; every rank must call it."""
     masters, links = engine.crew.masters.trained, engine.crew.world.links
     found = {f"{name}/master": value for name, value in masters.gather_full(links).items()}
-    for key in ("exp_avg", "exp_avg_sq"):
+    for key in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
         source = masters.optimizer_state(engine.optimizer, key)
         found |= {f"{name}/{key}": value for name, value in masters.gather_full(links, source=source).items()}
     return found

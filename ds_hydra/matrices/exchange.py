@@ -1,0 +1,249 @@
+"""Runs what `owners` has decided: directions to the owners of whole matrices, and what they make of them back.
+
+[Note: an exchange] Compiled once for a job on its ranks, and run once an update, by all ranks together. First every
+rank forms the directions of its intervals, bucket by bucket, and starts to send each at once. Then owners take the
+buckets in the same order: matrices that have come are orthogonalized, and start on their way back while later ones are
+still coming. At last all wait for what comes back. So one order of messages holds on all ranks, and no rank waits for
+one that waits for it. Neither parameters nor momentum change: whoever is lost meanwhile, the step can be made again.
+
+Memory beside masters and momentum, until the update is made, for P matrix elements on N ranks: P / N directions, the
+matrices that a rank owns and as many results, in the types in which they travel, and P / N of the masters' type.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ds_hydra.matrices.newton_schulz import Method, orthogonalized
+from ds_hydra.matrices.owners import Kind, MatrixParam, Owned, even_parts, interval, whole_layout
+from ds_hydra.pipe.stage import from_flat, to_flat
+from ds_hydra.zero_hetero.layout import padded
+from ds_hydra.zero_hetero.link import Handle, Link
+from ds_hydra.zero_hetero.masters import MasterShards, OptimizerSpan
+from ds_hydra.zero_hetero.transfer_plan import plan_transfer
+from ds_hydra.zero_hetero.transport import Transport
+
+_THERE_TAG, _BACK_TAG = 3 << 25, (3 << 25) + (1 << 20)  # and the number of the bucket
+
+Group = Mapping[str, Any]  # of the optimizer
+
+
+class Places(NamedTuple):
+    """Masters that updates come to, and where their part of a bucket begins in what comes back."""
+
+    masters: MasterShards
+    behind: bool  # behind those that this rank owns
+
+
+@dataclass(frozen=True)
+class Leg:
+    """One bucket's way there and back, on this rank; `own` are the matrices that it owns."""
+
+    bucket: int
+    there: Link
+    back: Link
+    own: tuple[Owned, ...]
+    whole: int  # elements of the matrices that this rank owns, with gaps
+    shard: int  # elements of this rank's interval of the bucket
+    came: int  # elements of what comes back: of this interval, and of the one that it keeps a copy of
+
+
+def legs_of(
+    masters: MasterShards, params: Sequence[MatrixParam], owned: Sequence[Owned], transport: Transport, shift: int
+) -> tuple[Leg, ...]:
+    """The ways of all buckets with matrices, in their order; `shift`: which rank's copy this one keeps, 0 for none."""
+    rank, num_ranks = masters.rank, masters.num_ranks
+    legs = []
+    for bucket in sorted({param.bucket for param in params}):
+        numel, even = masters.buckets[bucket].numel, masters.layouts[bucket]
+        whole = whole_layout(numel, params, owned, bucket, num_ranks)
+        parts = even_parts(numel, params, bucket, num_ranks, shift)
+        there = Link(plan_transfer(even, whole), rank, transport)
+        back = Link(plan_transfer(whole, parts), rank, transport)
+        mine = tuple(one for one in owned if one.rank == rank and params[one.param].bucket == bucket)
+        legs.append(Leg(bucket, there, back, mine, whole.sizes[rank], even.sizes[rank], parts.sizes[rank]))
+    return tuple(legs)
+
+
+class Exchange:
+    """One rank's part of [Note: an exchange]; `group_of` gives the number of each parameter's group by name."""
+
+    def __init__(
+        self,
+        masters: MasterShards,
+        params: Sequence[MatrixParam],
+        owned: Sequence[Owned],
+        transport: Transport,
+        group_of: Mapping[str, int],
+        shift: int = 0,
+    ):
+        self.params, self._group_of, self._masters = tuple(params), group_of, masters
+        self.places = [Places(masters, behind=False)]
+        self.legs = legs_of(masters, params, owned, transport, shift)
+        self._matrices = [torch.zeros(len(shard), dtype=torch.bool, device=shard.device) for shard in masters.shards]
+        names = {param.name for param in params}
+        for piece in masters.pieces():
+            self._matrices[piece.bucket][piece.first : piece.first + len(piece.shard)] = piece.name in names
+        self.counts: Counter[str] = Counter()  # matrices that this rank orthogonalized in the last run, by parameter
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Exchange:
+        return self  # with the transport of the job: a copy of an optimizer on trial exchanges nothing
+
+    def follow(self, copied: MasterShards) -> None:
+        """Bring updates to a copy of another rank's masters, too: that of `shift` ranks before this one."""
+        self.places.append(Places(copied, behind=True))
+
+    def connect(self) -> None:
+        """Use each pair of ranks once, before a step depends on it, by sending each element its number; every rank must
+        call it. AssertionError where another element comes, or none comes back."""
+        masters = self._masters
+        for leg in self.legs:
+            layout = masters.layouts[leg.bucket].pieces[masters.rank]
+            sent = torch.cat([_numbers(piece.start, piece.stop) for piece in layout] or [_numbers(0, 0)])
+            sent, whole = sent.to(masters.flat.device), _numbers(0, 0).new_zeros(leg.whole).to(masters.flat.device)
+            leg.there.pull(sent, whole, tag=_THERE_TAG + leg.bucket).wait()
+            at = 0
+            for one in leg.own:
+                start, stop = interval(self.params[one.param], one.first, one.last)
+                assert torch.equal(whole[at : at + stop - start].cpu(), _numbers(start, stop)), "matrices come whole"
+                at += padded(stop - start)
+            came = torch.zeros(leg.came, dtype=sent.dtype, device=sent.device)
+            leg.back.pull(whole, came, tag=_BACK_TAG + leg.bucket).wait()
+            assert torch.equal(came[: leg.shard][self._matrices[leg.bucket]], sent[self._matrices[leg.bucket]])
+
+    def run(self, groups: Sequence[Group], state: Mapping[Any, Mapping[str, Tensor]]) -> None:
+        """Give each matrix part of the optimizer its `update`, (elements,); every rank must call it.
+
+        `groups` are the optimizer's, `state` has momentum by part. The gradients must be what the update is made of.
+        """
+        begun = list(self.begin(groups, state))
+        self.finish(self.owners_turn(begun, groups), groups)
+        for _, handle, _ in begun:
+            handle.wait()
+
+    def begin(
+        self, groups: Sequence[Group], state: Mapping[Any, Mapping[str, Tensor]]
+    ) -> Iterator[tuple[Leg, Handle, Tensor]]:
+        """Start to send the directions of all buckets; yields what comes to this rank of each."""
+        spans: dict[int, list[OptimizerSpan]] = {}
+        group_of = {id(param): group for group in groups if group["use_muon"] for param in group["params"]}
+        for span in self._masters.spans:
+            if id(span.param) in group_of:
+                spans.setdefault(span.bucket, []).append(span)
+        given = self._masters.flat
+        wire = _common([method_of(group).travels_in(given.dtype) for group in groups if group["use_muon"]], given.dtype)
+        for leg in self.legs:
+            sent = torch.empty(leg.shard, dtype=wire, device=given.device)
+            for param, _, start, stop in spans.get(leg.bucket, ()):
+                sent[start:stop].copy_(direction(param, state.get(param, {}), group_of[id(param)]))
+            whole = torch.empty(leg.whole, dtype=wire, device=given.device)
+            yield leg, leg.there.pull(sent, whole, tag=_THERE_TAG + leg.bucket), whole
+
+    def owners_turn(
+        self, begun: Sequence[tuple[Leg, Handle, Tensor]], groups: Sequence[Group]
+    ) -> list[tuple[Leg, Handle, Tensor]]:
+        """Orthogonalize what this rank owns, and start to send it back; what comes back to this rank of each bucket."""
+        self.counts.clear()
+        given = self._masters.flat
+        back = _common(
+            [method_of(group).computed_in(given.dtype) for group in groups if group["use_muon"]], given.dtype
+        )
+        coming = []
+        for leg, handle, whole in begun:
+            handle.wait_arrived()
+            made = torch.empty(leg.whole, dtype=back, device=given.device)
+            at = 0
+            for one in leg.own:
+                param = self.params[one.param]
+                start, stop = interval(param, one.first, one.last)
+                group = groups[self._group_of[param.name]]
+                values = turned(whole[at : at + stop - start], param, one.last - one.first, group, given.dtype)
+                made[at : at + stop - start].copy_(values)
+                self.counts[param.name] += one.last - one.first
+                at += padded(stop - start)
+            came = torch.empty(leg.came, dtype=back, device=given.device)
+            coming.append((leg, leg.back.pull(made, came, tag=_BACK_TAG + leg.bucket), came))
+        return coming
+
+    def finish(self, coming: Sequence[tuple[Leg, Handle, Tensor]], groups: Sequence[Group]) -> None:
+        """Wait for all that comes back; each part of the optimizer, of masters and of a copy, gets its `update`."""
+        values: dict[int, tuple[Leg, Tensor]] = {}
+        for leg, handle, came in coming:
+            handle.wait()
+            values[leg.bucket] = leg, came.to(self._masters.flat.dtype)
+        shapes = {param.name: param for param in self.params}
+        for masters, behind in self.places:
+            shards = {b: whole[leg.shard :] if behind else whole[: leg.shard] for b, (leg, whole) in values.items()}
+            for piece in masters.pieces():
+                if piece.name not in shapes:
+                    continue
+                scale = local_scale(shapes[piece.name], groups[self._group_of[piece.name]])
+                if scale != 1.0:
+                    shards[piece.bucket][piece.first : piece.first + piece.stop - piece.start].mul_(scale)
+            for span in masters.spans:
+                if span.bucket in shards:
+                    vars(span.param)["update"] = shards[span.bucket][span.start : span.stop]
+
+
+def _numbers(start: int, stop: int) -> Tensor:
+    """Of elements, as a type holds them that has gone over every link."""
+    return torch.arange(start, stop).remainder_(1 << 20).float()
+
+
+def _common(types: Sequence[torch.dtype], wide: torch.dtype) -> torch.dtype:
+    """The one type, if there is one; else one that holds all."""
+    return types[0] if types and all(one == types[0] for one in types) else wide
+
+
+def method_of(group: Group) -> Method:
+    """The iteration of a group's matrices."""
+    kind: Kind = "torch" if group["adjust_lr_fn"] is not None else group["ns_method"]
+    return Method(kind, group["ns_steps"], tuple(group["ns_coefficients"]), group["ns_eps"])
+
+
+def direction(param: Tensor, state: Mapping[str, Tensor], group: Group) -> Tensor:
+    """What is orthogonalized, of elements of a part: momentum M <- mu M + (1 - mu) G, and by Nesterov's rule
+    (1 - mu) G + mu M of it."""
+    grad, momentum = param.grad, group["momentum"]
+    assert grad is not None, "a step has put gradients there"
+    before = state.get("momentum_buffer")
+    new = torch.lerp(torch.zeros_like(grad) if before is None else before, grad, 1.0 - momentum)
+    return torch.lerp(grad, new, momentum) if group["nesterov"] else new
+
+
+def turned(flat: Tensor, param: MatrixParam, count: int, group: Group, given: torch.dtype) -> Tensor:
+    """So many matrices of a parameter, flat in master order, orthogonalized as the user has them, and flat again."""
+    number, rows, columns = param.batch
+    whole = count == number
+    shape = param.shape if whole else (count * rows, columns)
+    dim, parts = (param.dim, param.parts) if whole else (0, 1)
+    matrix = from_flat(flat, shape, dim, parts).contiguous()
+    # One matrix as such, and not as a stack of one: libraries round products of stacks otherwise.
+    matrix = matrix.view(rows, columns) if count == 1 and len(param.shape) in (2, 4) else matrix.view(-1, rows, columns)
+    made = orthogonalized(matrix, method_of(group), given)
+    if group["adjust_lr_fn"] is None and (scale := spectral_scale(param)) != 1.0:
+        made = made * scale
+    return to_flat(made.reshape(shape), dim, parts)
+
+
+def spectral_scale(param: MatrixParam) -> float:
+    """sqrt(max(1, rows / columns)), of each block of a weight that is orthogonalized head by head; of filters of four
+    dimensions by the last two, as DeepSpeed has it."""
+    rows, columns = param.batch[1:] if len(param.shape) == 2 else param.shape[-2:]
+    return float((rows / columns) ** 0.5) if rows > columns else 1.0
+
+
+def local_scale(param: MatrixParam, group: Group) -> float:
+    """What torch multiplies the rate of a matrix by; by DeepSpeed's rule its owner has scaled it, in the iteration's
+    type."""
+    if group["adjust_lr_fn"] is None:
+        return 1.0
+    if group["adjust_lr_fn"] == "match_rms_adamw":
+        return float(0.2 * max(param.shape[:2]) ** 0.5)
+    return float(max(1.0, param.shape[0] / param.shape[1]) ** 0.5)
