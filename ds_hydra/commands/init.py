@@ -162,7 +162,7 @@ def headline(result: Result) -> str:
     """The result in a line; the seconds are those of `of_times`."""
     ours, before = result.times[result.best].ours, result.times[result.recomputes].now
     assert ours is not None, "what fits nowhere is refused"
-    way = " with recomputation switched off" if result.recomputes and not result.best else ""
+    way = " with layers kept" if result.recomputes and not result.best else ""
     here = f"A step takes {_seconds(ours)} s{way}"
     if before is None:
         return f"{here}; what you run now does not hold the longest sequence, or was not counted"
@@ -174,7 +174,7 @@ def choices(result: Result) -> Iterator[str]:
     """Which of the ways to take, and how; and what of the data the script cuts."""
     now, best = result.recomputes, result.best
     if now and not best:
-        yield f"Switch recomputation off: {_switch(result)}. Layouts hold the longest sequence without it."
+        yield "Layers are kept, though recomputation is allowed: layouts hold the longest sequence so."
     elif best and result.times[False].ours is None:
         yield f"Layers are recomputed: without it no layout holds more than {result.times[False].holds:,} tokens."
     elif best:
@@ -182,16 +182,6 @@ def choices(result: Result) -> Iterator[str]:
     yield from truncated(result.said, result.sample)
     if result.swap.handed_in and (layouts := result.times[best].layouts):
         yield f'Or in place of "auto" the layouts that these lengths took: "strategies": {json.dumps(layouts)}'
-
-
-def _switch(result: Result) -> str:
-    said = result.said.get("gradient_checkpointing")
-    if said.value:
-        where = f"in {said.where}" if result.said.in_file.get("gradient_checkpointing") else f"in {result.said.name}"
-        return f"gradient_checkpointing=False {where} (now: {said.where})"
-    if result.swap.arguments.recomputes:
-        return "take gradient_checkpointing_enable() out of the script"
-    return f"take {RECOMPUTED} out of the config"
 
 
 def truncated(said: TrainingArgs, sample: LengthSample) -> Iterator[str]:
@@ -229,8 +219,6 @@ def command_of(result: Result, script: Path, out: Path, gpus: int, node_size: in
 
 def _changed(result: Result) -> Iterator[tuple[str, object]]:
     """Training arguments that are better another way."""
-    if result.recomputes and not result.best and result.said.get("gradient_checkpointing").value:
-        yield "gradient_checkpointing", False
     if _cuts(result.said, result.sample):
         yield "max_length", int(result.sample.lengths.max())
 

@@ -21,6 +21,7 @@ from ds_hydra.config.hydra_block import HydraConfig
 from ds_hydra.costs.analytic import ASSUMED, AssumedDevice, ModelShape, analytic_cost_table, assumed_device, model_shape
 from ds_hydra.costs.cost_table import MOST_TOKENS, CostTable, TableFile, peak_tflops, read_table_file, told
 from ds_hydra.costs.memory import JobMemory
+from ds_hydra.costs.shape_costs import RECOMPUTED_WORK
 from ds_hydra.engine.costs import job_memory, within_memory
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.plan.schemes import feasible_schemes
@@ -32,7 +33,6 @@ from ds_hydra.rivals.preview import preview_steps
 from ds_hydra.simulate.links import BETWEEN, INSIDE, LinkModel
 from ds_hydra.zero_hetero.errors import ConfigError
 
-_AGAIN = 4 / 3  # of forward and backward, where the forward runs twice
 _SPEEDS = (0.5, 2.0)  # of the assumed device: how much an estimate hangs on it
 _STEPS = 6  # that are planned
 _MOST_STAGES = 8
@@ -231,7 +231,7 @@ def _with_forwards(table: CostTable, measured: bool, recomputed: bool) -> CostTa
     """Costs with layers recomputed or not, from those that were `measured` so or not; MaxLen is then the memory's."""
     if measured == recomputed:
         return table
-    by = _AGAIN if recomputed else 1 / _AGAIN
+    by = RECOMPUTED_WORK if recomputed else 1 / RECOMPUTED_WORK
     changed = (
         replace(one, a=by * one.a, b=by * one.b, c=by * one.c, floor=by * one.floor, max_length=MOST_TOKENS)
         for one in table.costs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -68,7 +68,9 @@ def make_request(args: argparse.Namespace) -> Request:
     """The request of a command line and the job's config. ConfigError if they ask for something impossible."""
     job = read_job(args.deepspeed_config, torch.float32)
     named = [StrategyShape.parse(text) for text in args.schemes or ()] or (job.hydra.shapes if job.hydra else ())
-    source = hollow_source(args.model, job.stage_options, named)
+    # Where layers may be recomputed they are kept if they fit, by costs of layers that are.
+    options = replace(job.stage_options, activation_checkpointing=job.hydra is not None and job.hydra.recomputes_all)
+    source = hollow_source(args.model, options, named)
     num_gpus = args.gpus or _ranks_of(job.hydra) or _world_size()
     node_size = args.gpus_per_node or (job.hydra and job.hydra.node_size) or num_gpus
     schemes = _schemes(source, args.schemes, num_gpus, node_size)

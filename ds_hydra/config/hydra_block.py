@@ -281,6 +281,15 @@ def _trace(value: Any, place: str) -> TraceConfig:
     return parse_block(TraceConfig, value, place)
 
 
+def _recomputation(value: Any, place: str) -> bool | str:
+    if value == "all":
+        return "all"
+    try:
+        return flag(value, place)
+    except ConfigError as error:
+        raise ConfigError(f'{error}, or "all"') from None
+
+
 def _fast_paths(value: Any, place: str) -> tuple[str, ...]:
     """ "auto" as the usual ones, "off" as (); else each name once."""
     known = (*StageOptions.paths(), FLASH_3)
@@ -333,8 +342,9 @@ class HydraConfig:
     loss_norm: str = setting(choice("token", "sequence", "micro_batch", "batch"), "token")
     """The loss is the mean over all target tokens of the step, over its sequences' means, its micro-batches', or those
     of the batches that a script hands in, as DeepSpeed's own loop computes it: over as many as are configured."""
-    activation_checkpointing: bool = setting(flag, False)
-    """Recompute each layer's activations in the backward pass, as after `model.gradient_checkpointing_enable()`."""
+    activation_checkpointing: bool | str = setting(_recomputation, False)
+    """Whether backwards may compute layers again, as `model.gradient_checkpointing_enable()` allows it too. True: they
+    do where that is what it takes to run, or the faster way; "all": each layer in every step. Results are equal."""
     fast_paths: tuple[str, ...] = setting(_fast_paths, _fast_paths(AUTO, ""))
     """How stages compute faster, or keep less, than as the model's code is written, where the model is found to allow
     it: "auto", "off" for none, or a list of names; "auto" is all but "recompute_mlp".
@@ -411,9 +421,14 @@ class HydraConfig:
         return tuple(StrategyShape.parse(strategy) for strategy in self.strategies)
 
     @property
+    def recomputes_all(self) -> bool:
+        """Whether all layers are to be computed again, and not only may be."""
+        return self.activation_checkpointing == "all"
+
+    @property
     def stage_options(self) -> StageOptions:
-        """How stages are to compute."""
-        return StageOptions.of_settings(self.activation_checkpointing, self.fast_paths)
+        """How stages are to compute, where all layers are computed again that may be."""
+        return StageOptions.of_settings(bool(self.activation_checkpointing), self.fast_paths)
 
     @property
     def _highs(self) -> str:

@@ -18,14 +18,28 @@ them; a stage that keeps more layers at once holds as much less.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.memory import JobMemory
 from ds_hydra.pipe.placement import place_pipeline
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StageShape, StrategyShape
 from ds_hydra.zero_hetero.errors import PlanError
+
+RECOMPUTED_WORK = 4 / 3  # of forward and backward, where the forward runs twice
+
+
+def least_work(table: CostTable, lengths: Sequence[int]) -> float:
+    """Rank-milliseconds of sequences, each under the scheme that takes least of them; infinite where none holds one."""
+    tokens, count = np.unique(np.asarray(lengths, dtype=np.float64), return_counts=True)
+    work = [
+        np.where(tokens <= one.max_length, (one.a * tokens**2 + one.b * tokens) * one.scheme.num_ranks, np.inf)
+        for one in table.costs
+    ]
+    return float((np.min(work, axis=0) * count).sum())
 
 
 def stage_schemes(pipeline: PipelineShape) -> Iterator[ParallelScheme]:

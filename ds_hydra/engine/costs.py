@@ -17,7 +17,7 @@ import torch
 
 from ds_hydra.config.hydra_block import HydraConfig
 from ds_hydra.costs.analytic import ASSUMED, ModelShape, analytic_cost_table, estimate_activations, layer_sizes
-from ds_hydra.costs.cost_table import CostTable, TableFile, check_job, read_table_file, told
+from ds_hydra.costs.cost_table import CostTable, TableFile, check_job, read_table_file
 from ds_hydra.costs.job_fingerprint import JobFingerprint
 from ds_hydra.costs.memory import EXPERT_IMBALANCE, Activations, JobMemory, Shape, gibibytes
 from ds_hydra.costs.shape_costs import of_one_kind, spreading_rows, used_schemes, with_shapes
@@ -301,8 +301,6 @@ def costs_and_memory(
     fingerprint = describe_job(job.source, world.device, job.types.compute, world.num_ranks)
     own = cluster.devices[world.rank] if cluster.devices else ""
     found = job_cost_table(config, shape, schemes, longest, fingerprint, own, cluster)
-    if world.rank == 0:
-        told(found)
     memory = _memory(job, world, found, device_bytes)
     if classes:
         check_rows(found.table, cluster, repr(config.cost_table))

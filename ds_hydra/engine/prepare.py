@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from ds_hydra.config.hydra_block import HydraConfig
-from ds_hydra.costs.analytic import model_shape
-from ds_hydra.costs.cost_table import CostTable, TableFile
+from ds_hydra.costs.analytic import ModelShape, model_shape
+from ds_hydra.costs.cost_table import CostTable, TableFile, read_table_file, told
 from ds_hydra.costs.memory import JobMemory
-from ds_hydra.costs.shape_costs import with_shapes
+from ds_hydra.costs.shape_costs import RECOMPUTED_WORK, least_work, with_shapes
 from ds_hydra.data.lengths import assumed_lengths, lengths_of_job
 from ds_hydra.engine.checked import check_candidates, listed_for_others, taught
 from ds_hydra.engine.costs import (
@@ -41,6 +43,7 @@ from ds_hydra.self_check.verdicts import CheckResult
 from ds_hydra.simulate.job import SimulatedJob
 from ds_hydra.simulate.links import LinkModel
 from ds_hydra.simulate.step import exposed_ms
+from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 
 logger = logging.getLogger(__name__)
 
@@ -125,11 +128,82 @@ class PreparedJob:
         return self.found.table
 
 
+class _Given(NamedTuple):
+    """What is known of a job before its costs are."""
+
+    lengths: list[int]  # on rank 0 at least; none where strategies are listed and data not known
+    longest: int
+    shape: ModelShape
+    device_bytes: float
+    class_bytes: Mapping[str, float]
+
+
 def prepare(job: Job, world: World) -> PreparedJob:
-    """Decide cost table and candidates. Every rank must call it; ConfigError or PlanError is raised on all of them."""
+    """Decide cost table and candidates. Every rank must call it; ConfigError or PlanError is raised on all of them.
+
+    Where layers may be recomputed, they are if that is what it takes to run, or the faster way.
+    """
     config = job.config
     if config.elastic is not None:
         job = taught(job, world.channel)
+    given = _given(job, world)
+    if config.activation_checkpointing is not True or not isinstance(job.source, CausalLM):
+        return _prepared(job, world, given)
+    kept, again = (_recomputing(job, flag) for flag in (False, True))
+    with together(world.channel, "finding out whether layers are recomputed"):
+        ways = _ways(kept, again, world, given) if world.rank == 0 else ""
+    ways = world.channel.tell(ways)
+    if ways != "again":
+        try:
+            found = _prepared(kept, world, given)
+        except (ConfigError, PlanError) as error:
+            if ways == "kept":
+                anew = 'with "activation_checkpointing": "all", measured anew, layers are recomputed'
+                raise type(error)(f"{error}. The costs were measured with layers kept; {anew}") from None
+            ways = f"again: with layers kept, {error}"
+        else:
+            _tell_recomputing(world, "activation_checkpointing: all layers are kept, which holds the longest sequence")
+            return found
+    _tell_recomputing(world, f"activation_checkpointing: all layers are computed {ways}")
+    return _prepared(again, world, given)
+
+
+def _tell_recomputing(world: World, line: str) -> None:
+    if world.rank == 0:
+        logger.info("%s", line)
+
+
+def _recomputing(job: Job, flag: bool) -> Job:
+    """The job with all layers recomputed, or none."""
+    options = replace(job.source.options, activation_checkpointing=flag)
+    same = options == job.source.options
+    return job if same else replace(job, source=job.source.with_options(options, "layers are kept or recomputed"))
+
+
+def _ways(kept: Job, again: Job, world: World, given: _Given) -> str:
+    """Whether layers are "kept" or computed "again"; "": kept if candidates are found that hold the longest sequence.
+
+    Recorded plans run as they were recorded, and measured costs as they were measured. Estimated ones are compared by
+    the work of all sequences, each where it takes least.
+    """
+    config = kept.config
+    if config.replay is not None or world.cluster.mixed:
+        return "again"
+    if isinstance(config.cost_table, str) and (measured := read_table_file(config.cost_table).job) is not None:
+        return "again" if measured.stages.activation_checkpointing else "kept"
+    work = []
+    for job in (kept, again):
+        try:
+            found, _ = costs_and_memory(job, world, given.shape, given.longest, given.device_bytes, given.class_bytes)
+        except (ConfigError, PlanError):
+            work.append(math.inf)
+        else:
+            work.append(least_work(found.table, given.lengths or [given.longest]))
+    return "again" if work[0] > RECOMPUTED_WORK * work[1] else ""
+
+
+def _given(job: Job, world: World) -> _Given:
+    config = job.config
     for note in job.source.notes if world.rank == 0 else ():
         logger.warning("%s", note)
     if world.device.type == "cpu" and world.rank == 0:
@@ -143,11 +217,19 @@ def prepare(job: Job, world: World) -> PreparedJob:
         logger.warning("hydra.lengths has no effect: strategies are proposed for the lengths of training_data")
     config_of_model = getattr(job.source, "text_config", None)
     shape = model_shape(job.source.plan, hidden_size(job.source), job.source.vocab_size, config_of_model)
-    (device_bytes, class_bytes), source = least_memory(world), None
+    return _Given(lengths, longest, shape, *least_memory(world))
+
+
+def _prepared(job: Job, world: World, given: _Given) -> PreparedJob:
+    """The decisions for a job whose layers are kept or recomputed as its source has it."""
+    config, (lengths, longest, shape, device_bytes, class_bytes) = job.config, given
+    source = None
     while source is not job.source:  # stages that give up an option keep more: costs and memory are others
         job = job if source is None else replace(job, source=source)
         with together(world.channel, "estimating the job's costs and memory"):
             found, memory = costs_and_memory(job, world, shape, longest, device_bytes, class_bytes)
+        if world.rank == 0:
+            told(found)
         # Strategies are proposed by the limited table: one that does not fit must not be proposed.
         candidates, checked, source = _candidates(job, world, found, memory, lengths)
     plan = source.plan

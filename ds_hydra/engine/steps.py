@@ -569,6 +569,8 @@ class TrainingSteps:
             cluster=crew.world.cluster.digest,
             watched=watched,
         )
+        if crew.job.source.options.activation_checkpointing:
+            record = replace(record, recomputed=1.0)
         host.finish_step(record, schedule=schedule)
         crew.tracing.write(step, planned.plan, crew.plans.table_of(step - 1))
         crew.learned.learn(step, planned.plan)

@@ -101,7 +101,7 @@ def config_of(case: Case) -> dict[str, Any]:
             "strategies": list(dict.fromkeys(part for text in case.strategies for part in text.split(THEN))),
             "choose": "cycle",
             "loss_norm": case.loss_norm,
-            "activation_checkpointing": case.activation_checkpointing,
+            "activation_checkpointing": "all" if case.activation_checkpointing else False,
             "fast_paths": case.options.as_paths(),
             "node_size": case.node_size,
             **(_mixed(case.cluster) if case.cluster else {}),
