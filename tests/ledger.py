@@ -60,8 +60,9 @@ CAPABILITIES: Mapping[str, Capability] = {
         "ds_hydra/engine/classes.py ds_hydra/planner/proposal/mixed.py tools/bench_hetero.py", Lines(453, 0, 639)
     ),
     "Muon": Capability(
-        "ds_hydra/matrices/*.py tests/test_muon.py tests/gloo/test_muon.py tests/support/muon_cases.py",
-        Lines(1100, 900, 0),
+        "ds_hydra/matrices/*.py tests/test_muon.py tests/gloo/test_muon.py tests/support/muon_cases.py "
+        "tools/bench_muon.py",
+        Lines(1040, 660, 150),
         apart=True,
     ),
     "Ray": Capability(

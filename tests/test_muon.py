@@ -36,6 +36,7 @@ from ds_hydra.matrices.owners import (
 from ds_hydra.zero_hetero.errors import ConfigError
 from ds_hydra.zero_hetero.layout import even_layout
 from ds_hydra.zero_hetero.transfer_plan import plan_transfer
+from tools.bench_muon import even_step_s, simulated
 
 KINDS: tuple[Kind, ...] = ("gram", "standard", "torch")
 
@@ -274,3 +275,10 @@ def test_what_a_checkpoint_keeps_of_one_element() -> None:
     assert list(optimizer.keeps(optimizer.param_groups[0]) or ()) == ["momentum_buffer"]
     assert optimizer.keeps(optimizer.param_groups[1]) is None
     assert muon.takes_muon("model.lm_head.weight", nn.Parameter(torch.zeros(2, 2))) is False
+
+
+def test_an_update_of_a_large_model_is_a_small_part_of_a_step_as_simulated() -> None:
+    made, step = simulated("a800-32b", 64, "standard", 2), even_step_s("a800-32b", 64, 1_000_000)
+    assert 1.06 < made.ratio < 1.1
+    assert made.computing < made.seconds < 0.05 * step
+    assert made.seconds - made.computing < 0.01 * step, "messages hide behind the iterations"

@@ -284,5 +284,7 @@ def maker(params: Settings, heads: Mapping[str, int]) -> Callable[[list[dict[str
         except (TypeError, ValueError) as error:
             raise ConfigError(f"config: optimizer.params of Muon: {error}") from None
 
-    make([{"params": [nn.Parameter(torch.zeros(1))], "use_muon": matrices} for matrices in (True, False)])
+    for matrices, rate in _RATES.items():  # so that wrong settings are refused before anything is allocated
+        own = {"lr": params[rate]} if rate in params else {}
+        make([{"params": [nn.Parameter(torch.zeros(1))], "use_muon": matrices, **own}])
     return make
