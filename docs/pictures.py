@@ -12,7 +12,6 @@ from ds_hydra.commands import beside
 from ds_hydra.commands.demo import shipped_gains
 from ds_hydra.commands.demo_cluster import FIXED, STRATEGIES, draw_both, planned
 from ds_hydra.costs.analytic import ModelShape
-from ds_hydra.elastic.buddies import held_layout, shift_of
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.schedules.batches import Batches, Work
 from ds_hydra.pipe.schedules.registry import orders
@@ -23,6 +22,7 @@ from ds_hydra.planner import Planner, PlannerOptions
 from ds_hydra.report.plots import _COLOUR_OF, pyplot
 from ds_hydra.report.plots import _COLOUR_OF as RANKS
 from ds_hydra.simulate.job import SimulatedJob, llama_plan
+from ds_hydra.zero_hetero.buddies import held_layout, shift_of
 from ds_hydra.zero_hetero.layout import Layout, even_layout
 from ds_hydra.zero_hetero.transfer_plan import plan_transfer
 

@@ -35,15 +35,14 @@ class Capability(NamedTuple):
 
 CAPABILITIES: Mapping[str, Capability] = {
     "elastic": Capability(
-        "ds_hydra/elastic/*.py ds_hydra/engine/going_on.py ds_hydra/engine/standing.py ds_hydra/engine/copies.py "
-        "ds_hydra/engine/stands.py ds_hydra/ranks/freeing.py ds_hydra/ranks/aborting.py "
-        "ds_hydra/commands/launch.py ds_hydra/commands/launch_node.py tests/pure/test_membership.py "
+        "ds_hydra/elastic/*.py tests/pure/test_membership.py "
         "tests/pure/test_elastic_*.py tests/pure/test_freeing.py tests/pure/test_aborting.py "
         "tests/pure/test_demo_elastic.py tests/gloo/test_going_on.py tests/gloo/test_agents.py "
         "tests/gloo/test_freed.py tests/gloo/test_aborted.py tests/support/elastic_*.py "
         "tests/support/simulated_members.py tests/support/drawn_members.py tests/support/gone_ranks.py "
         "tools/elastic/*.py tools/check_elastic.py tools/demo_elastic.py",
-        Lines(3628, 2634, 1010),
+        Lines(3070, 2645, 1010),
+        apart=True,
     ),
     "post-training": Capability(
         "ds_hydra/losses/*.py ds_hydra/hugging_face/scores.py ds_hydra/hugging_face/reward.py "
@@ -93,7 +92,7 @@ CAPABILITIES: Mapping[str, Capability] = {
         Lines(1005, 0, 0),
     ),
 }
-CORE = Lines(63493, 44436, 8444)
+CORE = Lines(63950, 44436, 8444)
 # Of each kind: the files that hold one. Another of a kind needs a reason; one less is welcome.
 MECHANISMS: Mapping[str, str] = {
     "nets on what a script does to its model": (

@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from ds_hydra.commands.figures import guarded, run_parts
-from ds_hydra.elastic.buddies import held_layout
+from ds_hydra.zero_hetero.buddies import held_layout
 from ds_hydra.zero_hetero.layout import even_layout
 from ds_hydra.zero_hetero.transfer_plan import plan_transfer
 from tests.support.drawn_members import tried, wrong_in

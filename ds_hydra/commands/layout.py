@@ -18,11 +18,11 @@ import torch
 
 from ds_hydra.commands.figures import figures_parser, finish, guarded, print_table
 from ds_hydra.commands.job_config import read_job
-from ds_hydra.elastic.buddies import shift_of
 from ds_hydra.pipe.model_plan import Bucket, ModelPlan
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.profiling.stage_timer import hollow_source
+from ds_hydra.zero_hetero.buddies import shift_of
 from ds_hydra.zero_hetero.errors import ConfigError
 from ds_hydra.zero_hetero.layout import Layout, even_layout
 

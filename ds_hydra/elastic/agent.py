@@ -22,10 +22,11 @@ from pydantic import TypeAdapter
 from ds_hydra.elastic import messages as m
 from ds_hydra.elastic.links import Event, Links
 from ds_hydra.elastic.membership import TURN_S, Membership, Patience
-from ds_hydra.elastic.view import Member, NormTable, Report, View
+from ds_hydra.elastic.view import Member, Report, View
 from ds_hydra.ranks.together import Texts, agree
 from ds_hydra.watchdog.host import EXIT_CODE, Identity, end_process, kill, listen, own_address, say, stopped
 from ds_hydra.zero_hetero.files import create_file, read_file
+from ds_hydra.zero_hetero.norm_table import NormTable
 
 logger = logging.getLogger(__name__)
 

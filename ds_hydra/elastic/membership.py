@@ -41,7 +41,8 @@ from enum import Enum
 
 from ds_hydra.elastic import messages as m
 from ds_hydra.elastic.messages import Action, Ballot, Message, Roster
-from ds_hydra.elastic.view import NOTHING_HELD, Member, NormTable, Report, View, lacking
+from ds_hydra.elastic.view import NOTHING_HELD, Member, Report, View, lacking
+from ds_hydra.zero_hetero.norm_table import NormTable
 
 TURN_S = 0.25  # seconds between two ticks
 _AT_ONCE = 4  # turns between an error that a member's leaving has caused and the news of it, at most

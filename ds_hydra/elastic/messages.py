@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, TypeAdapter, ValidationInfo
 
-from ds_hydra.elastic.view import NOTHING_HELD, Member, NormTable, Report, View
+from ds_hydra.elastic.view import NOTHING_HELD, Member, Report, View
+from ds_hydra.zero_hetero.norm_table import NormTable
 
 _MOST = 1 << 16  # members
 

@@ -39,7 +39,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ds_hydra.checkpoint.checkpointer import Checkpointer
 from ds_hydra.checkpoint.write import Writer
@@ -48,6 +47,7 @@ from ds_hydra.engine.guard import Guard
 from ds_hydra.engine.job import Job, give_masters
 from ds_hydra.engine.next_step import NextStep
 from ds_hydra.engine.plans import Learned, PlanSource, start_producer
+from ds_hydra.engine.plugs import plugged
 from ds_hydra.engine.prepare import PreparedJob, exposed_of, planner_options, prepare, simulated_job
 from ds_hydra.engine.real_sequences import RealSequences
 from ds_hydra.engine.record import Tracing
@@ -66,13 +66,10 @@ from ds_hydra.simulate.job import job_record
 from ds_hydra.step.model_masters import ModelMasters
 from ds_hydra.step.stepper import Stepper
 from ds_hydra.step.strategy_runtime import build_stages
-from ds_hydra.step.update import LossScale, Update
+from ds_hydra.step.update import Copied, LossScale, Update
 from ds_hydra.watchdog.host import end_process
 from ds_hydra.watchdog.watchdog import FINISH_S
 from ds_hydra.zero_hetero.errors import OWN_FAULT, ConfigError
-
-if TYPE_CHECKING:
-    from ds_hydra.engine.copies import Copy
 
 logger = logging.getLogger(__name__)
 
@@ -190,12 +187,10 @@ class Crew:
             self.update = Update(
                 self._masters.trained, optimizer, job.clipping, self.loss_scale, world, job.config.faults, unread
             )
-        self.copy: Copy | None = None
+        self.copy: Copied | None = None
         if job.config.elastic is not None and self.shift:
             with together(world.channel, "allocating the copy of another rank's masters"):
-                from ds_hydra.engine.copies import Copy, HostCopy
-
-                kind = HostCopy if job.config.elastic.redundancy == "host" else Copy
+                kind = plugged("keeper of copies", "hydra.elastic")(job.config.elastic.redundancy)
                 self.copy = self.update.copy = kind(job.source, names, self._masters, optimizer, world, self.shift)
                 if (exchange := getattr(optimizer, "exchange", None)) is not None:
                     exchange.follow(self.copy.masters.trained)

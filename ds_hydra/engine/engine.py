@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from ds_hydra.engine.job import Job, give_buffers, look_once, model_source, spre
 from ds_hydra.engine.losses import SequenceLoss
 from ds_hydra.engine.own_loss import same_on_all, try_loss
 from ds_hydra.engine.plans import Callback, PreStepCallback
+from ds_hydra.engine.plugs import GoesOn, plugged
 from ds_hydra.engine.saving import EngineCheckpoints
 from ds_hydra.engine.scoring import Evaluation, RoutedScores, TokenScores
 from ds_hydra.engine.steps import Handed, TrainingSteps
@@ -53,9 +54,6 @@ from ds_hydra.step.outcome import WANTED, StepOutcome
 from ds_hydra.watchdog.host import host
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError
 
-if TYPE_CHECKING:
-    from ds_hydra.engine.going_on import GoingOn
-
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
@@ -73,7 +71,7 @@ class HydraEngine(HostEngine):
     saving: EngineCheckpoints = None  # type: ignore[assignment]
     weights: Weights = None  # type: ignore[assignment]  # after the first assembly
     three_calls: ThreeCalls
-    going_on: GoingOn | None = None  # without lost ranks, where hydra.elastic asks for it
+    going_on: GoesOn | None = None  # without lost ranks, where hydra.elastic asks for it
 
     def __init__(
         self,
@@ -102,9 +100,7 @@ class HydraEngine(HostEngine):
             if self.hydra_config.elastic is None:
                 self.assemble(guard=guard)
             else:
-                from ds_hydra.engine.going_on import first_assembly  # elastic jobs alone
-
-                joined = first_assembly(self, self.hydra_config.elastic, guard)
+                joined = plugged("going on", "hydra.elastic")(self, self.hydra_config.elastic, guard)
             # The masters have taken the values. Else each rank would hold the whole model beside its share of it.
             self.job.source.values = {}
             self.weights = Weights(self, self.job.source, self.three_calls, lambda: self.crew, self.gradients_wait)
@@ -120,7 +116,7 @@ class HydraEngine(HostEngine):
     def _asked(self) -> int:
         """What this rank tells the others with its figures of a step: what a signal has asked it for, and whether a
         process waits to join."""
-        return self._signals.request + WANTED * (self.going_on is not None and self.going_on.agent.wanted)
+        return self._signals.request + WANTED * (self.going_on is not None and self.going_on.wanted)
 
     def _read(
         self, channel: Channel, parsed: ParsedConfig, model: Any, loss_fn: TokenLoss | None, arguments: dict[str, Any]
@@ -196,7 +192,7 @@ class HydraEngine(HostEngine):
         if self.global_rank == 0:
             logger.info("%s", cluster)
         wait = longest_wait_s(config, begun=self.crew is not None)
-        aborting = None if self.going_on is None else self.going_on.freeing.aborting
+        aborting = None if self.going_on is None else self.going_on.aborting
         return World.of_process(self.device, cluster, timeout_s=wait, aborts=aborting)
 
     @property

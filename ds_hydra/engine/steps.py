@@ -32,7 +32,6 @@ from ds_hydra.costs.analytic import flops_of
 from ds_hydra.data.columns import IGNORE_INDEX
 from ds_hydra.data.stream import StreamSampler, is_stream
 from ds_hydra.data.tokens import LeftOut, Sequences, TokenSequence, with_targets
-from ds_hydra.elastic.view import NormTable
 from ds_hydra.engine.costs import explained
 from ds_hydra.engine.crew import Crew
 from ds_hydra.engine.data import Gathered, Mine, SequenceExchange, deliver_streamed
@@ -65,6 +64,7 @@ from ds_hydra.step.delivery import Delivered
 from ds_hydra.step.outcome import PhaseOutcome, StepOutcome, mean_of
 from ds_hydra.zero_hetero.errors import ConfigError
 from ds_hydra.zero_hetero.masters import norm_of
+from ds_hydra.zero_hetero.norm_table import NormTable
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ds_hydra.costs.memory import ElementBytes, push_turns
-from ds_hydra.elastic.buddies import copy_plan
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.placement import Pipeline, Stage, Strategy
 from ds_hydra.pipe.rows import edge
@@ -22,6 +21,7 @@ from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.simulate import SHARES, TimedAction, simulate_slots
 from ds_hydra.pipe.transfers import BucketTransfers, plan_transfers, push_order
 from ds_hydra.simulate.links import LinkModel, Parcels, Port, Routes, Speed
+from ds_hydra.zero_hetero.buddies import copy_plan
 from ds_hydra.zero_hetero.layout import Column
 from ds_hydra.zero_hetero.transfer_plan import TransferPlan
 

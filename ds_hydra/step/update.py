@@ -24,16 +24,17 @@ from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ds_hydra.elastic.view import NormTable
 from ds_hydra.ranks.rank_stats import unequal_pairs
 from ds_hydra.zero_hetero.clock import Laps, Stopwatch
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError, NumericsError
 from ds_hydra.zero_hetero.masters import clip_, norm_of, norm_table
+from ds_hydra.zero_hetero.norm_table import NormTable
 
 if TYPE_CHECKING:
     from ds_hydra.config.hydra_block import FaultsConfig
     from ds_hydra.planner import StepPlan
     from ds_hydra.ranks.world import World
+    from ds_hydra.step.model_masters import ModelMasters
     from ds_hydra.step.outcome import PhaseRun
     from ds_hydra.step.strategy_runtime import StrategyRuntime
     from ds_hydra.zero_hetero.masters import MasterShards
@@ -62,7 +63,9 @@ class ModelNow(NamedTuple):
 
 
 class Copied(Protocol):
-    """The copy that this rank keeps of another one's masters (`engine.copies`)."""
+    """The copy that this rank keeps of another one's masters (`elastic.copies`)."""
+
+    masters: ModelMasters
 
     def leave(self, bucket: int) -> None:
         """Begin to send this rank's summed gradient of a bucket to who keeps its copy, and to get that of its own copy;
@@ -76,6 +79,16 @@ class Copied(Protocol):
 
     def settle(self) -> None:
         """Wait until values and states of the copy may be read."""
+
+    @property
+    def stale(self) -> bool:
+        """Whether the masters have got values that the copy does not have."""
+
+    def refresh(self) -> None:
+        """Make it whole."""
+
+    def compare(self, step: int) -> None:
+        """NumericsError, on all ranks, where a copy differs from its owner's masters in a bit."""
 
 
 class Update:

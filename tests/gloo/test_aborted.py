@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 import ds_hydra.engine.engine  # noqa: F401  so that forked ranks need not import it
-from ds_hydra.ranks.freeing import Freeing
+from ds_hydra.elastic.freeing import Freeing
 from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.told import release
 from tests.support.fault_job import PHASES, entry_of

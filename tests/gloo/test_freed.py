@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ds_hydra.elastic.freeing import WAIT_S, Freeing
+from ds_hydra.elastic.going_on import make_default_group
 from ds_hydra.elastic.view import Member, View
-from ds_hydra.engine.going_on import make_default_group
-from ds_hydra.ranks.freeing import WAIT_S, Freeing
 from ds_hydra.testing import run_ranks
 from tests.support.gone_ranks import LATEST, port_at, tell_and_go
 
@@ -121,7 +121,7 @@ def passes_a_large_message(rank: int, store: Path) -> list[str]:
         return {name: 0 if waits else next(looks) for _, name in sockets}
 
     large = torch.ones(50_000_000)
-    with mock.patch.multiple("ds_hydra.ranks.freeing", carried=carried, _PASSING_S=60.0):
+    with mock.patch.multiple("ds_hydra.elastic.freeing", carried=carried, _PASSING_S=60.0):
         freeing.begin()
         for sends in (rank == 0, False):
             try:

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 
 from ds_hydra.config.hydra_block import HydraConfig
-from ds_hydra.engine import copies, going_on
+from ds_hydra.elastic import copies, going_on
 from ds_hydra.engine.checked import listed_for_others
 from ds_hydra.host.environment import MEMBERS_FOLDER
 from ds_hydra.testing import run_ranks

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ds_hydra.engine.engine  # noqa: F401
-from ds_hydra.engine.copies import Copy
+from ds_hydra.elastic.copies import Copy
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.step_plan import THEN
 from ds_hydra.step.strategy_runtime import StrategyRuntime

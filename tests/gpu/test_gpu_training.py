@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ds_hydra.engine.copies import HostCopy
+from ds_hydra.elastic.copies import HostCopy
 from ds_hydra.testing import free_port
 from tests.support.fault_job import digest
 from tools import aims

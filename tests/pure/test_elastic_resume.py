@@ -6,10 +6,11 @@ import itertools
 
 import pytest
 
-from ds_hydra.elastic.buddies import check_nothing_lost, held_layout, may_leave, shift_of, wards_first
-from ds_hydra.elastic.view import NormTable, Report, lacking, newest_layout, to_apply, usable
+from ds_hydra.elastic.view import Report, lacking, newest_layout, to_apply, usable
+from ds_hydra.zero_hetero.buddies import check_nothing_lost, held_layout, may_leave, shift_of, wards_first
 from ds_hydra.zero_hetero.errors import PlanError
 from ds_hydra.zero_hetero.layout import even_layout
+from ds_hydra.zero_hetero.norm_table import NormTable
 from ds_hydra.zero_hetero.transfer_plan import plan_transfer
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from ds_hydra.elastic import messages as m
-from ds_hydra.elastic.view import Member, NormTable, Report
+from ds_hydra.elastic.view import Member, Report
+from ds_hydra.zero_hetero.norm_table import NormTable
 
 
 def member(number: int) -> Member:

@@ -7,7 +7,7 @@ import socket
 import time
 from unittest import mock
 
-from ds_hydra.ranks.freeing import WAIT_S, Freeing, carried, open_sockets, shut
+from ds_hydra.elastic.freeing import WAIT_S, Freeing, carried, open_sockets, shut
 
 
 def pair(listener: socket.socket) -> tuple[socket.socket, socket.socket]:
@@ -64,7 +64,7 @@ def test_a_connection_is_left_alone_while_bytes_pass() -> None:
         if len(left_alone) == 4:
             freeing._parked.set()
 
-    with mock.patch.multiple("ds_hydra.ranks.freeing", carried=mock.Mock(side_effect=looks), shut=shut):
+    with mock.patch.multiple("ds_hydra.elastic.freeing", carried=mock.Mock(side_effect=looks), shut=shut):
         freeing.begin()
         assert freeing._thread is not None
         freeing._thread.join()

@@ -200,7 +200,8 @@ class Life:
 
 def _stand_on(host: str) -> None:
     """Let this process take itself for one of that host."""
-    from ds_hydra.engine import engine, going_on
+    from ds_hydra.elastic import going_on
+    from ds_hydra.engine import engine
     from ds_hydra.watchdog import host as of_process
 
     for module in (of_process, engine, going_on):
@@ -214,12 +215,13 @@ def _wait_for(path: Path) -> None:
 
 def _entries() -> dict[str, tuple[Any, str]]:
     """By phase what is called as it begins, and where it stands."""
+    from ds_hydra.elastic import going_on
     from ds_hydra.elastic.agent import MemberAgent
-    from ds_hydra.engine import going_on, saving, scoring
-    from ds_hydra.engine.copies import Copy, Held
+    from ds_hydra.elastic.copies import Copy, Held
+    from ds_hydra.elastic.going_on import CarriedState, GoingOn
+    from ds_hydra.elastic.standing import SurvivingState
+    from ds_hydra.engine import saving, scoring
     from ds_hydra.engine.engine import HydraEngine
-    from ds_hydra.engine.going_on import CarriedState, GoingOn
-    from ds_hydra.engine.standing import SurvivingState
     from ds_hydra.step import stepper, strategy_runtime, update
 
     return {

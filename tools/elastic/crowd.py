@@ -20,10 +20,11 @@ from typing import Any
 from ds_hydra.elastic import agent as agent_module
 from ds_hydra.elastic import links
 from ds_hydra.elastic.agent import Invitation, MemberAgent
+from ds_hydra.elastic.freeing import carried, open_sockets
 from ds_hydra.elastic.membership import Patience
 from ds_hydra.elastic.messages import Roster
-from ds_hydra.elastic.view import Member, NormTable, Report
-from ds_hydra.ranks.freeing import carried, open_sockets
+from ds_hydra.elastic.view import Member, Report
+from ds_hydra.zero_hetero.norm_table import NormTable
 from tools import aims
 
 PER_PROCESS, PER_HOST, LIMIT_S = 64, 8, 300.0

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 from ds_hydra.commands.figures import shipped
 from ds_hydra.costs.cost_table import read_table_file
 from ds_hydra.data.lengths import read_lengths, sample_batches
-from ds_hydra.elastic.buddies import shift_of
 from ds_hydra.host.environment import MEMBERS_FOLDER
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.planner import Planner, PlannerOptions
@@ -28,6 +27,7 @@ from ds_hydra.simulate.job import SHIPPED, shipped_job
 from ds_hydra.simulate.links import LinkModel
 from ds_hydra.simulate.step import Simulator
 from ds_hydra.testing import run_ranks
+from ds_hydra.zero_hetero.buddies import shift_of
 from ds_hydra.zero_hetero.layout import even_layout
 from tests.support.small_job import find_before_forks
 from tools import aims

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ds_hydra.elastic.buddies import check_nothing_lost
-from ds_hydra.elastic.view import NOTHING_HELD, NormTable, Report, View, newest_layout, to_apply, usable
+from ds_hydra.elastic.copies import Copy, Held
+from ds_hydra.elastic.view import NOTHING_HELD, Report, View, newest_layout, to_apply, usable
 from ds_hydra.engine.calls import end_lost
-from ds_hydra.engine.copies import Held
+from ds_hydra.zero_hetero.buddies import check_nothing_lost
 from ds_hydra.zero_hetero.errors import PlanError
+from ds_hydra.zero_hetero.norm_table import NormTable
 
 if TYPE_CHECKING:
     from ds_hydra.engine.crew import Crew
@@ -67,6 +68,7 @@ class SurvivingState:
     def put_aside(self, view: View, crew: Crew) -> None:
         """Keep what has been cut for a view: whether all have theirs, only the next message tells."""
         members = tuple(member.id for member in view.members)
+        assert crew.copy is None or isinstance(crew.copy, Copy), "the plug has made it"
         held = Held(view.epoch, members, crew.shift, crew.masters, crew.update.optimizer, crew.copy)
         self._aside = held, crew.update
 

@@ -42,10 +42,10 @@ from ds_hydra.checkpoint.optimizer_state import (
     install_optimizer,
     merge_groups,
 )
-from ds_hydra.elastic.buddies import held_layout, wards_first
 from ds_hydra.elastic.view import newest_layout
 from ds_hydra.ranks.host_memory import available_bytes
 from ds_hydra.step.model_masters import ModelMasters
+from ds_hydra.zero_hetero.buddies import held_layout, wards_first
 from ds_hydra.zero_hetero.errors import ConfigError, NumericsError
 from ds_hydra.zero_hetero.layout import even_layout
 from ds_hydra.zero_hetero.link import Link
@@ -135,7 +135,6 @@ class Copy:
         return self.masters.trained, self.optimizer
 
     def compare(self, step: int) -> None:
-        """NumericsError, on all ranks, where a copy differs from its owner's masters in a bit."""
         self.settle()
         own, copied = (_checksum(masters, by, self._world.device) for masters, by in
                        ((self._own, self._optimizer), (self.masters, self.optimizer)))  # fmt: skip
@@ -326,6 +325,11 @@ class HostCopy(Copy):
     def _there(self, held: Tensor) -> Tensor:
         """A copy on the device, for which the host does not wait."""
         return held.to(self._world.device, non_blocking=True, copy=True)
+
+
+def keeper_of(redundancy: str) -> type[Copy]:
+    """What keeps the copies, by `hydra.elastic.redundancy`."""
+    return HostCopy if redundancy == "host" else Copy
 
 
 def _check_room(each: int, world: World) -> None:

@@ -56,23 +56,24 @@ from torch.optim import Optimizer
 from ds_hydra.checkpoint.checkpointer import config_digest
 from ds_hydra.checkpoint.loading import as_json
 from ds_hydra.elastic.agent import Invitation, MemberAgent
-from ds_hydra.elastic.buddies import may_leave, shift_of
+from ds_hydra.elastic.copies import like
+from ds_hydra.elastic.freeing import Freeing
 from ds_hydra.elastic.membership import TURN_S, Patience
+from ds_hydra.elastic.standing import SurvivingState
+from ds_hydra.elastic.stands import Stands
 from ds_hydra.elastic.view import View
 from ds_hydra.engine.calls import Calls, EngineCall, end_lost, end_stuck
-from ds_hydra.engine.copies import like
 from ds_hydra.engine.guard import stacks_folder
 from ds_hydra.engine.record import Measured, step_record
-from ds_hydra.engine.standing import SurvivingState
-from ds_hydra.engine.stands import Stands
 from ds_hydra.engine.steps import OpenStep
 from ds_hydra.host.ending import LEAVE, NOTHING, SAVE
 from ds_hydra.host.environment import INVITATION, MOST_RANKS, joins, launched_number, members_folder
-from ds_hydra.ranks.freeing import Freeing
+from ds_hydra.ranks.aborting import Aborting
 from ds_hydra.ranks.together import first_channel
 from ds_hydra.watchdog.host import host
 from ds_hydra.watchdog.progress import Progress
 from ds_hydra.watchdog.words import as_line, timed_out
+from ds_hydra.zero_hetero.buddies import may_leave, shift_of
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from ds_hydra.zero_hetero.told import Told, release, told_of
 
@@ -460,6 +461,16 @@ class GoingOn:
         except Exception:
             self.close()
             raise
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a process waits to join."""
+        return self.agent.wanted
+
+    @property
+    def aborting(self) -> Aborting:
+        """What ends the waits of devices."""
+        return self.freeing.aborting
 
     def close(self) -> None:
         """Leave the members in good order."""
