@@ -20,7 +20,7 @@ from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner import Planner, PlannerOptions
 from ds_hydra.report.plots import _COLOUR_OF, pyplot
-from ds_hydra.report.plots import _COLOUR_OF as RANKS
+from ds_hydra.report.plots import COLOURS as RANKS
 from ds_hydra.simulate.job import SimulatedJob, llama_plan
 from ds_hydra.zero_hetero.buddies import held_layout, shift_of
 from ds_hydra.zero_hetero.layout import Layout, even_layout

@@ -92,7 +92,7 @@ CAPABILITIES: Mapping[str, Capability] = {
         Lines(1005, 0, 0),
     ),
 }
-CORE = Lines(63950, 44436, 8444)
+CORE = Lines(63950, 44436, 8512)
 # Of each kind: the files that hold one. Another of a kind needs a reason; one less is welcome.
 MECHANISMS: Mapping[str, str] = {
     "nets on what a script does to its model": (

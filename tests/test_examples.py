@@ -126,7 +126,7 @@ def test_the_pages_name_files_that_exist() -> None:
     """Every path in backquotes on a page, the pages that it links to, and the data that README's command names."""
     missing = []
     pages = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md")
-    for page in (*pages, *(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))):
+    for page in (*pages, *(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md"))):
         named = re.findall(r"`(?!hydra/)([a-z_0-9]+/[\w/.-]*)`", (ROOT / page).read_text())  # a log's names begin so
         missing += [f"{page}: {path}" for path in named if not (ROOT / path).exists()]
         linked = re.findall(r"\]\(([\w./-]+\.md)", (ROOT / page).read_text())

@@ -108,12 +108,14 @@ BLOCKS: dict[str, Row] = {
     '{ "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "optimizer": { "type": "AdamW", '
     '"params": { "lr": 2e-3': Row((CALLS,)),
     '{ "train_micro_batch_size_per_gpu": "auto",': Row(BY_TRAINER),
+    '{ "bf16": { "enabled": "auto" },': Row(BY_TRAINER),
 }  # fmt: skip
 """Printed config -> its row, by the config's first words, with one space in the place of any white space."""
 
 SETTINGS: dict[str, Row] = {
     '"strategies": ["tp4 + 2*pp2", "sp4 + 4*tp1"]': Row(ranks=8),
     '"strategies": "auto"': Row(),
+    '"reorder_steps": 2': Row((DATA,)),
     '"chunks": "off"': Row(),
     '"self_check": "off"': Row(),
     '"deterministic": true': Row(),

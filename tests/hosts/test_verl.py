@@ -124,7 +124,9 @@ def printed_run(rank: int, folder: Path, engine: dict[str, Any]) -> float:
 
 
 def test_the_printed_config_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (text,) = (block.text for block in blocks() if (block.page, block.language) == ("docs/verl.md", "yaml"))
+    (text,) = (
+        block.text for block in blocks() if (block.page, block.language) == ("docs/reinforcement-learning.md", "yaml")
+    )
     engine = yaml.safe_load(text)["actor_rollout_ref"]["actor"]["engine"]
     assert engine.pop("_target_") == f"{HydraEngineConfig.__module__}.{HydraEngineConfig.__name__}"
     save_model(tmp_path, max_position_embeddings=engine["deepspeed_config"]["hydra"]["context_length"])

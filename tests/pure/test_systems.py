@@ -328,7 +328,7 @@ def test_pages_are_what_the_file_of_cells_gives() -> None:
     results = read_results(ROOT / "benchmarks" / "systems.json")
     assert [result.cell for result in results] == list(all_cells())
     assert (ROOT / "benchmarks" / "systems.md").read_text() == page(results, 10)
-    assert markdown(pays_rows(results)) in (ROOT / "docs" / "where-a-mix-pays.md").read_text()
+    assert markdown(pays_rows(results)) in (ROOT / "docs" / "notes" / "where-a-mix-pays.md").read_text()
     assert missed_aims(results) == []
 
 

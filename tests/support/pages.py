@@ -17,7 +17,7 @@ from ds_hydra.config.deepspeed_settings import KNOWN_SETTINGS
 from ds_hydra.config.describe import settings
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md")))
+PAGES = ("README.md", "CONTRIBUTING.md", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md")))
 _FENCED = re.compile(r"(?:^<!-- ([^\n]*) -->\n\n?)?^```(\S*)\n(.*?)^```", re.M | re.S)
 
 

@@ -1,0 +1,41 @@
+"""Pages read as the field writes: limits on sentences, paragraphs and code, page by page."""
+
+from __future__ import annotations
+
+import pytest
+
+from tools.count_pages import HOW_TO, ROOT, count, limited, missed, pages, words
+
+LATER: frozenset[str] = frozenset({"docs/losses.md"})
+"""Pages that are not written by these rules yet."""
+
+
+@pytest.mark.parametrize("page", [page for page in pages() if limited(page) and page not in LATER])
+def test_a_page_is_within_the_limits(page: str) -> None:
+    assert missed(count(page, (ROOT / page).read_text("utf-8"))) == []
+
+
+def test_pages_that_tell_how_to_do_something_are_there() -> None:
+    assert {page for page in HOW_TO if not (ROOT / page).is_file()} <= LATER
+    assert {page for page in LATER if not (ROOT / page).is_file()} <= HOW_TO
+
+
+def test_what_is_too_long_is_told_with_its_words() -> None:
+    long = " ".join(["word"] * 36)
+    one = count(
+        "docs/trl.md", f"# A heading of some words\n\n{long}. Short one.\n\n| {long} | x |\n\n```\n{long}\n```\n"
+    )
+    told = missed(one)
+    assert [words(sentence) for sentence in (*one.sentences, *one.cells)] == [36, 2, 36]
+    assert len([line for line in told if "36 words in one sentence" in line]) == 2
+    assert any("19.0 words a sentence" in line for line in told)
+    assert one.code_blocks == 1
+    assert not missed(count("docs/trl.md", f"One line. {'One line. ' * 40}\n\n```\ncode\n```\n"))[1:]
+
+
+def test_a_how_to_page_without_code_and_a_long_paragraph_are_told() -> None:
+    told = missed(count("docs/trl.md", "Some few words. " * 40))
+    assert [line.split(": ")[1] for line in told] == [
+        "120 words in one paragraph, 90 at most",
+        "0.0 code blocks in 1,000 words, 8 at least",
+    ]
