@@ -6,8 +6,8 @@ buckets in the same order: matrices that have come are orthogonalized, and start
 still coming. At last all wait for what comes back. So one order of messages holds on all ranks, and no rank waits for
 one that waits for it. Neither parameters nor momentum change: whoever is lost meanwhile, the step can be made again.
 
-Memory beside masters and momentum, until the update is made, for P matrix elements on N ranks: P / N directions, the
-matrices that a rank owns and as many results, in the types in which they travel, and P / N of the masters' type.
+Memory beside masters and momentum, until the update is made, for P matrix elements on N ranks: P / N directions, and
+the matrices that a rank owns or their results, in the types in which they travel, and P / N of the masters' type.
 """
 
 from __future__ import annotations
@@ -146,17 +146,19 @@ class Exchange:
             yield leg, leg.there.pull(sent, whole, tag=_THERE_TAG + leg.bucket), whole
 
     def owners_turn(
-        self, begun: Sequence[tuple[Leg, Handle, Tensor]], groups: Sequence[Group]
+        self, begun: list[tuple[Leg, Handle, Tensor]], groups: Sequence[Group]
     ) -> list[tuple[Leg, Handle, Tensor]]:
-        """Orthogonalize what this rank owns, and start to send it back; what comes back to this rank of each bucket."""
+        """Orthogonalize what this rank owns, and start to send it back; what comes back to this rank of each bucket.
+        What came is let go of."""
         self.counts.clear()
         given = self._masters.flat
         back = _common(
             [method_of(group).computed_in(given.dtype) for group in groups if group["use_muon"]], given.dtype
         )
         coming = []
-        for leg, handle, whole in begun:
+        for number, (leg, handle, whole) in enumerate(begun):
             handle.wait_arrived()
+            begun[number] = leg, handle, whole.new_empty(0)
             made = torch.empty(leg.whole, dtype=back, device=given.device)
             at = 0
             for one in leg.own:
@@ -171,10 +173,12 @@ class Exchange:
             coming.append((leg, leg.back.pull(made, came, tag=_BACK_TAG + leg.bucket), came))
         return coming
 
-    def finish(self, coming: Sequence[tuple[Leg, Handle, Tensor]], groups: Sequence[Group]) -> None:
-        """Wait for all that comes back; each part of the optimizer, of masters and of a copy, gets its `update`."""
+    def finish(self, coming: list[tuple[Leg, Handle, Tensor]], groups: Sequence[Group]) -> None:
+        """Wait for all that comes back, and let go of it; each part of the optimizer, of masters and of a copy, gets
+        its `update`."""
         values: dict[int, tuple[Leg, Tensor]] = {}
-        for leg, handle, came in coming:
+        while coming:
+            leg, handle, came = coming.pop(0)
             handle.wait()
             values[leg.bucket] = leg, came.to(self._masters.flat.dtype)
         shapes = {param.name: param for param in self.params}

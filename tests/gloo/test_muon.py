@@ -24,6 +24,7 @@ from tests.support.elastic_job import Loss
 from tests.support.equivalence import compare
 from tests.support.muon_cases import CASES, block, iterating_in
 from tests.support.small_job import same, small_engine, small_model, whole_state
+from tests.support.strict import Rules
 
 QUICK = [case.shortened() for case in CASES if case.quick]
 
@@ -38,6 +39,17 @@ def test_same_as_one_process(case: Case) -> None:
     aims = replace(case.aims, parameter=1e-5, loss=1e-5) if narrow else case.aims
     with iterating_in(torch.float32 if narrow else torch.float64):
         missed = compare(case, timeout=300).missed(aims, case.name)
+    assert not missed, missed
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("rule", ["connect", "lazy", "blocking"])
+def test_nothing_depends_on_what_nccl_does_not_give(rule: str) -> None:
+    """Under a transport that serves in one order, lets nobody read what has not come, and connects when first used."""
+    (case,) = (replace(case, steps=2) for case in QUICK if case.name == "experts")
+    rules = Rules(**dict.fromkeys(rule.split(), True), stall_s=100)
+    with iterating_in(torch.float64):
+        missed = compare(case, timeout=240, strict=rules).missed(case.aims, case.name)
     assert not missed, missed
 
 
