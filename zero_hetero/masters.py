@@ -194,6 +194,12 @@ class MasterShards:
             if kept is not grad and kept.data_ptr() != grad.data_ptr():
                 kept.copy_(grad)
 
+    def scale_grads(self, factor: float) -> None:
+        """Multiply the gradients by a number, and give them to the optimizer's parameters if these have lost them."""
+        self.put_grads(self.grads)
+        for grad in self.grads:
+            grad.mul_(factor)
+
     def forget_grads(self) -> None:
         """Let go of the gradients and of their memory, until the next `put_grads`."""
         self.grads, self._own_grads = [], []

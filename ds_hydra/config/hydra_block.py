@@ -342,6 +342,9 @@ class HydraConfig:
     loss_norm: str = setting(choice("token", "sequence", "micro_batch", "batch"), "token")
     """The loss is the mean over all target tokens of the step, over its sequences' means, its micro-batches', or those
     of the batches that a script hands in, as DeepSpeed's own loop computes it: over as many as are configured."""
+    losses: str = setting(choice("auto", "early", "step"), "auto")
+    """When the loss of `engine(batch)` is computed: "step": with the step that its batch belongs to; "early": at that
+    call; "auto": with the step, unless the script reads losses before, which the first step finds out."""
     activation_checkpointing: bool | str = setting(_recomputation, False)
     """Whether backwards may compute layers again, as `model.gradient_checkpointing_enable()` allows it too. True: they
     do where that is what it takes to run, or the faster way; "all": each layer in every step. Results are equal."""

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise, starmap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -142,6 +142,11 @@ class Mine(NamedTuple):
     def layout(self) -> FieldLayout | None:
         """Of the fields of its items, if they were read and there are any."""
         return next((share.layout for share, _ in self.batches if share.layout is not None), None)
+
+    def places(self, begin: int) -> list[slice]:
+        """The sequences of each batch, among those of all ranks; `begin` is this rank's first."""
+        ends = accumulate((len(share.sequences) for share, _ in self.batches), initial=begin)
+        return list(starmap(slice, pairwise(ends)))
 
     def checked(self, check: Callable[[Mine], None]) -> Mine:
         """The same, or the error that `check` raises; whatever a script's own function does there is one."""

@@ -30,6 +30,7 @@ from ds_hydra.engine.losses import SequenceLoss
 from ds_hydra.engine.own_loss import same_on_all, try_loss
 from ds_hydra.engine.plans import Callback, PreStepCallback
 from ds_hydra.engine.plugs import GoesOn, plugged
+from ds_hydra.engine.rounds import Rounds
 from ds_hydra.engine.saving import EngineCheckpoints
 from ds_hydra.engine.scoring import Evaluation, RoutedScores, TokenScores
 from ds_hydra.engine.steps import Handed, TrainingSteps
@@ -71,6 +72,7 @@ class HydraEngine(HostEngine):
     saving: EngineCheckpoints = None  # type: ignore[assignment]
     weights: Weights = None  # type: ignore[assignment]  # after the first assembly
     three_calls: ThreeCalls
+    rounds: Rounds
     going_on: GoesOn | None = None  # without lost ranks, where hydra.elastic asks for it
 
     def __init__(
@@ -129,7 +131,9 @@ class HydraEngine(HostEngine):
             base = base_of(model)  # adapters lie within it; what PEFT has around it is not run
             super().__init__(parsed, base, **arguments, scanned=scanned)
             self.module, config = model, self.hydra_config
-            self.three_calls = ThreeCalls(self.config, self.device, self.gradient_accumulation_steps)
+            wide = torch.float64 if self.types.compute == torch.float64 else torch.float32
+            self.three_calls = ThreeCalls(self.config, self.device, self.gradient_accumulation_steps, wide)
+            self.rounds = Rounds(self, config.losses)
             give_buffers(base, config.initial_weights)
         make_source = look_once(partial(self.source_of, base, loss_fn=loss_fn), base, config.stage_options, channel)
         with together(channel, "reading the model and the data"):
@@ -207,6 +211,7 @@ class HydraEngine(HostEngine):
             if self.going_on is not None:
                 return self.going_on.train()
             outcome = self.steps.train(handed)
+            self.rounds.step_made()
             self.saving.when_due(outcome.request)
             return outcome
 
@@ -221,8 +226,12 @@ class HydraEngine(HostEngine):
             return call.part()
 
         made = replace(call, part=met) if meets else call
-        with self.crew.calling(name):
-            return made.part() if self.going_on is None else self.going_on.call(made)
+
+        def make() -> Result:
+            with self.crew.calling(name):
+                return made.part() if self.going_on is None else self.going_on.call(made)
+
+        return self.rounds.calling(make)
 
     def meet(self) -> None:
         """Return when all ranks have come to it."""
@@ -243,6 +252,7 @@ class HydraEngine(HostEngine):
         """
         if sequence_loss is not None and data_iter is None:
             raise ConfigError("a sequence_loss is of sequences that are handed in: pass them to train_batch() too")
+        self.rounds.begin()
         self.steps.begin_training("train_batch()")
         step = partial(self.steps.handed.next, self.global_steps, data_iter, sequence_loss)
         handed = None if data_iter is None else step
@@ -290,6 +300,7 @@ class HydraEngine(HostEngine):
         trained on; for a field of another length than the tokens, that some items or ranks lack, or that is not finite;
         and for a loss that looks at other tokens and does not say so, reads the model, or draws random numbers.
         """
+        self.rounds.begin()
         self.steps.begin_training("forward_backward()")
         with self.crew.calling("forward_backward()"):
             found = self.steps.parts.forward_backward(sequences, loss, normaliser, temperature, mixes_tokens)
@@ -303,8 +314,10 @@ class HydraEngine(HostEngine):
         there are no gradients.
         """
         self.weights.lent.take_back()
+        self.rounds.begin()
         with self.crew.calling("optimizer_step()"):
             outcome = self.steps.parts.optimizer_step()
+            self.rounds.step_made()
         self.saving.when_due(outcome.request)
         return outcome.grad_norm
 
@@ -314,7 +327,8 @@ class HydraEngine(HostEngine):
         where plain DeepSpeed would drop some."""
         self.three_calls.refuse_dropping("engine.zero_grad()")
         self.three_calls.shows_gradients = False
-        self.steps.parts.forget()
+        if not self.rounds.hold:  # gradients of a batch whose backward is still to come
+            self.steps.parts.forget()
 
     def gradients_wait(self) -> bool:
         """Whether gradients of some `backward` or `forward_backward` wait for their update."""
@@ -323,7 +337,8 @@ class HydraEngine(HostEngine):
     # DeepSpeed's loop of three calls [Note: three calls].
 
     def forward(self, *inputs: Any, **kwargs: Any) -> PendingLoss:
-        """Collect a batch for the coming step and return its loss, which is pending until then.
+        """Collect a batch for the coming step and return its loss, which is pending until then or until it is read
+        [Note: losses read early].
 
         The batch is one argument, a mapping or anything else that `train_batch` takes, or the keyword arguments of a
         Hugging Face model. After `eval()` the batches of all ranks run at once, and the loss is there: the mean over
@@ -332,7 +347,9 @@ class HydraEngine(HostEngine):
         batch = self.three_calls.batch(inputs, kwargs)
         if self.three_calls.evaluating:
             return self.three_calls.known(self.evaluate_collected(batch)[0])
-        return self.three_calls.collect(batch, self.backward, kwargs.get("num_items_in_batch"))
+        entry = self.three_calls.collect(batch, self.backward, kwargs.get("num_items_in_batch"))
+        self.rounds.hand_in(entry)
+        return self.three_calls.loss_of(entry)
 
     def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True, **unused: Any) -> Tensor:
         """Let a loss of `engine(batch)` count in the coming step, with the factors that were put on it.
@@ -351,7 +368,7 @@ class HydraEngine(HostEngine):
         given = [(entry.batch, entry.factor or 0.0) for entry in batches]
         whole = self.three_calls.batches_of_update() * self.world_size
         step = partial(self.steps.handed.collected, self.global_steps, given, whole)
-        losses = self._train("step()", step).batch_losses
+        losses = self.rounds.make_step(partial(self._train, "step()", step), batches).batch_losses
         self._lr_kwargs, self.micro_steps = {}, micro_steps
         for entry, loss in zip(batches, losses, strict=True):
             entry.settle(loss)
@@ -378,8 +395,12 @@ class HydraEngine(HostEngine):
 
     def evaluate_collected(self, batch: Any) -> tuple[float, float]:
         """Mean losses of what the ranks hand in: over the targets of this rank's batch, and over those of all ranks."""
-        with self.crew.calling("engine(batch) after eval()"):
-            return self.steps.scoring.handed(batch)
+
+        def evaluate() -> tuple[float, float]:
+            with self.crew.calling("engine(batch) after eval()"):
+                return self.steps.scoring.handed(batch)
+
+        return self.rounds.calling(evaluate)
 
     def eval_batch(self, data_iter: Any = None) -> Tensor:
         """Mean loss of a batch of sequences, without an update: a scalar in FP32, equal on all ranks.
@@ -482,8 +503,11 @@ class HydraEngine(HostEngine):
         """
 
         def every() -> Iterator[tuple[str, Tensor]]:
-            with self.crew.calling("full_parameters()"):
-                self.meet()
+            def meet() -> None:
+                with self.crew.calling("full_parameters()"):
+                    self.meet()
+
+            self.rounds.calling(meet)
             return self.saving.full_parameters(dtype, ranks, adapters)
 
         return every() if self.going_on is None else taken_once(every, "full_parameters", self.going_on.by_fault)
@@ -566,6 +590,7 @@ class HydraEngine(HostEngine):
 
     def _on_weights(self, name: str, part: Callable[[], Result], *, once: bool = True) -> Result:
         """A call of all ranks on a whole model; CheckpointError while gradients wait for an update."""
+        self.rounds.drop()
         self.steps.parts.refuse_if_any(f"{name}()", CheckpointError)
         return self.on_all(f"{name}()", EngineCall(part, once=name if once else ""), meets=True)
 

@@ -135,12 +135,14 @@ def step_record(
 
 
 def _waits(outcome: StepOutcome) -> dict[str, Any]:
-    """What a step's slowest ranks spent on other things than micro-batches, by the record's names, in ms."""
+    """What a step's slowest ranks spent on other things than micro-batches, by the record's names, in ms; and how many
+    batches ran twice."""
     return {
         "pull_ms": 1e3 * sum(max(rank.exposed_pull_s for rank in phase.stats) for phase in outcome.phases),
         "push_ms": 1e3 * sum(max(pushing_s(phase.stats)) for phase in outcome.phases),
         "slowest_wait_ms": 1e3 * sum(fmean(waiting_s(phase.stats)) for phase in outcome.phases),
         "optimizer_ms": 1e3 * max(rank.optimizer_s for rank in outcome.stats),
+        "run_twice": outcome.run_twice,
     }
 
 

@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, pairwise, starmap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,7 +60,7 @@ from ds_hydra.ranks.rank_stats import RankStats
 from ds_hydra.ranks.together import agree
 from ds_hydra.step.batching import BuiltStep
 from ds_hydra.step.delivery import Delivered
-from ds_hydra.step.outcome import PhaseOutcome, StepOutcome, mean_of
+from ds_hydra.step.outcome import Floats, PhaseOutcome, StepOutcome, mean_of
 from ds_hydra.zero_hetero.errors import ConfigError
 from ds_hydra.zero_hetero.masters import norm_of
 from ds_hydra.zero_hetero.norm_table import NormTable
@@ -102,13 +101,14 @@ class HandedStep(NamedTuple):
     sequences: Sequences
     loss: float | None = None  # the step's, where it is not that of its tokens
     batches: tuple[slice, ...] | None = None  # the sequences of each of this rank's batches, where their losses count
+    run_twice: int = 0  # batches that have run before, of all ranks
 
     def completed(self, outcome: StepOutcome) -> StepOutcome:
         """The outcome of the step, with the losses that scripts are told."""
         kept = outcome.of_sequences
         # A model's own output has its routers' loss in it: a batch is told the whole step's.
         own = [mean_of(kept, part) + outcome.router_loss for part in self.batches or ()] if kept else []
-        return replace(outcome, other_loss=self.loss, batch_losses=own)
+        return replace(outcome, other_loss=self.loss, batch_losses=own, run_twice=self.run_twice)
 
 
 class HandedSteps:
@@ -121,6 +121,7 @@ class HandedSteps:
     def __init__(self, crew: Crew, shares: SequenceExchange):
         self._crew, self._intake, self.shares = crew, Intake(), shares
         self._by_batch, self._told_other = crew.job.config.loss_norm == "batch", False
+        self.run_twice = 0  # batches of the coming step that have run before, of all ranks
 
     def next(self, step: int, handed: Any, sequence_loss: SequenceLoss | None = None) -> HandedStep:
         """Plan and deliver `step`, counted from 0, from what this rank's script passed to `train_batch`.
@@ -138,6 +139,11 @@ class HandedSteps:
     def collected(self, step: int, batches: Iterable[tuple[Any, float]], whole: int) -> HandedStep:
         """Plan and deliver `step` from this rank's batches and the factors of their losses; `whole` batches of all
         ranks make an update."""
+        return self._planned(step, self.read(batches), whole)
+
+    def read(self, batches: Iterable[tuple[Any, float]]) -> Mine:
+        """This rank's batches of the three calls, with the factors of their losses; or why they cannot be trained
+        on."""
         mine = self.shares.read(batches)
         model = self._crew.job.model
         if (path := in_evaluation(model, self._crew.job.source.drawing)) is not None:
@@ -146,7 +152,7 @@ class HandedSteps:
                 "as in an evaluation, without dropout and noise, and stages train as in training. Call engine.train() "
                 "before the first batch, or set the rates to 0 in the model's config"
             ))  # fmt: skip
-        return self._planned(step, mine, whole)
+        return mine
 
     def _taken(self, handed: Any) -> Mine:
         try:
@@ -158,19 +164,29 @@ class HandedSteps:
 
     def _planned(self, step: int, mine: Mine, whole: int = 0) -> HandedStep:
         """`whole`: of the three calls, whose batches are told their losses; else as many as there are."""
-        empty = [number for number, (share, _) in enumerate(mine.batches) if share.num_items and not share.num_targets]
-        if self._by_batch and empty:
-            mine = Mine(error=ConfigError(
-                f"batch {empty[0]} has no target, so the mean over its targets is no number, but hydra.loss_norm is "
-                '"batch": hand in none without targets, or use "token"'
-            ))  # fmt: skip
+        mine = self.with_targets(mine)
         gathered = self.shares.gather(mine, f"step {step + 1}")
         planned = self._crew.plans.given(step, gathered.lengths)
-        sizes = (len(share.sequences) for share, _ in mine.batches)
-        begins = accumulate(sizes, initial=gathered.begins[self._crew.world.rank])
-        own = tuple(starmap(slice, pairwise(begins))) if whole else None
-        weighed = self._weighed(mine, gathered, whole or gathered.num_batches)
-        return HandedStep(planned, self.shares.deliver(planned.plan, weighed, gathered), batches=own)
+        own = tuple(mine.places(gathered.begins[self._crew.world.rank])) if whole else None
+        self.tell_other(gathered.num_batches, whole or gathered.num_batches)
+        weighed = self.weighed(mine, gathered, whole or gathered.num_batches)
+        delivered = self.shares.deliver(planned.plan, weighed, gathered)
+        return HandedStep(planned, delivered, batches=own, run_twice=self.run_twice)
+
+    def with_targets(self, mine: Mine) -> Mine:
+        """An error in place of batches whose means count and are none."""
+        empty = [number for number, (share, _) in enumerate(mine.batches) if share.num_items and not share.num_targets]
+        if not (self._by_batch and empty):
+            return mine
+        return Mine(error=ConfigError(
+            f"batch {empty[0]} has no target, so the mean over its targets is no number, but hydra.loss_norm is "
+            '"batch": hand in none without targets, or use "token"'
+        ))  # fmt: skip
+
+    @property
+    def by_batch(self) -> bool:
+        """Whether each batch counts by itself what it counts in a step."""
+        return self._by_batch
 
     def _all_of(self, mine: Mine) -> Mine:
         """An error in place of a share that a loss of whole sequences cannot be computed on."""
@@ -217,18 +233,22 @@ class HandedSteps:
         weights = {number: count * scale for number, count in zip(plan.sequence_ids, counts, strict=True)}
         return HandedStep(planned, delivered.weighed(weights), total / num_groups)
 
-    def _weighed(self, mine: Mine, gathered: Gathered, whole: int) -> list[TokenSequence]:
+    def tell_other(self, num_batches: int, whole: int) -> None:
+        """Say once where an update has more or fewer batches than configured, and what each counts."""
+        if not self._by_batch or num_batches == whole or self._told_other:
+            return
+        self._told_other = True
+        if self._crew.world.rank == 0:
+            logger.warning(
+                "an update of %d batches, where gradient_accumulation_steps and ranks make %d: by hydra.loss_norm "
+                '"batch" each counts 1/%d as in DeepSpeed\'s loop, so it is %.3g of their mean; "token" takes the '
+                "mean over the targets that there are (told once)",
+                num_batches, whole, whole, num_batches / whole,
+            )  # fmt: skip
+
+    def weighed(self, mine: Mine, gathered: Gathered, whole: int) -> list[TokenSequence]:
         """This rank's sequences, with what their losses count; `whole` batches make an update [Note: three calls]."""
         weighed: list[TokenSequence] = []
-        if self._by_batch and gathered.num_batches != whole and not self._told_other:
-            self._told_other = True
-            if self._crew.world.rank == 0:
-                logger.warning(
-                    "an update of %d batches, where gradient_accumulation_steps and ranks make %d: by hydra.loss_norm "
-                    '"batch" each counts 1/%d as in DeepSpeed\'s loop, so it is %.3g of their mean; "token" takes the '
-                    "mean over the targets that there are (told once)",
-                    gathered.num_batches, whole, whole, gathered.num_batches / whole,
-                )  # fmt: skip
         for share, factor in mine.batches:
             # The step divides by all targets, 50. To count 1/4 in all, the 10 targets of one of 4 batches weigh
             # 50 / (4 * 10) each: 10 * 1.25 / 50 is 1/4.
@@ -319,30 +339,66 @@ class Parts:
             return None, Mine(error=error)
         return None, self._shares.read([(batch, 1.0)])
 
-    def _run(self, plan: StepPlan, delivered: Delivered, objective: Objective | None, divisor: float | None) -> float:
+    def add(self, planned: PlannedStep, delivered: Delivered, divisor: float | None) -> tuple[Floats, Floats]:
+        """Train on a part of a step by the job's own loss; the losses of its sequences, as `sequence_losses` has
+        them."""
+        began, crew = time.perf_counter(), self._crew
+        with crew.together("planning"):
+            crew.away.bring_back()
+            crew.real_sequences.before_step(planned.plan, delivered, crew.stepper.runtimes.strategy_of)
+            self._run(planned.plan, delivered, None, divisor, keep_losses=True)
+            found = crew.stepper.taken_losses()
+        self._planned.append(planned)
+        self._seconds += time.perf_counter() - began
+        return found
+
+    def router_loss(self, weighed: Sequence[TokenSequence]) -> float:
+        """What the routers add to the mean loss of the part that was added last, of these sequences of this rank."""
+        by_targets = self._crew.job.config.loss_norm in ("token", "batch")
+        known = [int((one.labels != IGNORE_INDEX).sum()) for one in weighed]
+        counted = sum(one.weight * (n if by_targets else min(n, 1)) for one, n in zip(weighed, known, strict=True))
+        row = torch.tensor([self._crew.stepper.routers_of_part, counted], dtype=torch.float64)
+        total, weight = self._crew.world.channel.rows(row).sum(dim=0).tolist()
+        return float(total / weight) if weight else 0.0
+
+    def _run(
+        self,
+        plan: StepPlan,
+        delivered: Delivered,
+        objective: Objective | None,
+        divisor: float | None,
+        *,
+        keep_losses: bool = False,
+    ) -> float:
         """Train on a part; returns this rank's share of its loss."""
         crew, step = self._crew, self._host.global_steps + 1
         stepper, memory = crew.stepper, crew.prepared.memory
         built, weight = stepper.build_together(plan, delivered, crew.plans.table_of(step - 1), step, objective)
         with explained(plan, memory, crew.world.rank, lambda: stepper.running, lambda: stepper.peak_bytes):
-            stepper.forward_backward(built, weight, step, normaliser=divisor)
-            return stepper.loss_of_part
+            stepper.forward_backward(built, weight, step, normaliser=divisor, keep_losses=keep_losses)
+            return 0.0 if keep_losses else stepper.loss_of_part
 
     def optimizer_step(self) -> StepOutcome:
         """Update the masters by the gradients of all parts since the last update, and record the step."""
-        crew, step = self._crew, self._host.global_steps + 1
-        if crew.masters.trained.dropped_grads:
+        if self._crew.masters.trained.dropped_grads:
             self.forget()
         if not self.count:
             raise ConfigError("optimizer_step() has no gradients to apply: call forward_backward() before it")
-        began = time.perf_counter() - self._seconds
-        planned, loss = joined_steps(self._planned), sum(self.losses)
+        return self._update(sum(self.losses), None, schedule=False)
+
+    def end_step(self, scale: float) -> StepOutcome:
+        """The update of a step of the three calls whose parts were `add`ed; their sums count `scale`."""
+        return self._update(None, scale, schedule=True)
+
+    def _update(self, loss: float | None, scale: float | None, *, schedule: bool) -> StepOutcome:
+        crew, step, began = self._crew, self._host.global_steps + 1, time.perf_counter() - self._seconds
+        planned = joined_steps(self._planned)
         self._planned, self.losses, self._seconds = [], [], 0.0
         with crew.together("planning"):
             crew.away.bring_back()
             with crew.tracing.step(step):
-                outcome = replace(crew.stepper.update(step), other_loss=loss)
-            self._steps.record(planned, outcome, time.perf_counter() - began, schedule=False)
+                outcome = replace(crew.stepper.update(step, scale=scale), other_loss=loss)
+            self._steps.record(planned, outcome, time.perf_counter() - began, schedule=schedule)
             crew.update.count(step, outcome.grad_norm)
         return outcome
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
@@ -33,6 +34,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ds_hydra.host.asked import needs_no_value
 from ds_hydra.host.devices import refuse_modes, tell_modes
+from ds_hydra.host.early import counted
 from ds_hydra.host.own_updates import refuse_dropping
 from ds_hydra.host.settings import refuse_num_items
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -50,6 +52,11 @@ _SIGNS = {"add": 1.0, "sub": -1.0, "subtract": -1.0, "rsub": -1.0}
 _FACTORS = {"mul": 1, "multiply": 1, "div": -1, "divide": -1, "true_divide": -1, "truediv": -1}  # powers of the factor
 
 
+_HAS_RUN = "engine.backward(): the step of this loss has run already: call engine(batch) again for another one"
+_SECOND = (
+    "engine.backward() was given a loss of the same batch for the second time: add the losses up and give their sum, "
+    "or say engine.backward(loss, retain_graph=True) the first time"
+)
 _WAITING = "_ds_hydra_loss"  # attribute of a plain tensor to which a pending loss was added
 
 
@@ -64,6 +71,21 @@ class Collected:
     value: float | None = None  # its mean loss, once its step has run
     waiting: list[PendingLoss] = field(default_factory=list, repr=False)  # for the value
     num_items: Any = None  # by which a plain model would divide its loss, as Trainer hands it on
+    read: Callable[[Collected], None] | None = field(default=None, repr=False)  # finds its loss before its step
+    early: Tensor | None = field(default=None, repr=False)  # () its loss before its step, where it is known
+
+    def now(self) -> Tensor:
+        """Its loss before its step, (), with a gradient that says what it counts [Note: losses read early].
+        RuntimeError where nobody computes it."""
+        if self.read is not None:
+            self.read(self)
+        if self.early is None:
+            raise RuntimeError(
+                "this loss is not computed yet: a step is planned from all its batches at once, and runs in the "
+                "engine.step() that ends gradient accumulation. Read the loss after that call, or "
+                "engine.last_step.loss; engine.eval() makes engine(batch) compute at once"
+            )
+        return self.early
 
     def settle(self, value: float) -> None:
         """The step has run: every loss that was made of this one gets its number."""
@@ -96,8 +118,8 @@ class PendingLoss(Tensor):
     It takes what scripts do with a loss before the step: `loss / n`, `loss += other`, `loss.detach()`,
     `loss.backward()`. Its value, the mean over its batch's targets as the model's own forward gives it, is known after
     the `engine.step()` at the gradient accumulation boundary; from then on it is a tensor in FP32 on the engine's
-    device in all that is done with it, collectives and functions that write to it among them. Read earlier, it raises
-    RuntimeError, for to compute it all ranks would have to read it. In a text it is "pending".
+    device in all that is done with it, collectives and functions that write to it among them. Where it is read
+    earlier, or a function of it is not linear, it is a tensor of torch's own from there on [Note: losses read early].
 
     It also stands for the output that it came with: `.loss` and `[0]` are itself, and `.logits` is an error that says
     how to train with a loss of one's own.
@@ -106,7 +128,7 @@ class PendingLoss(Tensor):
     terms: tuple[Term, ...]  # of batches whose step has not run
     _plain: Tensor
     _constant: float | Tensor
-    _target: tuple[Tensor, int] | None  # a plain tensor that takes the value, and its version
+    _target: Tensor | None  # a plain tensor that takes the value
 
     @staticmethod
     def __new__(cls, terms: Sequence[Term], constant: float | Tensor = 0.0, like: Tensor | None = None) -> PendingLoss:
@@ -134,24 +156,31 @@ class PendingLoss(Tensor):
             value = self._constant
             self.tensor().fill_(value.to(self.tensor().device) if isinstance(value, Tensor) else value)
             self._constant = 0.0
-            if self._target is not None:
-                (target, version), self._target = self._target, None
-                if target._version == version:
-                    target.copy_(self.tensor())
-                else:
-                    logger.warning("a tensor to which losses were added before their step was changed in other ways "
-                                   "before it too, and stays NaN: change it after engine.step()")  # fmt: skip
+            self._write(self.tensor())
 
     def write_into(self, target: Tensor) -> None:
         """A script has added the loss to a tensor of its own, which is NaN until the value is there."""
         if target._base is not None and target._base.numel() > 1:
-            _known(self)  # what else is written to the same memory could not be told from this
-        earlier = _written_into(target)
-        if earlier is not None:
+            target.copy_(_now(self).detach())  # what else is written to the same memory could not be told from this
+            return
+        if (earlier := _written_into(target)) is not None:
             earlier._target = None
-        target.fill_(torch.nan)
-        self._target = target, target._version
+        if type(target) is Tensor:
+            target.__class__ = _Waiting
+        with torch._C.DisableTorchFunctionSubclass():
+            target.fill_(torch.nan)
+        self._target = target
         setattr(target, _WAITING, self)
+
+    def _write(self, value: Tensor | None) -> None:
+        """Give the tensor that waits for this loss the value, or let go of it."""
+        target, self._target = self._target, None
+        if target is None:
+            return
+        if type(target) is _Waiting:
+            target.__class__ = Tensor  # type: ignore[assignment]
+        if value is not None:
+            target.copy_(value)
 
     @property
     def is_known(self) -> bool:
@@ -222,16 +251,22 @@ class PendingLoss(Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return repr(self.tensor()) if self.is_known else "PendingLoss(pending)"
 
-    __str__ = __repr__
+    def __str__(self) -> str:
+        return str(_now(self)) if self._is_computed else "PendingLoss(pending)"
 
     def __format__(self, spec: str) -> str:
-        return format(self.tensor(), spec) if self.is_known else "pending"
+        return format(_now(self), spec) if self._is_computed else "pending"
+
+    @property
+    def _is_computed(self) -> bool:
+        """Whether somebody computes it when it is read."""
+        return all(term.entry.read is not None for term in self.terms)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _known(self).__reduce_ex__(protocol)
+        return _now(self).detach().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: Any) -> Tensor:
-        return _known(self).clone()
+        return _now(self).detach().clone()
 
     @classmethod
     def __torch_function__(
@@ -260,26 +295,62 @@ class PendingLoss(Tensor):
     ) -> Any:
         # For whoever reads the number past __torch_function__, as torch.tensor(loss) does.
         args, kwargs = tree_map(
-            lambda value: _known(value) if isinstance(value, PendingLoss) else value, (args, kwargs or {})
+            lambda value: _now(value).detach() if isinstance(value, PendingLoss) else value, (args, kwargs or {})
         )
         return function(*args, **kwargs)
+
+
+class _Waiting(Tensor):
+    """A tensor of the script's to which a loss was added before its step: whatever reads it reads that loss."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = tree_leaves((args, kwargs))
+        if any(isinstance(value, PendingLoss) for value in given) and getattr(function, "__name__", "") != "copy_":
+            return PendingLoss.__torch_function__(function, types, args, kwargs)
+        overwrites = getattr(function, "__name__", "") in ("zero_", "fill_", "copy_")
+        for value in given if overwrites or not needs_no_value(function) else ():
+            if isinstance(value, _Waiting) and (loss := _written_into(value)) is not None:
+                loss._write(None if overwrites and value is args[0] else _now(loss).detach())
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return "Tensor(pending)"
 
 
 def _written_into(target: Tensor) -> PendingLoss | None:
     """The pending loss that a plain tensor waits for."""
     loss: PendingLoss | None = getattr(target, _WAITING, None)
-    waits = loss is not None and loss._target is not None and loss._target[1] == target._version
-    return loss if waits else None
+    return loss if loss is not None and loss._target is target else None
 
 
-def _known(loss: PendingLoss) -> Tensor:
+def _now(loss: PendingLoss) -> Tensor:
+    """What it is before its step too, a plain tensor."""
     if loss.is_known:
         return loss.tensor()
-    raise RuntimeError(
-        "this loss is not computed yet: a step is planned from all its batches at once, and runs in the engine.step() "
-        "that ends gradient accumulation. Read the loss after that call, or engine.last_step.loss; engine.eval() makes "
-        "engine(batch) compute at once. A batch whose loss was not given to engine.backward() is never computed"
-    )
+    with torch.enable_grad():
+        found: Any = loss._constant
+        for term in loss.terms:
+            value = term.entry.now()
+            found = found + term.factor * (value if term.has_gradient else value.detach())
+        return found.to(loss.tensor()).reshape(loss.tensor().shape)  # type: ignore[no-any-return]
+
+
+def _by_value(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """A function of losses of which one at least must be read for it."""
+    name = getattr(function, "__name__", "")
+    if name.endswith("_") and not name.endswith("__") and args and _is_unknown(args[0]):
+        raise RuntimeError(f"{name}() would write to a loss before its step: write loss = loss.{name.strip('_')}(...)")
+    args, kwargs = tree_map(lambda value: _now(value) if isinstance(value, PendingLoss) else value, (args, kwargs))
+    return function(*args, **kwargs)
+
+
+def _is_unknown(value: Any) -> bool:
+    return isinstance(value, PendingLoss) and not value.is_known
 
 
 def _of_pending(name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -288,6 +359,8 @@ def _of_pending(name: str, function: Callable[..., Any], args: Sequence[Any], kw
     writes = name.endswith("_") and not name.endswith("__")
     core = name.strip("_")
     like: Tensor | None = None
+    if (core in _SIGNS or core in _FACTORS) and any(map(_has_more, args)):
+        return _by_value(function, args, kwargs)
     if isinstance(first, PendingLoss) and (name in _COPIES or (name == "__getitem__" and args[1] in (None, ...))):
         terms, constant, like = first.terms, first._constant, function(first.tensor(), *args[1:], **kwargs)
     elif core in ("neg", "negative") and len(args) == 1:
@@ -297,11 +370,11 @@ def _of_pending(name: str, function: Callable[..., Any], args: Sequence[Any], kw
         terms, constant = _sum(one, other, _SIGNS[core] * kwargs.get("alpha", 1))
     elif core in _FACTORS and len(args) == 2 and not kwargs:
         loss, number = args if isinstance(first, PendingLoss) and not first.is_known else args[::-1]
-        if (isinstance(number, PendingLoss) and not number.is_known) or (_FACTORS[core] < 0 and loss is not first):
-            _refuse_reading(args)
-        terms, constant = _scaled(loss, float(_one_number(number)) ** _FACTORS[core])
+        if _is_unknown(number) or (_FACTORS[core] < 0 and loss is not first):
+            return _by_value(function, args, kwargs)
+        terms, constant = _scaled(loss, float(number) ** _FACTORS[core])
     else:
-        _refuse_reading((args, kwargs))
+        return _by_value(function, args, kwargs)
     if name == "detach" or not torch.is_grad_enabled():
         terms = tuple(term.detached() for term in terms)
     if not writes:
@@ -311,13 +384,6 @@ def _of_pending(name: str, function: Callable[..., Any], args: Sequence[Any], kw
         return first
     PendingLoss(terms, constant, first).write_into(first)
     return first
-
-
-def _refuse_reading(values: Any) -> NoReturn:
-    for value in tree_leaves(values):
-        if isinstance(value, PendingLoss):
-            _known(value)
-    raise AssertionError("one of the losses is pending")
 
 
 def _shape_of(args: Sequence[Any]) -> Tensor:
@@ -339,19 +405,13 @@ def _parts(value: Any) -> tuple[tuple[Term, ...], Any]:
         return (value.terms, value._constant) if value.terms else ((), value.tensor().clone())
     if isinstance(value, Tensor) and (waiting := _written_into(value)) is not None:
         return waiting.terms, waiting._constant
-    number = _one_number(value)
-    return (), number.detach().reshape(()).clone() if isinstance(number, Tensor) else float(number)
+    return (), value.detach().reshape(()).clone() if isinstance(value, Tensor) else float(value)
 
 
-def _one_number(value: Any) -> Any:
-    """What may stand beside a loss in a sum or a product."""
-    if isinstance(value, Tensor) and (value.requires_grad or value.numel() != 1):
-        raise ConfigError(
-            f"a tensor of shape {tuple(value.shape)}{' with a gradient' * value.requires_grad} stands beside this loss "
-            "in a sum or a product: nothing of the model runs in the script. Pass loss_fn(logits, labels) to "
-            "ds_hydra.initialize() for a loss of your own; take .detach() of a number that is to get no gradient"
-        )
-    return value
+def _has_more(value: Any) -> bool:
+    """Whether it is more than a number beside a loss: then the loss is read."""
+    return isinstance(value, Tensor) and not isinstance(value, PendingLoss) and (
+        value.requires_grad or value.numel() != 1)  # fmt: skip
 
 
 _NOT_DATA = frozenset(("use_cache", "return_dict", "return_loss", "num_items_in_batch"))
@@ -364,9 +424,18 @@ class ThreeCalls:
     Every rank must make the same calls; a rank may have no batch left for a step, as long as it calls `step`.
     """
 
-    def __init__(self, config: Mapping[str, Any], device: torch.device, steps: Callable[[], int]):
-        """`steps` gives gradient_accumulation_steps."""
-        self._config, self._device, self._steps = config, device, steps
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        device: torch.device,
+        steps: Callable[[], int],
+        dtype: torch.dtype = torch.float32,
+    ):
+        """`steps` gives gradient_accumulation_steps; losses are of this `dtype`."""
+        self._config, self._steps = config, steps
+        self._like = torch.zeros((), device=device, dtype=dtype)
+        self._scale = 1.0  # on gradients that come to batches, in a backward that is under way
+        self._reached: list[Collected] = []  # by it
         self._collected: list[Collected] = []
         self._calls = 0  # of step()
         self.boundary: bool | None = None  # as set by hand
@@ -390,13 +459,39 @@ class ThreeCalls:
 
     def known(self, loss: float) -> PendingLoss:
         """The loss of a batch that has run."""
-        return PendingLoss((), loss, torch.zeros((), device=self._device))
+        return PendingLoss((), loss, self._like)
 
-    def collect(self, batch: Any, backward: Callable[..., Any], num_items: Any) -> PendingLoss:
-        """Keep a batch for the coming step; its loss, whose own `backward` is the engine's."""
+    def collect(self, batch: Any, backward: Callable[..., Any], num_items: Any) -> Collected:
+        """Keep a batch for the coming step; the `backward` of its loss is the engine's."""
         entry = Collected(_as_it_is(batch), backward, num_items=num_items)
         self._collected.append(entry)
-        return PendingLoss([Term(entry, 1.0)], like=torch.zeros((), device=self._device))
+        return entry
+
+    def loss_of(self, entry: Collected) -> PendingLoss:
+        """The loss of a batch."""
+        return PendingLoss([Term(entry, 1.0)], like=self._like)
+
+    def drop(self, entry: Collected) -> None:
+        """Leave a batch out that cannot be trained on."""
+        self._collected.remove(entry)
+
+    @property
+    def unread(self) -> list[Collected]:
+        """Batches of the coming step whose losses are not known yet."""
+        return [entry for entry in self._collected if entry.early is None]
+
+    def found(self, entry: Collected, loss: float) -> None:
+        """The loss of a batch is known before its step [Note: losses read early]."""
+        entry.early = counted(torch.full_like(self._like, loss), partial(self._count, entry))
+
+    def _count(self, entry: Collected, gradient: Tensor) -> None:
+        """A backward of what a script has made of a batch has come to it."""
+        if entry not in self._collected:
+            raise RuntimeError(_HAS_RUN)
+        if entry.is_freed:
+            raise RuntimeError(_SECOND)
+        entry.factor = float(gradient) * self._scale + (entry.factor or 0.0)
+        self._reached.append(entry)
 
     def backward(self, loss: Any, *, retain_graph: bool, scale_wrt_gas: bool) -> Tensor:
         """Let a loss count in the coming step, with the factors that were put on it."""
@@ -408,29 +503,38 @@ class ThreeCalls:
                 "call engine.train() before engine(batch)"
             )
         if not ours:
-            raise ConfigError(
-                f"engine.backward() was given a {type(loss).__name__} that is not a loss of engine(batch): nothing of "
-                "the model runs in the script. Pass loss_fn(logits, labels) to ds_hydra.initialize() for a loss of "
-                "your own"
-            )
+            return self._backward_of(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
         if not pending:
-            raise RuntimeError(
-                "engine.backward(): the step of this loss has run already: call engine(batch) again for another one"
-            )
+            raise RuntimeError(_HAS_RUN)
         if not loss.requires_grad:
             raise RuntimeError("engine.backward() was given a loss without a gradient: give it before detach()")
         trained = [term for term in loss.terms if term.has_gradient]
         if any(term.entry.is_freed for term in trained):
-            raise RuntimeError(
-                "engine.backward() was given a loss of the same batch for the second time: add the losses up and give "
-                "their sum, or say engine.backward(loss, retain_graph=True) the first time"
-            )
+            raise RuntimeError(_SECOND)
         accumulation = self.batches_of_update()
         for term in trained:
             whole = term.factor if scale_wrt_gas else term.factor * accumulation
             term.entry.factor = whole + (term.entry.factor or 0.0)
             term.entry.is_freed = not retain_graph
         return loss / accumulation if scale_wrt_gas else loss
+
+    def _backward_of(self, loss: Any, *, retain_graph: bool, scale_wrt_gas: bool) -> Tensor:
+        """`backward` of a tensor of torch's own: by its graph, which ends in losses that were read."""
+        accumulation, self._reached = self.batches_of_update(), []
+        self._scale = 1.0 if scale_wrt_gas else float(accumulation)
+        try:
+            if isinstance(loss, Tensor) and loss.requires_grad:
+                loss.backward(retain_graph=retain_graph)
+        finally:
+            self._scale, reached, self._reached = 1.0, self._reached, []
+        if not reached:
+            raise ConfigError(
+                f"engine.backward() was given a {type(loss).__name__} that is not a loss of engine(batch): make it of "
+                "what engine(batch) returns"
+            )
+        for entry in reached:
+            entry.is_freed = not retain_graph
+        return loss.detach() / accumulation if scale_wrt_gas else loss.detach()
 
     def taken(self) -> list[Collected] | None:
         """Count a call of step(): at the gradient accumulation boundary the batches to train on, elsewhere None."""

@@ -19,8 +19,15 @@ from contextlib import contextmanager
 from ds_hydra.zero_hetero.errors import ConfigError
 from ds_hydra.zero_hetero.told import Told, mark_told
 
+READS = "a read of a loss"  # the name of what is no call: a rank that waits for the next call of the others
+ROUND = "engine(batch)"  # the name of the call that a round is [Note: losses read early]
 NAME_BYTES = 64  # of a call, in the message that compares them
 _MOST_RANKS = 4  # that are named one by one
+
+
+class LossIsRead(Exception):
+    """Ends the first message of a call, on all ranks: one of them reads a loss before its step, and needs the others
+    first [Note: losses read early]. Nothing has changed, and the call is made again."""
 
 
 class Calling:
@@ -62,7 +69,10 @@ class Calling:
 
 
 def check_calls(names: Sequence[str]) -> None:
-    """ConfigError, known to all ranks, unless the calls of all ranks have one name; "" agrees with all."""
+    """ConfigError, known to all ranks, unless the calls of all ranks have one name; "" agrees with all. LossIsRead
+    where a rank only reads a loss."""
+    if READS in names:
+        raise LossIsRead(READS)
     if len(set(names) - {""}) > 1:
         named = {rank: name for rank, name in enumerate(names) if name}
         error = ConfigError(different(named))

@@ -65,6 +65,7 @@ class _Part(NamedTuple):
     weight: int
     runs: tuple[PhaseRun, ...]
     kept: tuple[RankBatches, ...] | None  # that this rank counts; None where losses of sequences are not kept
+    normaliser: float  # of its losses
 
 
 class Stepper:
@@ -223,13 +224,31 @@ class Stepper:
             self._update.compare(step, runtime)
         self._running = None
         kept = tuple(mine for runtime, mine, _ in phases if runtime.place.tp_rank == 0) if keep_losses else None
-        self._parts = [*parts, _Part(plan, weight, tuple(runs), kept)]
+        self._parts = [*parts, _Part(plan, weight, tuple(runs), kept, normaliser or max(1, weight))]
 
     @property
     def loss_of_part(self) -> float:
         """This rank's share of the loss of the last part, where a tensor parallel group counts it once; it waits for
         the device."""
         return sum(float(run.loss) for run in self._parts[-1].runs if run.runtime.place.tp_rank == 0)
+
+    def taken_losses(self) -> tuple[Floats, Floats]:
+        """What the last part, which keeps them, has found of its sequences' losses, as `Forwards.sequence_losses`."""
+        part = self._parts[-1]
+        assert part.kept is not None, "the part keeps its losses"
+        self._parts[-1] = part._replace(kept=None)
+        return self.forwards.losses_of(part.kept, len(part.plan.lengths))
+
+    @property
+    def routers_of_part(self) -> float:
+        """As `loss_of_part`, of the routers alone, before it was divided."""
+        part = self._parts[-1]
+        return part.normaliser * sum(float(run.router_loss) for run in part.runs if run.runtime.place.tp_rank == 0)
+
+    @property
+    def weight(self) -> int:
+        """The loss weight of all parts that are waiting for an update."""
+        return sum(part.weight for part in self._parts)
 
     @property
     def plans(self) -> tuple[StepPlan, ...]:
@@ -246,11 +265,17 @@ class Stepper:
         """Drop the gradients of all parts: the next part's overwrite them."""
         self._parts = []
 
-    def update(self, step: int, coming: Callable[[], Tensor | None] = lambda: None) -> StepOutcome:
-        """Update the masters by the gradients of all parts since the last update; `coming` as in `run`."""
+    def update(
+        self, step: int, coming: Callable[[], Tensor | None] = lambda: None, *, scale: float | None = None
+    ) -> StepOutcome:
+        """Update the masters by the gradients of all parts since the last update, times `scale`; `coming` as in
+        `run`."""
         parts, self._parts = self._parts, []
         plan = joined([part.plan for part in parts])
         runs = [run for part in parts for run in part.runs]
+        if scale is not None:
+            self._masters.trained.scale_grads(scale)
+            runs = [replace(run, loss=run.loss * scale, router_loss=run.router_loss * scale) for run in runs]
         counted = [run.loss for run in runs if run.runtime.place.tp_rank == 0]
         applied = self._update.apply(
             [run.loss for run in runs],
@@ -360,6 +385,7 @@ class Forwards:
 
     def __init__(self, stepper: Stepper, world: World):
         self._stepper, self._world = stepper, world
+        self._shares: list[Tensor] = []  # of the loss of what ran last, with that of routers
 
     def _ran(
         self, plan: StepPlan, data: Sequences, costs: CostTable, keep: Callable[[RankBatches], RankBatches], *,
@@ -406,8 +432,15 @@ class Forwards:
         self, plan: StepPlan, data: Sequences, costs: CostTable, *, step: int | None = None
     ) -> tuple[Floats, Floats]:
         """The sum of each sequence's token losses, and how many it has, both (sequences,) in the order of the plan."""
-        ran = self._ran(plan, data, costs, RankBatches.keeping_losses, step=step)
+        ran = list(self._ran(plan, data, costs, RankBatches.keeping_losses, step=step))
+        self._shares = [loss for _, loss in ran]
         return self.losses_of([kept for kept, _ in ran], len(plan.lengths))
+
+    def router_loss(self, found: tuple[Floats, Floats]) -> float:
+        """What the model's routers add to the mean loss of the sequences whose losses, each counting 1, were `found`
+        last."""
+        sums, counts = found
+        return float((self._sum([float(sum(self._shares))]).item() - sums.sum()) / max(1.0, counts.sum()))
 
     def losses_of(self, kept: Iterable[RankBatches], num_sequences: int) -> tuple[Floats, Floats]:
         """What was kept of the losses of a step's sequences, of all ranks: sums and counts, (sequences,)."""

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+from ds_hydra.ranks.calling import READS
 from ds_hydra.ranks.together import Texts, agree
 from ds_hydra.watchdog.connection import NONCE_BYTES, Connection
 from ds_hydra.watchdog.host import EXIT_CODE, Identity, listen, own_address
@@ -102,7 +103,8 @@ class Peer:
 def different_calls(peers: Iterable[Peer], now: float, stays_s: float) -> dict[int, str]:
     """The calls of ranks, by name, that wait in different ones for longer than `stays_s`, though equally many were made
     before; empty where there are none."""
-    calls = [(peer.call, now - peer.call_since > stays_s) for peer in peers if peer.call is not None]
+    waiting = ((peer.call, peer.call_since) for peer in peers)
+    calls = [(call, now - since > stays_s) for call, since in waiting if call is not None and call.name != READS]
     for number in {call.number for call, _ in calls}:
         if len({call.name for call, stays in calls if stays and call.number == number}) > 1:
             return {call.rank: call.name for call, _ in calls if call.number == number}

@@ -15,6 +15,9 @@ hydra.timeout_seconds or, where that is longer, the time-out of the group in whi
 on some seconds more, in which an error that ends the wait names the call); and where all that are late have stood still
 for half of that. Who moves is not ended by this: when a time-out has ended a wait for it, it may go on until it comes
 to a step, or stands still.
+
+A rank that reads a loss before its step waits for the next call of all others [Note: losses read early]. Where one of
+them waits in a collective of the script's own meanwhile, and nobody moves, no time-out is waited for.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ds_hydra.ranks.calling import READS, ROUND
 from ds_hydra.ranks.moving import (
     is_wait,
     stacks,
@@ -47,6 +51,8 @@ from ds_hydra.zero_hetero.files import append_file
 
 logger = logging.getLogger(__name__)
 
+IDLE = "idle"  # outside a step, a save and a load
+READ_S = 4.0  # of a wait to read a loss, after which others may be found to wait elsewhere
 NAMED_S = 30.0  # of a wait, after which those that are waited for are named, and then again and again
 LOOK_S = 1.0  # between two looks at the thread that trains
 _BESIDE_S, _BESIDE = 2.0, 0.05  # seconds between two looks at what else runs, and cores that it uses where it does
@@ -113,11 +119,51 @@ def stuck(stands: Iterable[Stand], grace_s: float = 0.0) -> tuple[list[Stand], s
     return late, f"{_listed(late)}, while others wait for {limit_s:g} s (hydra.timeout_seconds, or their group's)"
 
 
+def read_in_vain(stands: Iterable[Stand]) -> tuple[list[Stand], str]:
+    """Who waits to read a loss, or to compute one, while another rank waits in a collective of the script's own, and
+    what is to be told of it; nobody where a rank moves."""
+    found = list(stands)
+    readers, elsewhere = _reading(found), _waiting_outside(found)
+    if not (readers and elsewhere) or any(one.waits_s < READ_S for one in found):
+        return [], ""
+    why, remedy = _IN_VAIN[readers[0].activity]
+    at = f"rank {elsewhere[0].rank} waits at {elsewhere[0].at}"
+    return (
+        readers,
+        f"rank {readers[0].rank} {why} at {readers[0].at}, and waits for all other ranks, but {at}: {remedy}",
+    )
+
+
+_IN_VAIN = {
+    READS: (
+        "reads a loss before its step, for the first time in the job,",
+        'set "losses": "early" in the block "hydra", by which each loss is there when engine(batch) returns, or read '
+        "the loss after engine.step()",
+    ),
+    ROUND: (
+        "computes a loss that may be read before its step,",
+        "give all ranks as many batches before a collective of the script's own, engine([]) where one has none, or set "
+        '"losses": "step" in the block "hydra", by which losses are there after engine.step()',
+    ),
+}
+
+
+def _reading(stands: Sequence[Stand]) -> list[Stand]:
+    return [one for one in stands if one.activity in _IN_VAIN and one.waits_s]
+
+
+def _waiting_outside(stands: Sequence[Stand]) -> list[Stand]:
+    return [one for one in stands if one.activity == IDLE and one.waits_s]
+
+
 def few_of(stands: Iterable[Stand]) -> list[Stand]:
-    """Those by which others judge and name: of who is late those that have moved last, and who waits longest."""
+    """Those by which others judge and name: of who is late those that have moved last; who waits longest, and one each
+    of those that wait to read a loss and outside of calls."""
     ordered = sorted(stands, key=lambda one: (one.waits_s > 0, one.stands_s, -one.waits_s))
     late = [one for one in ordered if not one.waits_s]
-    return late[:_MOST_NAMED] + ordered[len(late) : len(late) + 1]
+    waiting = ordered[len(late) :]
+    kept = {id(one): one for one in waiting[:1] + _reading(waiting)[:1] + _waiting_outside(waiting)[:1]}
+    return late[:_MOST_NAMED] + list(kept.values())
 
 
 class Progress:

@@ -59,7 +59,18 @@ from ds_hydra.watchdog.connection import Connection, encoded
 from ds_hydra.watchdog.door import Door
 from ds_hydra.watchdog.host import EXIT_CODE, end_process, kill, say, stopped
 from ds_hydra.watchdog.meeting import START_S, Call, Peer, Verdict, different_calls, greet, meet
-from ds_hydra.watchdog.progress import GRACE_S, NAMED_S, Progress, Stand, few_of, late_of, named, stuck
+from ds_hydra.watchdog.progress import (
+    GRACE_S,
+    IDLE,
+    NAMED_S,
+    Progress,
+    Stand,
+    few_of,
+    late_of,
+    named,
+    read_in_vain,
+    stuck,
+)
 from ds_hydra.watchdog.words import LastWords, as_line, follows, lost_connection, refusal_code, timed_out
 from ds_hydra.zero_hetero.errors import INTERRUPTED, OWN_FAULT, ConfigError
 from ds_hydra.zero_hetero.told import told_of
@@ -73,7 +84,6 @@ _STAYS_S = 3.0  # in different calls, after which ranks do not go on by themselv
 _IDLE_S = 1.0  # that a rank outside a step still gets then
 _NO_RANK = -1  # whose fault it is where ranks call otherwise
 _MANY = 32  # peers whose messages are read once in a turn
-IDLE = "idle"  # outside a step, a save and a load
 
 _COMPUTING = frozenset({"pull", "forward", "backward", "push", "optimizer"})  # parts of a step on the device
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
@@ -246,6 +256,8 @@ class Side:
         if dog.above is not None or dog.verdict is not None:
             return
         late, why = stuck(dog.stands(), GRACE_S)
+        if not late:
+            late, why = read_in_vain(dog.stands())
         if late:
             self.found(Verdict(late[0].rank, why, BUSY_TURNS, None, still=True))
         elif now > self._named_at + NAMED_S and (text := named(dog.stands())):

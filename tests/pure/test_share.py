@@ -16,7 +16,7 @@ from ds_hydra.data.sequences import SequenceData, read_share
 from ds_hydra.data.tokens import LeftOut, Limits, Reads
 from ds_hydra.engine.steps import Intake
 from ds_hydra.host.settings import batch_sizes
-from ds_hydra.host.three_calls import Collected, PendingLoss, Term
+from ds_hydra.host.three_calls import Collected, PendingLoss, Term, ThreeCalls
 from ds_hydra.losses import group_advantages
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import StrategyShape
@@ -413,16 +413,13 @@ def test_what_is_written_before_the_step_counts_after_it() -> None:
     total -= other.detach()
     kept.div_(4).add_(1)
     kept += other
-    spoilt = torch.ones(())
-    spoilt += loss
-    spoilt *= 2
-    assert (total.isnan().item(), kept.shape) == (True, ())
+    reset = torch.ones(())
+    reset += loss
+    reset.zero_()
     entry.settle(3.0)
-    assert (kept.is_known, total.isnan().item()) == (False, True)
+    assert (kept.is_known, kept.shape) == (False, ())
     other_entry.settle(5.0)
-    assert (total.tolist(), kept.item(), spoilt.isnan().item()) == ([-1.0], 6.75, True)
-    with pytest.raises(ConfigError, match=r"shape \(2,\)"):
-        handed_out()[1] + torch.zeros(2)
+    assert (total.tolist(), kept.item(), reset.item(), type(total)) == ([-1.0], 6.75, 0.0, torch.Tensor)
 
 
 READS = [
@@ -431,7 +428,9 @@ READS = [
     lambda loss: loss**2, lambda loss: loss * loss, lambda loss: 1 / loss, lambda loss: torch.stack([loss]),
     lambda loss: torch.save(loss, io.BytesIO()), lambda loss: torch.tensor([loss]), lambda loss: loss.data.item(),
     lambda loss: torch.full((2,), loss), lambda loss: torch.full_like(loss, loss),
-    lambda loss: torch.zeros(2)[0].add_(loss),
+    lambda loss: torch.zeros(2)[0].add_(loss), lambda loss: loss + torch.zeros(2), lambda loss: loss / torch.ones(2),
+    lambda loss: torch.zeros(()).add_(loss).item(), lambda loss: torch.zeros(()).add_(loss).mul_(2),
+    lambda loss: loss + torch.zeros((), requires_grad=True),
 ]  # fmt: skip
 
 
@@ -450,17 +449,60 @@ def test_it_stands_for_the_whole_output() -> None:
             read()
 
 
+def read_early(value: float) -> tuple[list[Collected], list[PendingLoss], ThreeCalls]:
+    """Two batches whose losses are found when they are read."""
+    calls = ThreeCalls({}, torch.device("cpu"), lambda: 2, torch.float64)
+    entries = [calls.collect([], None, None) for _ in range(2)]  # type: ignore[arg-type]
+    losses = {id(entry): value + number for number, entry in enumerate(entries)}
+
+    def read(entry: Collected) -> None:
+        if entry.early is None:
+            calls.found(entry, losses[id(entry)])
+
+    for entry in entries:
+        entry.read = read
+    return entries, [calls.loss_of(entry) for entry in entries], calls
+
+
 @pytest.mark.parametrize(
-    "mix",
+    ("made", "factors"),
     [
-        lambda loss: loss + torch.zeros((), requires_grad=True),
-        lambda loss: torch.ones((), requires_grad=True) * loss,
-        lambda loss: loss / torch.ones(2),
+        (lambda a, b: a**2, (6.0, None)),
+        (lambda a, b: a * b + b.detach(), (4.0, 3.0)),
+        (lambda a, b: (a / 2 + b).clamp(max=5.0), (None, None)),
+        (lambda a, b: torch.stack([a / 3, b]).sum(), (1 / 3, 1.0)),
+        (lambda a, b: (a if a < 4 else b) * 5, (5.0, None)),
+        (lambda a, b: a + torch.ones((), requires_grad=True), (1.0, None)),
     ],
 )
-def test_what_would_get_a_gradient_or_has_many_numbers_is_refused_beside_it(mix: Any) -> None:
-    with pytest.raises(ConfigError, match=r"stands beside this loss.*loss_fn"):
-        mix(handed_out()[1])
+def test_a_function_of_losses_counts_by_its_gradient(made: Any, factors: tuple[float | None, ...]) -> None:
+    entries, losses, calls = read_early(3.0)
+    loss = made(*losses)
+    plain = made(*[torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in (3.0, 4.0)])
+    assert float(loss) == pytest.approx(float(plain), rel=1e-15)
+    calls.backward(loss, retain_graph=False, scale_wrt_gas=True)
+    assert [entry.factor or None for entry in entries] == [pytest.approx(one) for one in factors]
+    entries, losses, calls = read_early(3.0)
+    calls.backward(made(*losses) / 2, retain_graph=False, scale_wrt_gas=False)  # the script divides by itself
+    assert [entry.factor or None for entry in entries] == [pytest.approx(one) for one in factors]
+
+
+def test_what_is_read_before_the_step_is_told_in_texts_too() -> None:
+    (entry, _), (loss, _), calls = read_early(3.0)
+    total = torch.zeros(())
+    total += loss.detach()
+    assert (f"{loss:.2f}", f"{total.item():.1f}", str(loss)[:6], copy.deepcopy(loss).item()) == (
+        "3.00", "3.0", "tensor", 3.0,
+    )  # fmt: skip
+    assert (loss.data.item(), loss.detach().numpy().item(), loss.requires_grad) == (3.0, 3.0, True)
+    (loss * 2).exp().backward()
+    assert entry.factor == pytest.approx(2 * np.exp(6))
+    with pytest.raises(RuntimeError, match="write loss = loss"):
+        loss.exp_()
+    calls.taken()
+    calls.taken()
+    with pytest.raises(RuntimeError, match="has run already"):
+        calls.backward(loss.exp(), retain_graph=False, scale_wrt_gas=True)
 
 
 def test_backward_of_the_loss_is_the_engines() -> None:

@@ -1,0 +1,253 @@
+"""Rounds in which the batches of a step run as scripts hand them in, so that losses are there before the step.
+
+See [Note: losses read early] and [Note: factors that are not known yet]. Every rank comes to a round with the batches
+that it wants the losses of, or with none, as it is at another call: who is there serves rounds until no rank has a
+batch. A rank that is to read a loss where rounds have not begun sends the first message of a call, under a name that
+all know: it meets that of the others' next call, which all then leave, to begin rounds (`ranks.calling.LossIsRead`).
+
+[Note: factors that are not known yet]
+Where losses are known to be read early, a batch runs forward and backward at its call, in a part of its step. What it
+counts is only known after `backward`, and what the step divides by at its end [Note: a step in parts].
+So it runs with the factor that the batch of this number had in the step before, over the normaliser of that step, and
+the end sets it right. Two batches of 10 and 30 targets that count 0.5 each, in a step after one of 50 targets:
+
+  while they run      (0.5 g1 + 0.5 g2) / 50
+  at the update       times 50 / 40
+
+If all batches of all ranks count c times what they have run with, the sums count c times as much, too. Anything else
+(a batch that is left out, factors that depend on its loss) drops the sums, and the step runs as one that is collected.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch import Tensor
+
+from ds_hydra.host.three_calls import Collected
+from ds_hydra.ranks.calling import READS, ROUND, LossIsRead
+from ds_hydra.ranks.moving import user_frame, walk
+from ds_hydra.step.outcome import mean_of
+
+if TYPE_CHECKING:
+    from ds_hydra.engine.data import Mine
+    from ds_hydra.engine.engine import HydraEngine
+    from ds_hydra.step.outcome import StepOutcome
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+# What a rank says in a round: how many batches it has, whether these have tokens or an error, and whether it has read a
+# loss of this step before it ran.
+# At a step, the least and the largest ratio of what its batches count to what they have run with.
+_BATCHES, _RUNS, _READ, _LEAST, _MOST = range(5)
+_NEAR = 1e-12  # relative, of equal ratios
+
+
+class Rounds:
+    """Of one engine; ranks come to the same rounds, each at a call of its own."""
+
+    def __init__(self, host: HydraEngine, losses: str):
+        """`losses` as hydra.losses."""
+        self._host, self._early, self._never = host, losses == "early", losses == "step"
+        self._first = True  # whether it is to be found out in this step
+        self._was_read = False  # a loss of this step, before it has run
+        self._told = False
+        self._ran: list[tuple[Collected, float]] = []  # batches of this step that ran with such a factor
+        self._held = self._batches = self._sequences = 0  # parts of this step in the masters, and what these have
+        self._dropped = False  # whether the gradients of parts of this step are gone
+        self._factors = [1.0]  # of this rank's batches in the step before
+        self._normaliser = 0.0  # of the step before
+
+    @property
+    def run(self) -> bool:
+        """Whether calls begin with rounds now."""
+        host = self._host
+        return not self._never and (self._early or self._first) and host.sampler is None and host.going_on is None
+
+    def hand_in(self, entry: Collected) -> None:
+        """A batch is handed in: its loss is found now, where rounds run. An error leaves it out of the step."""
+        entry.read = None if self._never else self._read
+        if self.run:
+            try:
+                self._round([entry])
+            except BaseException:
+                self._host.three_calls.drop(entry)
+                raise
+
+    def calling(self, call: Callable[[], Result]) -> Result:
+        """Make a call of all ranks, when no rank has a batch for a round any more."""
+        self.serve()
+        return self._again(call)
+
+    def _again(self, call: Callable[[], Result]) -> Result:
+        while True:
+            try:
+                return call()
+            except LossIsRead:
+                self._first = True
+                self.serve()
+
+    def make_step(self, collected: Callable[[], StepOutcome], batches: Sequence[Collected]) -> StepOutcome:
+        """Make the step of these batches: of the parts that have run, where what they count allows it, or the
+        `collected` one."""
+        host, early = self._host, self._early
+        try:
+            said = self.serve()
+            early = early or (said is not None and bool(said[:, _READ].any()))
+            if said is None or (scale := self._scale(said)) is None:
+                host.steps.handed.run_twice = self._batches
+                self.drop()
+                outcome = self._again(collected)
+            else:
+                with host.crew.calling("step()"):
+                    host.weights.lent.take_back()
+                    outcome = host.steps.parts.end_step(scale)
+                    host.saving.when_due(outcome.request)
+                known = [float("nan") if entry.early is None else float(entry.early.detach()) for entry in batches]
+                outcome = replace(outcome, batch_losses=known)
+            self._normaliser = float(outcome.weight)
+            self._early, self._first = early, False
+            return outcome
+        finally:
+            self._factors = [entry.factor for entry in batches if entry.factor] or self._factors
+            self._was_read = self._dropped = False
+            self._ran, self._held, self._batches, self._sequences = [], 0, 0, 0
+            host.steps.handed.run_twice = 0
+
+    def begin(self) -> None:
+        """Before a call that makes a step, or a part of one, by itself."""
+        self.serve()
+        self.drop()
+
+    def step_made(self) -> None:
+        """The first step has shown what is to be found out."""
+        self._first = False
+
+    def drop(self) -> None:
+        """Let go of the gradients of this step's parts, if there are any: it then runs as one that is collected."""
+        if self._held:
+            self._held, self._dropped = 0, True
+            self._host.steps.parts.forget()
+
+    @property
+    def hold(self) -> bool:
+        """Whether gradients of parts of this step are in the masters."""
+        return self._held > 0
+
+    def _scale(self, said: Tensor) -> float | None:
+        """What the sums of this step's parts count, by what all ranks have said; None where they are of no use."""
+        least, most = float(said[:, _LEAST].min()), float(said[:, _MOST].max())
+        if not self._held or not 0 < abs(least) < float("inf") or not abs(most - least) <= _NEAR * abs(most):
+            return None
+        handed = self._host.steps.handed
+        handed.tell_other(self._batches, self._whole)
+        return least if handed.by_batch else least * self._normaliser / max(1, self._host.crew.stepper.weight)
+
+    @property
+    def _whole(self) -> int:
+        return self._host.three_calls.batches_of_update() * self._host.world_size
+
+    def serve(self) -> Tensor | None:
+        """Take part in rounds until no rank has a batch for one: what all have said in the last, None without
+        rounds."""
+        while self.run:
+            said = self._round([])
+            if not said[:, _BATCHES].any():
+                return said
+        return None
+
+    def _read(self, entry: Collected) -> None:
+        """The script reads the loss of a batch, whose step has not run."""
+        self._tell()
+        self._was_read = True
+        if entry.early is not None:
+            return
+        if not self.run:
+            crew = self._host.crew
+            try:
+                with crew.calling(READS):
+                    crew.world.channel.texts("")
+            except LossIsRead:
+                self._first = True
+        self._round(self._host.three_calls.unread)
+
+    def _tell(self) -> None:
+        if self._told or self._early:
+            return
+        self._told = True
+        logger.warning(
+            "a loss is read before its step, at %s: from the next step on each batch runs at its engine(batch), and "
+            "not with all others of its step. Read losses after the engine.step() that makes the update, where that "
+            "does as well (told once)", user_frame(list(walk(inspect.currentframe()))),
+        )  # fmt: skip
+
+    def _round(self, entries: Sequence[Collected]) -> Tensor:
+        """Run the batches of all ranks; what each rank has said, (ranks, ...)."""
+        crew, steps = self._host.crew, self._host.steps
+        with crew.calling(ROUND):
+            trains = self._early
+            factors = [self._factor(number) for number in range(len(self._ran), len(self._ran) + len(entries))]
+            mine = steps.handed.read([(entry.batch, factor) for entry, factor in zip(entries, factors, strict=True)])
+            if trains:
+                mine = steps.handed.with_targets(mine)
+            runs = mine.error is not None or bool(mine.sequences)
+            own = torch.tensor([len(entries), runs, self._was_read, *self._ratios()], dtype=torch.float64)
+            said = crew.world.channel.first_rows(own)
+            losses = [float("nan")] * len(entries)
+            if said[:, _RUNS].any():
+                losses = self._trained(mine) if trains else self._losses(mine)
+        for entry, (share, factor), loss in zip(entries, mine.batches, losses, strict=True):
+            self._host.three_calls.found(entry, loss)
+            if trains and share.sequences:
+                self._ran.append((entry, factor))
+        return said
+
+    def _factor(self, number: int) -> float:
+        return self._factors[min(number, len(self._factors) - 1)]
+
+    def _ratios(self) -> tuple[float, float]:
+        """The least and the largest, of this rank's batches."""
+        if self._dropped:
+            return float("nan"), float("nan")
+        found = [(entry.factor or 0.0) / factor for entry, factor in self._ran]
+        return min(found, default=float("inf")), max(found, default=float("-inf"))
+
+    def _trained(self, mine: Mine) -> list[float]:
+        """`_losses` of a part of the step, whose gradients are added to those of the parts before."""
+        crew, steps, step = self._host.crew, self._host.steps, self._host.global_steps
+        steps.refuse(handed=True)
+        if not self._held:
+            steps.parts.refuse_if_any("engine(batch)")
+        with crew.activity("reading sequences"):
+            gathered = steps.shares.gather(mine, f"step {step + 1}")
+            planned = crew.plans.given(step, gathered.lengths, self._sequences)
+            weighed = steps.handed.weighed(mine, gathered, self._whole)
+            delivered = steps.shares.deliver(planned.plan, weighed, gathered)
+        self._normaliser = self._normaliser or float(gathered.num_targets * self._host.gradient_accumulation_steps())
+        divisor = None if steps.handed.by_batch else self._normaliser
+        kept = steps.parts.add(planned, delivered, divisor)
+        self._held, self._batches = self._held + 1, self._batches + gathered.num_batches
+        self._sequences += len(gathered.lengths)
+        of_routers = steps.parts.router_loss(weighed) if crew.job.source.balances else 0.0
+        begin = gathered.begins[crew.world.rank]
+        return [mean_of(kept, own) + of_routers for own in mine.places(begin)]
+
+    def _losses(self, mine: Mine) -> list[float]:
+        """The mean loss of each of this rank's batches, as in the step that they are of."""
+        crew, steps, step = self._host.crew, self._host.steps, self._host.global_steps
+        with crew.activity("reading sequences"):
+            gathered = steps.shares.gather(mine, f"step {step + 1}")
+            plan = crew.plans.plan_once(tuple(range(len(gathered.lengths))), gathered.lengths)
+            delivered = steps.shares.deliver(plan, mine.sequences, gathered)
+        with crew.together("evaluation"):
+            forwards = crew.stepper.forwards
+            kept = forwards.sequence_losses(plan, delivered, crew.plans.table, step=step + 1)
+            of_routers = forwards.router_loss(kept) if crew.job.source.balances else 0.0
+        begin = gathered.begins[crew.world.rank]
+        return [mean_of(kept, own) + of_routers for own in mine.places(begin)]
