@@ -30,6 +30,8 @@ TRAIN = ("-m", "ds_hydra.commands", "train-tiny", "--ranks", "2", "--steps", "2"
 
 def without(names: Iterable[str], folder: Path) -> list[str]:
     """A copy of all code in `folder` without the files of some capabilities; the files of tests that are left."""
+    names = {*names}
+    names |= {name for name, capability in ledger.CAPABILITIES.items() if capability.needs in names}
     patterns = [pattern for name in names for pattern in ledger.CAPABILITIES[name].files.split()]
     gone = {path for pattern in patterns for path in ledger.ROOT.glob(pattern)}
 

@@ -21,6 +21,7 @@ from ds_hydra.costs.cost_table import CostTable, TableFile, check_job, read_tabl
 from ds_hydra.costs.job_fingerprint import JobFingerprint
 from ds_hydra.costs.memory import EXPERT_IMBALANCE, Activations, JobMemory, Shape, gibibytes
 from ds_hydra.costs.shape_costs import of_one_kind, spreading_rows, used_schemes, with_shapes
+from ds_hydra.engine.plugs import plugged
 from ds_hydra.pipe.attention.backends import NAME as FLASH_3
 from ds_hydra.pipe.attention.backends import choose_backend, flash_3_runs, torch_varlen
 from ds_hydra.pipe.model_plan import ModelPlan
@@ -294,17 +295,16 @@ def costs_and_memory(
     config, cluster = job.config, world.cluster
     classes = cluster.mixed or isinstance(config.cost_table, Mapping) or any("@" in one for one in config.strategies)
     if classes:
-        from ds_hydra.engine.classes import check_classes, check_rows, of_cluster
-
-        check_classes(config, cluster, job.source.plan.num_layers)
+        mixed = plugged("classes of devices", "hydra.cluster")
+        mixed.check_classes(config, cluster, job.source.plan.num_layers)
     schemes = used_schemes(config.shapes) or feasible_schemes(job.source.plan, world.num_ranks, world.node_size)
     fingerprint = describe_job(job.source, world.device, job.types.compute, world.num_ranks)
     own = cluster.devices[world.rank] if cluster.devices else ""
     found = job_cost_table(config, shape, schemes, longest, fingerprint, own, cluster)
     memory = _memory(job, world, found, device_bytes)
     if classes:
-        check_rows(found.table, cluster, repr(config.cost_table))
-        memory = of_cluster(memory, cluster, class_bytes)
+        mixed.check_rows(found.table, cluster, repr(config.cost_table))
+        memory = mixed.of_cluster(memory, cluster, class_bytes)
     found = replace(found, table=with_shapes(found.table, config.shapes, memory))
     return limited(job, world, found, memory), memory
 
@@ -334,10 +334,10 @@ def job_cost_table(
         )  # fmt: skip
         return TableFile(table)
     if isinstance(config.cost_table, Mapping):
-        from ds_hydra.engine.classes import class_tables
-
         assert cluster is not None, "the engine knows it"
-        return class_tables(config.cost_table, job, own, cluster)
+        mixed = plugged("classes of devices", "hydra.cost_table of several classes")
+        tables: TableFile = mixed.class_tables(config.cost_table, job, own, cluster)
+        return tables
     found = read_table_file(config.cost_table)
     check_job(found, job, repr(config.cost_table))
     listed = used_schemes(config.shapes)

@@ -16,15 +16,17 @@ Result = TypeVar("Result")
 PLUGS = {
     "going on": "ds_hydra.elastic.going_on:first_assembly",
     "keeper of copies": "ds_hydra.elastic.copies:keeper_of",
+    "classes of devices": "ds_hydra.mixed.classes",
 }
-"""What attaches -> the function by which it does."""
+"""What attaches -> the function, or the module of functions, by which it does."""
 
 
 def plugged(plug: str, setting: str) -> Any:
-    """The function that a setting asks for. ConfigError where its capability is not installed."""
-    module, name = PLUGS[plug].split(":")
+    """What a setting asks for. ConfigError where its capability is not installed."""
+    module, _, name = PLUGS[plug].partition(":")
     try:
-        return getattr(import_module(module), name)
+        found = import_module(module)
+        return getattr(found, name) if name else found
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("ds_hydra"):
             raise

@@ -27,6 +27,7 @@ from ds_hydra.engine.costs import (
     without_the_largest,
 )
 from ds_hydra.engine.job import Job
+from ds_hydra.engine.plugs import plugged
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.placement import Strategy, place_strategy
@@ -80,9 +81,8 @@ def propose(
     config, num_layers, table = job.config, job.source.plan.num_layers, found.table
     proposed: str | None = None
     if world.rank == 0 and world.cluster.mixed:
-        from ds_hydra.engine.classes import propose_for
-
-        proposed = propose_for(world.cluster, table, memory, lengths, config)
+        mixed = plugged("classes of devices", "hydra.cluster")
+        proposed = mixed.propose_for(world.cluster, table, memory, lengths, config)
     elif world.rank == 0:
         schedules = proposed_schedules()
         if any(map(weighs, schedules)) and all(cost.shares is None for cost in table.costs):

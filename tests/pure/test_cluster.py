@@ -6,9 +6,8 @@ import json
 import math
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,11 +17,9 @@ from hypothesis import strategies as st
 
 from ds_hydra.config.hydra_block import parse_config
 from ds_hydra.costs.cost_table import CostTable, SchemeCost, TableFile, read_table, read_table_file, table_record
-from ds_hydra.costs.job_fingerprint import JobFingerprint
 from ds_hydra.costs.memory import Activations, JobMemory
 from ds_hydra.costs.shape_costs import price, used_schemes, with_shapes
 from ds_hydra.costs.shares import NONE, Shares, SlowRanks
-from ds_hydra.engine.classes import check_classes, check_rows, class_tables
 from ds_hydra.pipe.placement import crossing_groups, place_strategy
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.plan.simulate import simulate_pipeline
@@ -355,80 +352,6 @@ def test_what_fits_beside_the_candidates_is_asked_for_the_ranks_of_each_class() 
     assert again == room
     assert again.refusal(one) == ""
     assert "8 of h20, of which the job has 4" in again.refusal(other)
-
-
-def config(**hydra: Any) -> Any:
-    parsed = parse_config({"hydra": {"tokens_per_step": 10, **hydra}})
-    assert parsed is not None
-    return parsed.hydra
-
-
-@pytest.mark.parametrize(
-    ("hydra", "cluster", "words"),
-    [
-        ({}, HALVES, r"devices of 2 classes: 4 of h20 .*without costs of each.*'hydra.cost_table': {'h20': \.\.\., "
-         r"'h800': \.\.\.}.*start ranks of one class only"),
-        ({"cost_table": "t.json", "strategies": ["tp4@h20 + tp4@h100"]}, HALVES, r"hydra\.strategies\[0\]: .*'h100', "
-         "but the job has"),
-        ({"strategies": ["2*tp4", "tp4@h20 + tp4@h20"]}, Cluster.of(8, 8), r"strategies\[1\]: .*all devices of the job "
-         "are alike"),
-        ({"cost_table": "t.json", "strategies": ["tp4@h20 + tp4@h800"]}, HALVES, ""),
-        ({"cost_table": "t.json"}, HALVES, ""),
-    ],
-)  # fmt: skip
-def test_jobs_of_several_classes_must_say_what_each_costs(
-    hydra: Mapping[str, Any], cluster: Cluster, words: str
-) -> None:
-    if not words:
-        check_classes(config(**hydra), cluster, 8)
-        return
-    with pytest.raises(ConfigError, match=words):
-        check_classes(config(**hydra), cluster, 8)
-
-
-def test_a_table_must_have_each_class() -> None:
-    check_rows(TABLE, HALVES, "'t.json'")
-    with pytest.raises(
-        ConfigError, match="no costs of devices of class 'h800', which the job has; it has those of 'h20'"
-    ):
-        check_rows(CostTable(TABLE.costs[:2]), HALVES, "'t.json'")
-    with pytest.raises(ConfigError, match="class 'h20', 'h800', which the job has; it has rows without a class"):
-        check_rows(CostTable((row("tp4"),)), HALVES, "'t.json'")
-
-
-LINKS = {"links": [{"operation": "p2p", "ranks": 2, "latency_us": 3.0, "bytes_per_second": 1e9}]}
-
-
-def test_a_table_of_each_class_makes_one_whose_rows_name_it(tmp_path: Path) -> None:
-    plain, job = (
-        CostTable((row("tp4"), row("tp2pp4", 0.5))),
-        JobFingerprint("m", "NVIDIA H20", "bfloat16", "x", num_ranks=2),
-    )
-    few, many = Activations(8.0, 1.0, 1.0), Activations(9.0, 0.0, 0.0)
-    files = {"h20": tmp_path / "h20.json", "h800": tmp_path / "h800.json"}
-    TableFile(plain, job, activations={(4, 1): few, (2, 1): many}, step={"fixed_ms": 1.0},
-              links=LINKS).save(files["h20"])  # fmt: skip
-    other = replace(job, device="NVIDIA H800")
-    TableFile(plain, other, activations={(4, 1): many}, step={"fixed_ms": 2.0}).save(files["h800"])
-    named = {name: str(file) for name, file in files.items()}
-    assert config(cost_table=named).cost_table == named
-    found = class_tables(named, job, "h20", HALVES)
-    assert [str(cost.scheme) for cost in found.table.costs] == ["tp4@h20", "tp2pp4@h20", "tp4@h800", "tp2pp4@h800"]
-    assert found.links == {"classes": {"h20": LINKS}}
-    assert (found.activations, found.step) == ({(4, 1): many, (2, 1): many}, {"fixed_ms": 2.0})
-    assert class_tables(named, other, "h800", HALVES).table == found.table, "all ranks have the same"
-    with pytest.raises(ConfigError, match="was not measured for this job:\n  device: the table has 'NVIDIA H800'"):
-        class_tables(named, job, "h800", HALVES)
-    with pytest.raises(ConfigError, match="names the class 'h100', but the job has 4 of h20"):
-        class_tables({"h100": named["h20"]}, job, "h20", HALVES)
-    with pytest.raises(ConfigError, match="devices of one class: name its one file"):
-        class_tables(named, job, "", Cluster.of(8, 8))
-    TableFile(CostTable((row("tp4@h800"),))).save(files["h20"])
-    with pytest.raises(ConfigError, match="tp4@h800 is of the class 'h800' and not of 'h20'"):
-        class_tables({"h20": named["h20"]}, job, "h20", HALVES)
-    for wrong, words in (({}, "name one of each class"), ({"h20": 3}, "cost_table.h20 must be a non-empty string")):
-        with pytest.raises(ConfigError, match=words):
-            config(cost_table=wrong)
 
 
 @pytest.mark.parametrize("stages", [[1.0], [1.0, 0.0], [1.0, 1.5], [True, 1.0], ["1", 1.0]])

@@ -11,6 +11,7 @@ from ds_hydra.costs.cost_table import CostTable, TableFile, check_job, read_tabl
 from ds_hydra.costs.job_fingerprint import JobFingerprint
 from ds_hydra.costs.memory import Activations, JobMemory
 from ds_hydra.costs.shape_costs import class_rows, of_class
+from ds_hydra.mixed.proposals import propose_mixed
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from ds_hydra.zero_hetero.nodes import Cluster, listed
@@ -80,8 +81,6 @@ def propose_for(
     cluster: Cluster, table: CostTable, memory: JobMemory, lengths: Sequence[int], config: HydraConfig
 ) -> str:
     """Strategies for "strategies": "auto" on such a cluster, a line each. PlanError as `propose_mixed`."""
-    from ds_hydra.planner.proposal.mixed import propose_mixed
-
     seed = config.planner_options().seed
     slices = config.chunks == "auto" and not memory.plan.no_slices
     found = propose_mixed(
