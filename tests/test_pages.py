@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tools.count_pages import HOW_TO, ROOT, count, limited, missed, pages, words
@@ -39,3 +41,13 @@ def test_a_how_to_page_without_code_and_a_long_paragraph_are_told() -> None:
         "120 words in one paragraph, 90 at most",
         "0.0 code blocks in 1,000 words, 8 at least",
     ]
+
+
+def test_the_reference_has_all_that_pages_tell_users_to_call() -> None:
+    reference = (ROOT / "docs" / "api.md").read_text("utf-8")
+    texts = [(ROOT / page).read_text("utf-8") for page in pages() if page != "docs/api.md" and page.count("/") < 2]
+    (methods,) = re.findall(r"HydraEngine\n   :members: (.+)", reference)
+    called = set(re.findall(r"\b(?:engine|critic)\.(\w+)\(", "\n".join(texts))) - {"engine"}
+    assert called - set(methods.split(", ")) <= {"state_dict"}, "HydraEngine in docs/api.md lacks methods"
+    classes = set(re.findall(r"\bHydra\w*(?:Trainer|Accelerator)\b", "\n".join(texts)))
+    assert not {name for name in classes if f".{name}\n" not in reference}

@@ -74,15 +74,19 @@ def run(args: argparse.Namespace, name: str) -> int:
     ]
     print_table(("pipeline", "verdict", "difference", "seconds", "why"), rows)
     cut = "may" if not result.no_slices else f"may not ({result.no_slices})"
-    print(f"long sequences {cut} be cut into slices")
+    print(f"long sequences {cut} be cut into chunks")
     missed = [
         f"{text!r}: {objection}"
         for text, strategy in zip(args.strategies, strategies, strict=True)
         if (objection := result.objection(strategy)) is not None
     ]
     equal = f"{len(strategies) - len(missed)} of {len(strategies)} strategies train as one process does"
+    after = (
+        "leave the others out of hydra.strategies" if missed else
+        f"whether it fits is said by ds-hydra memory --model {args.model} --gpus {strategies[0].num_ranks}"
+    )  # fmt: skip
     figures = {"rows": rows, "no_slices": result.no_slices}
-    return finish(name, f"{equal}, told in {result.seconds:.1f} s", figures, missed, args.json)
+    return finish(name, f"{equal}, checked in {result.seconds:.1f} s; next: {after}", figures, missed, args.json)
 
 
 if __name__ == "__main__":

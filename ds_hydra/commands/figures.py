@@ -22,6 +22,8 @@ FILES = {
     "rollouts": "rollout_length_histogram.csv",  # of reasoning models, a distribution fitted to published quantiles
 }
 
+LITTLE = 1.05  # times as fast: of less than that little is to be gained
+
 
 def shipped(name: str) -> str:
     """The path of the file shipped under `name`. Any other text is returned unchanged: it is the user's own path."""

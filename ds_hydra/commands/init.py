@@ -22,7 +22,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from ds_hydra.commands.figures import CommandParser, guarded, new_file, shipped
+from ds_hydra.commands.figures import LITTLE, CommandParser, guarded, new_file, shipped
 from ds_hydra.commands.moving import moving
 from ds_hydra.commands.planned_block import RECOMPUTED, Asked, Setting, planned, written
 from ds_hydra.commands.scripts import Span, Swap, TrainingArgs, diff_of, renamed, swap_of, training_args
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from ds_hydra.commands.init_job import Job
 
 
-_LITTLE = 1.05  # times as fast
 _WIDTH = 116
 
 
@@ -166,7 +165,7 @@ def headline(result: Result) -> str:
     here = f"A step takes {_seconds(ours)} s{way}"
     if before is None:
         return f"{here}; what you run now does not hold the longest sequence, or was not counted"
-    little = "; little is to be gained on these lengths" if before / ours < _LITTLE else ""
+    little = "; little is to be gained on these lengths" if before / ours < LITTLE else ""
     return f"{here}, now {_seconds(before)} s: {before / ours:.2f} times as fast{little}"
 
 

@@ -23,6 +23,7 @@ import numpy as np
 from ds_hydra.commands.figures import (
     BAR,
     FILES,
+    LITTLE,
     CommandParser,
     add_link_options,
     guarded,
@@ -122,16 +123,29 @@ def print_lengths(sample: LengthSample, table: CostTable, context: int) -> None:
 
 def print_preview(preview: Preview, strategies: Sequence[str]) -> None:
     """Steps won by each strategy, how sure the plans are, and step times beside those of fixed layouts, as bars."""
-    print_table(("strategy", "steps won"), [(text, preview.wins.get(text, 0)) for text in strategies])
+    won = [(text, preview.wins[text]) for text in strategies if preview.wins.get(text)]
+    print_table(("strategy", "steps won"), won)
+    if len(won) < len(strategies):
+        print(f"{len(strategies) - len(won)} other candidates, in no step")
     p10, p50, p90 = np.percentile(preview.step_ms, [10, 50, 90])
     mean = preview.step_ms.mean()
     print(f"\nstep time, simulated: p10 {p10:.0f}  p50 {p50:.0f}  p90 {p90:.0f}  mean {mean:.0f} ms")
-    print(f"slowest over mean pipeline: p50 {np.median(preview.balance):.3f}")
+    print(f"a step's slowest pipeline takes {np.median(preview.balance):.3f} of its mean one, in the median")
     g50, g90 = np.percentile(preview.gaps, [50, 90])
-    print(f"certified gap to any plan under these strategies: p50 {g50:.2%}, p90 {g90:.2%}\n")
+    print(f"no plan under these strategies is faster by more than {g50:.2%} in the median, {g90:.2%} at p90\n")
     print_bars([(what, float(ms.mean())) for what, ms in _rows(preview)])
     if FIXED not in preview.rivals:
         print("no fixed layout holds the context")
+
+
+def after(preview: Preview) -> str:
+    """What to do next, for the last line: what is gained over the best fixed layout decides."""
+    best = preview.rivals.get(BALANCED)
+    gain = None if best is None else best.step_ms.mean() / preview.step_ms.mean()
+    if gain is not None and gain < LITTLE:
+        return f"little is to be gained on these lengths: the best fixed layout, balanced, takes {gain:.2f} as long"
+    most = max(preview.wins, key=lambda text: preview.wins[text])
+    return f'next: ds-hydra init writes the block for your job; in it "strategies" are "auto", or begin with "{most}"'
 
 
 def _rows(preview: Preview) -> list[tuple[str, Floats]]:
@@ -285,7 +299,7 @@ def run(args: argparse.Namespace) -> int:
     (sample, _, measured, table, _, cluster), strategies, preview = previewed(args)
     print_preview(preview, [str(strategy) for strategy in strategies])
     print("\ncosts: " + (measured.source or "the table does not say where from"))
-    print("pulls, pushes and messages between stages are " + _counted(cluster))
+    print("all-gathers, reduce-scatters and messages between stages are " + _counted(cluster))
     if args.links:
         gains = over_links(args, strategies, min(args.steps, LINK_STEPS))
         print(f"\ntimes as long as ds-hydra in {min(args.steps, LINK_STEPS)} steps, by GB/s between nodes:")
@@ -315,6 +329,7 @@ def run(args: argparse.Namespace) -> int:
             "hosts_ms": {name: way.step_ms.tolist() for name, way in preview.hosts.items()},
         }  # fmt: skip
         args.json.write_text(json.dumps(record, indent=1))
+    print(after(preview))
     return 0
 
 

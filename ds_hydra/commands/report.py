@@ -143,6 +143,21 @@ def judged(records: Sequence[dict[str, Any]]) -> list[tuple[str, str, str, bool]
     return rows
 
 
+_REMEDIES = {
+    "prediction error": "measure costs by ds-hydra profile, and name the table in hydra.cost_table",
+    "waiting": "larger steps: gradient_accumulation_steps, or hydra.tokens_per_step",
+    "steps whose planning": "leave free cores to the planner, or raise hydra.planner.ahead",
+    "mean loss": "look at the data and the learning rate",
+    "steps skipped": "look at the sequences that the log names beside SKIPPED",
+}
+"""By how an aim of `judged` begins: what to do where it is missed."""
+
+
+def remedy(missed: Sequence[str]) -> str:
+    """What to do about the first aim that is missed; empty where none is."""
+    return next((_REMEDIES[start] for aim in missed for start in _REMEDIES if aim.startswith(start)), "")
+
+
 def main(arguments: Sequence[str] | None = None, *, name: str = "ds-hydra report") -> int:
     """Print a table of strategies and draw the figures; return 2 for a file that cannot be read."""
     parser = figures_parser(__doc__, name)
@@ -164,7 +179,7 @@ def run(args: argparse.Namespace, name: str) -> int:
     lengths = [] if args.lengths is None else read_length_file(args.lengths).tolist()
     out = args.out or args.steps.parent / "report"
     figures = draw_report(records, out, lengths, args.step)
-    headers = ("strategy", "steps", "ms", "pipelines' error med / p90", "step's error", "expected step's")
+    headers = ("strategy", "steps", "ms", "error of pipelines, med / p90", "of the step", "of what was expected")
     print_table(headers, strategy_rows(records))
     for figure in figures:
         print(f"{figure.path}: {figure.words}")
@@ -177,17 +192,20 @@ def run(args: argparse.Namespace, name: str) -> int:
     schemes = sorted({scheme for r in records for scheme in pipeline_schemes(r["strategy"])})
     summary = (
         f"{len(records)} steps, {len(schemes)} schemes, step prediction error {_pair(overall['predicted_step_ms'])} "
-        f"(median / p90), expected {_pair(overall['expected_ms'])}; {broken} broken lines; {out / 'index.html'}"
+        f"(median / p90), expected {_pair(overall['expected_ms'])}; "
+        f"{f'{broken} broken lines; ' if broken else ''}{out / 'index.html'}"
     )
     print()
     missed: list[str] = []
+    after = f"judge a run of {LEAST} steps or more"
     if len(records) < LEAST:
         print(f"too short to be judged: {len(records)} steps, of at least {LEAST}")
     else:
         aims = judged(records)
         print_table(("judged by", "seen", "aim", "met"), [(*row[:3], "yes" if row[3] else "NO") for row in aims])
         missed = [f"{what}: {seen}, not {aim}" for what, seen, aim, met in aims if not met]
-    return finish(name, summary, {"errors": overall, "steps": len(records)}, missed, args.json)
+        after = remedy(missed) or ("nothing is to be mended" if args.html else "--html FILE shows it as one page")
+    return finish(name, f"{summary}; next: {after}", {"errors": overall, "steps": len(records)}, missed, args.json)
 
 
 if __name__ == "__main__":
