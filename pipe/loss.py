@@ -414,11 +414,12 @@ class Objective:
     valued: bool = False  # whether the scores are values
     routing: Routing | None = None  # where choices of experts are among the fields, or wanted
     keeps_routes: bool = False  # whether the experts that are chosen are wanted
+    of_logits: int = 0  # the vocabulary, where the scores are the logits of all its words, whose loss takes these
 
     @property
     def num_scores(self) -> int:
-        if self.valued:
-            return 1
+        if self.valued or self.of_logits:
+            return self.of_logits or 1
         found = self.layout.find(self.candidates)
         return CANDIDATES + (0 if found is None else found[0].columns)
 
@@ -426,6 +427,8 @@ class Objective:
         """The loss of each token, (T,), from its scores (T, num_scores) and its fields (T, columns)."""
         assert self.loss is not None, "there is something to train on"
         fields = self.fields(numbers, scores.dtype)
+        if self.of_logits:
+            return self.loss(scores, fields)
         if self.valued:
             return self.loss(scores[:, VALUE], fields)
         if self.candidates:

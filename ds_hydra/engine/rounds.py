@@ -29,10 +29,12 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
+from ds_hydra.engine import logits
 from ds_hydra.host.three_calls import Collected
 from ds_hydra.ranks.calling import READS, ROUND, LossIsRead
 from ds_hydra.ranks.moving import user_frame, walk
 from ds_hydra.step.outcome import mean_of
+from ds_hydra.zero_hetero.errors import ConfigError
 
 if TYPE_CHECKING:
     from ds_hydra.engine.data import Mine
@@ -44,8 +46,10 @@ Result = TypeVar("Result")
 
 # What a rank says in a round: how many batches it has, whether these have tokens or an error, and whether it has read a
 # loss of this step before it ran.
-# At a step, the least and the largest ratio of what its batches count to what they have run with.
-_BATCHES, _RUNS, _READ, _LEAST, _MOST = range(5)
+# Of its batches the least and the largest ratio of what they count to what they have run with. Whether it reads logits;
+# whether it is at a step; how many runs of logits it is ready to train on; how many of its batches are trained, and the
+# sum of their losses.
+_BATCHES, _RUNS, _READ, _LEAST, _MOST, _LOGITS, _STEP, _READY, _TRAINED, _MADE = range(10)
 _NEAR = 1e-12  # relative, of equal ratios
 
 
@@ -63,6 +67,10 @@ class Rounds:
         self._dropped = False  # whether the gradients of parts of this step are gone
         self._factors = [1.0]  # of this rank's batches in the step before
         self._normaliser = 0.0  # of the step before
+        self._logits = False  # whether batches are run for their logits
+        self._logit_runs: list[logits.Run] = []  # of this step
+        self._trained_runs = 0  # of these
+        self._step: Sequence[Collected] | None = None  # the batches of the step that is being made
 
     @property
     def run(self) -> bool:
@@ -72,7 +80,7 @@ class Rounds:
 
     def hand_in(self, entry: Collected) -> None:
         """A batch is handed in: its loss is found now, where rounds run. An error leaves it out of the step."""
-        entry.read = None if self._never else self._read
+        entry.read, entry.read_logits = (None, None) if self._never else (self._read, self._read_logits)
         if self.run:
             try:
                 self._round([entry])
@@ -96,27 +104,25 @@ class Rounds:
     def make_step(self, collected: Callable[[], StepOutcome], batches: Sequence[Collected]) -> StepOutcome:
         """Make the step of these batches: of the parts that have run, where what they count allows it, or the
         `collected` one."""
-        host, early = self._host, self._early
+        host, early, self._step = self._host, self._early, batches
         try:
             said = self.serve()
             early = early or (said is not None and bool(said[:, _READ].any()))
-            if said is None or (scale := self._scale(said)) is None:
+            if said is not None and self._logits and said[:, _TRAINED].any():
+                outcome = self._end(1.0, batches, float(said[:, _MADE].sum()) / self._whole)
+            elif said is None or (scale := self._scale(said)) is None:
                 host.steps.handed.run_twice = self._batches
                 self.drop()
                 outcome = self._again(collected)
             else:
-                with host.crew.calling("step()"):
-                    host.weights.lent.take_back()
-                    outcome = host.steps.parts.end_step(scale)
-                    host.saving.when_due(outcome.request)
-                known = [float("nan") if entry.early is None else float(entry.early.detach()) for entry in batches]
-                outcome = replace(outcome, batch_losses=known)
+                outcome = self._end(scale, batches)
             self._normaliser = float(outcome.weight)
-            self._early, self._first = early, False
+            self._early, self._first = early or self._logits, False
             return outcome
         finally:
             self._factors = [entry.factor for entry in batches if entry.factor] or self._factors
             self._was_read = self._dropped = False
+            self._logit_runs, self._trained_runs, self._step, host.three_calls.made = [], 0, None, 0.0
             self._ran, self._held, self._batches, self._sequences = [], 0, 0, 0
             host.steps.handed.run_twice = 0
 
@@ -131,6 +137,11 @@ class Rounds:
 
     def drop(self) -> None:
         """Let go of the gradients of this step's parts, if there are any: it then runs as one that is collected."""
+        if self._trained_runs:
+            raise ConfigError(
+                "gradients of losses that were made from logits wait for an update, and cannot be computed again: "
+                "make this call after the engine.step() that makes it"
+            )
         if self._held:
             self._held, self._dropped = 0, True
             self._host.steps.parts.forget()
@@ -138,7 +149,7 @@ class Rounds:
     @property
     def hold(self) -> bool:
         """Whether gradients of parts of this step are in the masters."""
-        return self._held > 0
+        return self._held > 0 or self._trained_runs > 0
 
     def _scale(self, said: Tensor) -> float | None:
         """What the sums of this step's parts count, by what all ranks have said; None where they are of no use."""
@@ -152,6 +163,16 @@ class Rounds:
     @property
     def _whole(self) -> int:
         return self._host.three_calls.batches_of_update() * self._host.world_size
+
+    def _end(self, scale: float, batches: Sequence[Collected], loss: float | None = None) -> StepOutcome:
+        """The update by the parts that have run."""
+        host = self._host
+        with host.crew.calling("step()"):
+            host.weights.lent.take_back()
+            outcome = host.steps.parts.end_step(scale, loss)
+            host.saving.when_due(outcome.request)
+        known = [float("nan") if entry.early is None else float(entry.early.detach()) for entry in batches]
+        return replace(outcome, batch_losses=known)
 
     def serve(self) -> Tensor | None:
         """Take part in rounds until no rank has a batch for one: what all have said in the last, None without
@@ -177,6 +198,16 @@ class Rounds:
                 self._first = True
         self._round(self._host.three_calls.unread)
 
+    def _read_logits(self, entry: Collected) -> Tensor:
+        """The script asks for the logits of a batch, whose step has not run."""
+        if entry.logits is None:
+            self._read(entry)
+            if entry.by_logits is None and entry in self._host.three_calls.collected:
+                self._round([], reads_logits=True)
+        if entry.logits is None:
+            raise RuntimeError("the logits of this batch were trained on already: call engine(batch) again for others")
+        return entry.logits
+
     def _tell(self) -> None:
         if self._told or self._early:
             return
@@ -187,26 +218,53 @@ class Rounds:
             "does as well (told once)", user_frame(list(walk(inspect.currentframe()))),
         )  # fmt: skip
 
-    def _round(self, entries: Sequence[Collected]) -> Tensor:
+    def _round(self, entries: Sequence[Collected], *, reads_logits: bool = False) -> Tensor:
         """Run the batches of all ranks; what each rank has said, (ranks, ...)."""
-        crew, steps = self._host.crew, self._host.steps
+        crew, steps, calls = self._host.crew, self._host.steps, self._host.three_calls
         with crew.calling(ROUND):
-            trains = self._early
+            trains = self._early and not self._logits
             factors = [self._factor(number) for number in range(len(self._ran), len(self._ran) + len(entries))]
             mine = steps.handed.read([(entry.batch, factor) for entry, factor in zip(entries, factors, strict=True)])
             if trains:
                 mine = steps.handed.with_targets(mine)
             runs = mine.error is not None or bool(mine.sequences)
-            own = torch.tensor([len(entries), runs, self._was_read, *self._ratios()], dtype=torch.float64)
-            said = crew.world.channel.first_rows(own)
+            ready = next((at for at, run in enumerate(self._logit_runs) if not run.is_ready), len(self._logit_runs))
+            of_step = calls.collected if self._step is None else self._step
+            trained = sum(entry.is_trained for entry in of_step)
+            row = [len(entries), runs, self._was_read, *self._ratios(), reads_logits, self._step is not None, ready,
+                   trained, calls.made]  # fmt: skip
+            said = crew.world.channel.first_rows(torch.tensor(row, dtype=torch.float64))
             losses = [float("nan")] * len(entries)
-            if said[:, _RUNS].any():
+            if said[:, _LOGITS].any() and not self._logits:
+                self.drop()
+                self._logits, self._sequences, entries = True, 0, of_step
+                mine = steps.handed.read([(entry.batch, 1.0) for entry in entries])
+                losses = self._of_logits(mine, entries)
+            elif self._logits:
+                over = not said[:, _BATCHES].any() and said[:, _STEP].all()
+                self._train_runs(len(self._logit_runs) if over else int(said[:, _READY].min()))
+                losses = self._of_logits(mine, entries) if said[:, _RUNS].any() else losses
+            elif said[:, _RUNS].any():
                 losses = self._trained(mine) if trains else self._losses(mine)
         for entry, (share, factor), loss in zip(entries, mine.batches, losses, strict=True):
-            self._host.three_calls.found(entry, loss)
-            if trains and share.sequences:
+            if entry.early is None:
+                calls.found(entry, loss)
+            if trains and share.sequences and not self._logits:
                 self._ran.append((entry, factor))
         return said
+
+    def _of_logits(self, mine: Mine, entries: Sequence[Collected]) -> list[float]:
+        """`_losses` of batches whose logits are handed out."""
+        run = logits.forward(self._host, mine, entries, self._sequences)
+        self._logit_runs.append(run)
+        self._sequences += len(run.gathered.lengths)
+        return logits.losses(self._host, run)
+
+    def _train_runs(self, number: int) -> None:
+        """Train on so many runs of this step."""
+        for run in self._logit_runs[self._trained_runs : number]:
+            logits.train(self._host, run)
+            self._trained_runs += 1
 
     def _factor(self, number: int) -> float:
         return self._factors[min(number, len(self._factors) - 1)]

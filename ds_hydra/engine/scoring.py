@@ -242,10 +242,17 @@ class Scoring:
     ) -> tuple[list[Float64Array], list[Float64Array]]:
         """The scores of this rank's own sequences, (tokens, num_scores) each; with a `step` those of its training. With
         a `routing` also the experts that these routers have chosen, (tokens, routers * chosen) each."""
-        crew, given = self._crew, self.routing_in(gathered.layout)
+        given = self.routing_in(gathered.layout)
         objective = Objective(
             layout=gathered.layout, valued=self.valued, routing=routing or given, keeps_routes=routing is not None
         )
+        return self.found_by(objective, plan, delivered, gathered, step)
+
+    def found_by(
+        self, objective: Objective, plan: StepPlan, delivered: Delivered, gathered: Gathered, step: int | None
+    ) -> tuple[list[Float64Array], list[Float64Array]]:
+        """`of_sequences`, of what an objective finds."""
+        crew, routing = self._crew, objective.routing if objective.keeps_routes else None
         costs = crew.plans.table if step is None else crew.plans.table_of(step - 1)
         mine, chosen = crew.stepper.forwards.scores(plan, delivered, costs, objective, step=step)
         pieces = partial(

@@ -339,6 +339,15 @@ class Parts:
             return None, Mine(error=error)
         return None, self._shares.read([(batch, 1.0)])
 
+    def add_objective(self, planned: PlannedStep, delivered: Delivered, objective: Objective, divisor: float) -> None:
+        """Train on a part of a step by a loss of scores."""
+        began, crew = time.perf_counter(), self._crew
+        with crew.together("planning"):
+            crew.away.bring_back()
+            self._run(planned.plan, delivered, objective, divisor)
+        self._planned.append(planned)
+        self._seconds += time.perf_counter() - began
+
     def add(self, planned: PlannedStep, delivered: Delivered, divisor: float | None) -> tuple[Floats, Floats]:
         """Train on a part of a step by the job's own loss; the losses of its sequences, as `sequence_losses` has
         them."""
@@ -386,9 +395,10 @@ class Parts:
             raise ConfigError("optimizer_step() has no gradients to apply: call forward_backward() before it")
         return self._update(sum(self.losses), None, schedule=False)
 
-    def end_step(self, scale: float) -> StepOutcome:
-        """The update of a step of the three calls whose parts were `add`ed; their sums count `scale`."""
-        return self._update(None, scale, schedule=True)
+    def end_step(self, scale: float, loss: float | None = None) -> StepOutcome:
+        """The update of a step of the three calls whose parts were `add`ed; their sums count `scale`, and the step's
+        `loss` is theirs if it is not given."""
+        return self._update(loss, scale, schedule=True)
 
     def _update(self, loss: float | None, scale: float | None, *, schedule: bool) -> StepOutcome:
         crew, step, began = self._crew, self._host.global_steps + 1, time.perf_counter() - self._seconds

@@ -25,7 +25,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -73,6 +73,9 @@ class Collected:
     num_items: Any = None  # by which a plain model would divide its loss, as Trainer hands it on
     read: Callable[[Collected], None] | None = field(default=None, repr=False)  # finds its loss before its step
     early: Tensor | None = field(default=None, repr=False)  # () its loss before its step, where it is known
+    read_logits: Callable[[Collected], Tensor] | None = field(default=None, repr=False)
+    logits: Tensor | None = field(default=None, repr=False)  # (rows, length, words), where they were handed out
+    by_logits: Tensor | None = field(default=None, repr=False)  # what they count: the gradient of what was made of them
 
     def now(self) -> Tensor:
         """Its loss before its step, (), with a gradient that says what it counts [Note: losses read early].
@@ -86,6 +89,11 @@ class Collected:
                 "engine.last_step.loss; engine.eval() makes engine(batch) compute at once"
             )
         return self.early
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether some backward has come to it."""
+        return self.factor is not None or self.by_logits is not None
 
     def settle(self, value: float) -> None:
         """The step has run: every loss that was made of this one gets its number."""
@@ -233,20 +241,26 @@ class PendingLoss(Tensor):
         return self.tensor() if self.is_known else self
 
     @property
-    def logits(self) -> NoReturn:
-        raise ConfigError(
-            "logits are not handed out: the last stage of a pipeline has them, a block at a time, after all batches of "
-            "a step were collected. For a loss of log-probabilities, as policies have it, call "
-            "engine.forward_backward(batch, loss) and engine.optimizer_step(); for another one pass loss_fn(logits, "
-            "labels) to ds_hydra.initialize(); for metrics call engine.evaluate(dataset)"
-        )
+    def logits(self) -> Tensor:
+        """Of this rank's batch, (rows, length, words), with a gradient [Note: logits of batches]."""
+        entry = self.terms[0].entry if len(self.terms) == 1 else None
+        if entry is None or entry.read_logits is None:
+            raise ConfigError(
+                "logits are handed out before the step of their batch alone, and while training: for a loss of "
+                "log-probabilities, as policies have it, call engine.forward_backward(batch, loss) and "
+                "engine.optimizer_step(); for a loss of each token pass loss_fn(logits, labels) to "
+                "ds_hydra.initialize(); for metrics call engine.evaluate(dataset) or engine.predict(batch, function)"
+            )
+        return entry.read_logits(entry)
 
-    def _part(self, key: Any) -> Tensor:
+    def _part(self, key: Any) -> Any:
         """What an output has under a key or at a place."""
-        return self.loss if not isinstance(key, slice) and key in (0, "loss") else self.logits
+        if isinstance(key, slice):
+            return (self.loss, self.logits)[key]
+        return self.loss if key in (0, "loss") else self.logits
 
     def __iter__(self) -> Any:
-        return self.logits  # of what unpacks an output
+        return iter((self.loss, self.logits))  # of what unpacks an output
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return repr(self.tensor()) if self.is_known else "PendingLoss(pending)"
@@ -278,7 +292,7 @@ class PendingLoss(Tensor):
         if name == "__getitem__" and isinstance(args[0], cls) and isinstance(args[1], int | str | slice):
             return args[0]._part(args[1])
         if name == "__contains__" and isinstance(args[0], cls) and isinstance(args[1], str):
-            return args[1] == "loss"
+            return args[1] == "loss" or (args[1] == "logits" and all(one.entry.read_logits for one in args[0].terms))
         losses = [value for value in tree_leaves((args, kwargs)) if isinstance(value, PendingLoss)]
         unknown = [loss for loss in losses if not loss.is_known]
         if unknown and (len(unknown) > 1 or unknown[0] is not args[0] or not needs_no_value(function)):
@@ -328,14 +342,15 @@ def _written_into(target: Tensor) -> PendingLoss | None:
     return loss if loss is not None and loss._target is target else None
 
 
-def _now(loss: PendingLoss) -> Tensor:
-    """What it is before its step too, a plain tensor."""
+def _now(loss: PendingLoss, *, reads: bool = True) -> Tensor:
+    """What it is before its step too, a plain tensor; without `reads` the script does not ask for it."""
     if loss.is_known:
         return loss.tensor()
     with torch.enable_grad():
         found: Any = loss._constant
         for term in loss.terms:
-            value = term.entry.now()
+            value = term.entry.now() if reads else term.entry.early
+            assert value is not None, "it was read, or is there"
             found = found + term.factor * (value if term.has_gradient else value.detach())
         return found.to(loss.tensor()).reshape(loss.tensor().shape)  # type: ignore[no-any-return]
 
@@ -436,6 +451,7 @@ class ThreeCalls:
         self._like = torch.zeros((), device=device, dtype=dtype)
         self._scale = 1.0  # on gradients that come to batches, in a backward that is under way
         self._reached: list[Collected] = []  # by it
+        self.dtype, self.made = dtype, 0.0  # of losses; the sum of those that came to backward() before the step
         self._collected: list[Collected] = []
         self._calls = 0  # of step()
         self.boundary: bool | None = None  # as set by hand
@@ -484,14 +500,31 @@ class ThreeCalls:
         """The loss of a batch is known before its step [Note: losses read early]."""
         entry.early = counted(torch.full_like(self._like, loss), partial(self._count, entry))
 
-    def _count(self, entry: Collected, gradient: Tensor) -> None:
-        """A backward of what a script has made of a batch has come to it."""
+    @property
+    def collected(self) -> list[Collected]:
+        """Batches of the coming step."""
+        return list(self._collected)
+
+    def hand_out(self, entry: Collected, logits: Tensor) -> Tensor:
+        """The logits of a batch, with a gradient that says what they count."""
+        entry.logits = counted(logits.to(self._like), partial(self._count_logits, entry))
+        return entry.logits
+
+    def _count_logits(self, entry: Collected, gradient: Tensor) -> None:
+        self._reach(entry)
+        entry.by_logits = gradient * self._scale + (0.0 if entry.by_logits is None else entry.by_logits)
+
+    def _reach(self, entry: Collected) -> None:
         if entry not in self._collected:
             raise RuntimeError(_HAS_RUN)
         if entry.is_freed:
             raise RuntimeError(_SECOND)
-        entry.factor = float(gradient) * self._scale + (entry.factor or 0.0)
         self._reached.append(entry)
+
+    def _count(self, entry: Collected, gradient: Tensor) -> None:
+        """A backward of what a script has made of a batch has come to it."""
+        self._reach(entry)
+        entry.factor = float(gradient) * self._scale + (entry.factor or 0.0)
 
     def backward(self, loss: Any, *, retain_graph: bool, scale_wrt_gas: bool) -> Tensor:
         """Let a loss count in the coming step, with the factors that were put on it."""
@@ -512,6 +545,8 @@ class ThreeCalls:
         if any(term.entry.is_freed for term in trained):
             raise RuntimeError(_SECOND)
         accumulation = self.batches_of_update()
+        if all(term.entry.early is not None for term in loss.terms):
+            self.made += float(_now(loss, reads=False).detach()) * (1.0 if scale_wrt_gas else accumulation)
         for term in trained:
             whole = term.factor if scale_wrt_gas else term.factor * accumulation
             term.entry.factor = whole + (term.entry.factor or 0.0)
@@ -534,6 +569,7 @@ class ThreeCalls:
             )
         for entry in reached:
             entry.is_freed = not retain_graph
+        self.made += float(loss.detach()) * (1.0 if scale_wrt_gas else accumulation)
         return loss.detach() / accumulation if scale_wrt_gas else loss.detach()
 
     def taken(self) -> list[Collected] | None:
@@ -543,7 +579,7 @@ class ThreeCalls:
         if not at_boundary:
             return None
         entries, self._collected = self._collected, []
-        trained = [entry for entry in entries if entry.factor is not None]
+        trained = [entry for entry in entries if entry.is_trained]
         if len(trained) < len(entries):
             logger.warning(
                 "%d of %d batches were given to engine() but their losses not to engine.backward(): they are not "
@@ -567,7 +603,7 @@ class ThreeCalls:
     @property
     def wait(self) -> bool:
         """Whether some `backward` was called whose update has not been made."""
-        return any(entry.factor is not None for entry in self._collected)
+        return any(entry.is_trained for entry in self._collected)
 
     def refuse_dropping(self, call: str) -> None:
         """ConfigError where a call would drop gradients of collected batches."""

@@ -176,7 +176,8 @@ class CausalStage(StageModule):
             assert batch.labels is not None, "the last stage was given no labels"
             assert batch.weights is not None, "the last stage was given no weights"
             given = (batch.scored, batch.labels, batch.weights)
-            return scored_loss(rows, *given, head, self._token_scores, vocab=sum(self._widths))
+            scores_of = self._whole_logits if batch.scored.objective.of_logits else self._token_scores
+            return scored_loss(rows, *given, head, scores_of, vocab=sum(self._widths))
         return blockwise_loss(rows, batch, head, self._token_losses, vocab=self._logits_at_once)
 
     def take_router_loss(self) -> Tensor | None:
@@ -198,6 +199,11 @@ class CausalStage(StageModule):
         if self._valued:
             return logits.to(torch.promote_types(logits.dtype, torch.float32))
         return token_scores(logits, words, self.vocab[0], self._head_group, temperature)
+
+    def _whole_logits(self, logits: Tensor, words: Tensor, temperature: Tensor | None) -> Tensor:
+        """Of the last stage: the logits of all words as scores, equal on all tensor parallel ranks."""
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return gather_last_dim(wide, self._widths, self.place.tp_rank, self._head_group)
 
     def logits(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
         """Of the last stage: logits (1, T_local, V_local) of this rank's vocabulary rows, all in memory at once."""

@@ -314,3 +314,88 @@ def test_who_waits_in_vain_is_named_within_ten_seconds(when: int, first: str, to
     assert codes(found) == [75, 75], all_told(found)
     assert re.search(f"rank 1 {told}", all_told(found), re.DOTALL), all_told(found)
     assert max(end.seconds for end in found) < 10
+
+
+# --- Losses made of the logits of a rank's own batch.
+TEACHER = torch.linspace(-2, 2, vocab_size(FAMILY), dtype=torch.float64)
+
+
+def smoothed(loss: Any, logits: Tensor, batch: dict[str, Tensor]) -> Any:
+    """A cross entropy of the script's own."""
+    labels = batch["labels"][:, 1:].flatten()
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels, label_smoothing=0.1)
+
+
+def distilled(loss: Any, logits: Tensor, batch: dict[str, Tensor]) -> Any:
+    """The model's loss, and how far it is from a teacher."""
+    far = -(logits.log_softmax(-1) * (TEACHER + logits.new_zeros(1)).softmax(-1)).sum(-1)
+    return 0.3 * loss + (far * batch["attention_mask"]).sum() / batch["attention_mask"].sum()
+
+
+def rewards(loss: Any, logits: Tensor, batch: dict[str, Tensor]) -> Any:
+    """Of one number a sequence, at its last token; it mixes sequences."""
+    last = batch["attention_mask"].sum(dim=1) - 1
+    found = logits[torch.arange(len(last)), last, 5]
+    return torch.nn.functional.softplus(found[0] - found.sum()) ** 2
+
+
+def plain_one(loss: Any, logits: Tensor, batch: dict[str, Tensor]) -> Any:
+    return loss / 2
+
+
+OF_LOGITS = {"smoothed": smoothed, "distilled": distilled, "rewards": rewards, "plain": plain_one}
+
+
+def made_of(loop: Loop, step: int, rank: int, number: int) -> str:
+    return random.Random(f"{loop.seed} {step} {rank} {number}").choice(list(OF_LOGITS)) if number else "distilled"
+
+
+def script_of_logits(rank: int, loop: Loop, folder: Path) -> tuple[list[float], dict[str, Tensor], list[Any]]:
+    engine, told = engine_of(rank, loop), []
+    for step in range(3):
+        for number, lengths in enumerate(loop.batches[step, rank]):
+            batch = collated(batch_of(loop.seed, step, rank, number, lengths))
+            name = made_of(loop, step, rank, number)
+            out = engine(**batch)
+            logits: Any = None if name == "plain" else out.logits
+            loss = OF_LOGITS[name](out.loss, logits, batch)
+            engine.set_gradient_accumulation_boundary(number == len(loop.batches[step, rank]) - 1)
+            engine.backward(loss)
+            told.append(loss)
+            engine.step()
+        assert engine.global_steps == step + 1
+    return [float(loss.detach()) for loss in told], engine.fp32_state_dict(), []
+
+
+def expected_of_logits(loop: Loop) -> tuple[list[list[float]], dict[str, Tensor]]:
+    model = reference_model(FAMILY, torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    told: list[list[float]] = [[] for _ in range(loop.ranks)]
+    for step in range(3):
+        optimizer.zero_grad()
+        for rank in range(loop.ranks):
+            for number, lengths in enumerate(loop.batches[step, rank]):
+                samples = batch_of(loop.seed, step, rank, number, lengths)
+                batch = collated(samples)
+                logits = model(**{**batch, "labels": None}, use_cache=False).logits
+                labels = batch["labels"][:, 1:]
+                own = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten())
+                loss = OF_LOGITS[made_of(loop, step, rank, number)](own, logits, batch)
+                told[rank].append(float(loss.detach()))
+                (loss / (loop.ranks * loop.accumulation)).backward()
+        optimizer.step()
+    return told, {name: one.detach() for name, one in model.named_parameters()}
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("seed", range(6))
+def test_losses_made_of_logits_train_as_in_one_process(seed: int, tmp_path: Path) -> None:
+    loop = Loop.of(seed, steps=3, function="half", early=False)
+    with float64_throughout(reference_model(FAMILY, torch.float64)):
+        told, parameters = expected_of_logits(loop)
+        with shared_source(build_model(FAMILY, torch.float64)):
+            results = run_ranks(script_of_logits, loop.ranks, loop, tmp_path, timeout=120)
+    for rank, (losses, own, _) in enumerate(results):
+        assert losses == pytest.approx(told[rank], rel=1e-9), rank
+        for name, value in parameters.items():
+            assert torch.allclose(own[name], value, rtol=1e-9, atol=1e-9 * float(value.abs().max())), name
