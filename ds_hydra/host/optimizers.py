@@ -267,8 +267,7 @@ def optimizer_recipe(
 
 def _muon(model: nn.Module, name: str, groups: Sequence[ParameterGroup], params: dict[str, Any]) -> OptimizerRecipe:
     """Muon of a config block, whose groups are cut into matrices and others."""
-    from ds_hydra.matrices import muon
-
+    muon = _of_matrices()
     named = dict(model.named_parameters())
     settings = muon.checked(params)
     halves = muon.halves(named, [(group.names, group.settings) for group in groups], settings)
@@ -279,9 +278,21 @@ def _muon(model: nn.Module, name: str, groups: Sequence[ParameterGroup], params:
 
 
 def _muon_of_torch(client: Any, groups: Sequence[ParameterGroup]) -> Callable[[list[dict[str, Any]]], Optimizer]:
-    from ds_hydra.matrices import muon
+    make: Callable[[list[dict[str, Any]]], Optimizer] = _of_matrices().of_torch(
+        client, {name: 1 for group in groups for name in group.names}
+    )
+    return make
 
-    return muon.of_torch(client, {name: 1 for group in groups for name in group.names})
+
+def _of_matrices() -> Any:
+    """What makes Muon. ConfigError where it is not installed."""
+    try:
+        from ds_hydra.matrices import muon
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("ds_hydra"):
+            raise
+        raise ConfigError(f"Muon needs {error.name}, which this installation does not have") from error
+    return muon
 
 
 def hooks_of_steps(optimizer: Optimizer) -> str | None:
@@ -421,9 +432,9 @@ def optimizer_of_block(name: str, params: dict[str, Any]) -> Callable[[list[dict
     """
     kind = name.lower()
     if kind == _MUON:
-        from ds_hydra.matrices import muon
-
-        return muon.maker(muon.checked(params), {})
+        muon = _of_matrices()
+        make_muon: Callable[[list[dict[str, Any]]], Optimizer] = muon.maker(muon.checked(params), {})
+        return make_muon
     if kind in _NOT_ELEMENT_WISE:
         raise ConfigError(f"config: optimizer.type: {_refusal(name)}")
     if kind not in ELEMENT_WISE:

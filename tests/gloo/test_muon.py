@@ -17,10 +17,7 @@ from ds_hydra.checkpoint.universal import from_universal, to_universal
 from ds_hydra.matrices.exchange import Exchange
 from ds_hydra.testing import rank_environment, run_ranks
 from ds_hydra.zero_hetero.errors import CheckpointError
-from tests.support import elastic_job
 from tests.support.case import FLOAT32, Case
-from tests.support.elastic_cells import FAULT_STEP, PLAIN, Course, Judge
-from tests.support.elastic_job import Loss
 from tests.support.equivalence import compare
 from tests.support.muon_cases import CASES, block, iterating_in
 from tests.support.small_job import same, small_engine, small_model, whole_state
@@ -78,6 +75,26 @@ def test_each_matrix_is_orthogonalized_once_a_step() -> None:
     assert all(counts[0] for counts, _ in ranks), "both ranks work"
 
 
+def test_a_skipped_step_leaves_momentum_as_it_is() -> None:
+    def skipped(rank: int) -> tuple[bool, bool, bool]:
+        engine = small_engine(rank, **MUON)
+        engine.train_batch()
+        before = whole_state(engine)
+        assert any(value.any() for name, value in before.items() if name.endswith("momentum_buffer"))
+        with mock.patch.object(Exchange, "run", side_effect=AssertionError("nothing is exchanged")):
+            infinite = torch.tensor(float("inf"), dtype=torch.float64)
+            with mock.patch("ds_hydra.step.update.norm_of", return_value=infinite):
+                engine.train_batch()
+        unchanged = same(before, whole_state(engine))
+        was = engine.last_step.skipped
+        engine.train_batch()
+        moved = not same(before, whole_state(engine))
+        engine.destroy()
+        return was, unchanged, moved
+
+    assert run_ranks(skipped, 2, timeout=120) == [(True, True, True)] * 2
+
+
 def trained(rank: int, folder: Path, optimizer: Any, steps: int, load: str = "") -> Any:
     engine = small_engine(rank, optimizer=optimizer)
     said = ""
@@ -110,25 +127,6 @@ def test_a_checkpoint_is_of_muon_or_refused_and_goes_through_the_universal_form(
         loaded, said = run_ranks(trained, 3, tmp_path / folder, muon, 0, tag, timeout=120)[0]
         assert not said, said
         assert same(loaded, state), folder
-
-
-@pytest.fixture(scope="module")
-def judge(tmp_path_factory: pytest.TempPathFactory) -> Judge:
-    made = Judge(tmp_path_factory.mktemp("stopped"))
-    made._jobs["Muon"] = replace(PLAIN, hydra=MUON)
-    return made
-
-
-@pytest.mark.drawn
-@pytest.mark.parametrize("redundancy", ["device", "host"])
-@pytest.mark.parametrize("phase", ["push", "owners' turn", "coming back", "update", "after the update"])
-def test_a_rank_is_lost_anywhere_in_an_update_and_the_others_go_on(phase: str, redundancy: str, judge: Judge) -> None:
-    """To the bit what a stop and a restart come to; copies are compared in each step."""
-    known = elastic_job._entries()
-    own = known | {"owners' turn": (Exchange, "owners_turn"), "coming back": (Exchange, "finish")}
-    course = Course(f"{phase}, {redundancy}", (Loss(phase, 1, FAULT_STEP),), mode="Muon", redundancy=redundancy)
-    with mock.patch.object(elastic_job, "_entries", return_value=own):
-        assert judge.wrong(course) == []
 
 
 # Without clipping, which ZeRO does to what has been orthogonalized.
