@@ -51,7 +51,7 @@ from ds_hydra.plan.rank_order import crossings
 from ds_hydra.plan.schemes import feasible_schemes
 from ds_hydra.planner import Planner, PlannerOptions
 from ds_hydra.planner.proposal.propose import propose_strategies
-from ds_hydra.planner.selection import warm_up
+from ds_hydra.planner.warming import warm_up
 from ds_hydra.rivals.preview import Messages
 from ds_hydra.simulate.job import SHIPPED, SimulatedJob, llama_plan
 from ds_hydra.simulate.links import LinkModel

@@ -35,7 +35,7 @@ from ds_hydra.planner import StepPlan
 from ds_hydra.planner.exact.counts import continuous_ms
 from ds_hydra.planner.kernels.problem import Batch, scheme_arrays, scheme_row
 from ds_hydra.planner.proposal.propose import QUICK, Wider, propose_strategies, usable_schemes, wider_shapes
-from ds_hydra.planner.selection import warm_up
+from ds_hydra.planner.warming import warm_up
 from tools import aims
 from tools.planner_parts import (
     CONTEXT,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from ds_hydra.commands.figures import CommandParser
 from ds_hydra.planner.kernels.sources import folder_of_kernels
-from ds_hydra.planner.selection import warm_up
+from ds_hydra.planner.warming import warm_up
 
 
 def main(arguments: Sequence[str] | None = None, *, name: str = "ds-hydra warm-up") -> int:

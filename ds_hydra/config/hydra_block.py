@@ -154,6 +154,9 @@ class PlannerConfig:
     """Steps planned ahead in a process of its own, the next one read and packed in a thread; 0 does all in the step."""
     effort: int = setting(integer(0, 1000), 2)
     """Restarts of the search for each strategy that is tried."""
+    simplest: float = setting(number(0.0), 0.01)
+    """A plan of fewer different shapes is taken that is predicted to take no more than this share longer than the best
+    one: wrong costs hurt it less, and fewer ranks connect. 0: the best one is taken."""
 
 
 BLOCK = "hydra"
@@ -452,6 +455,7 @@ class HydraConfig:
             replay_file=self.replay,
             seed=self.seed,
             effort=planner.effort,
+            simplest=planner.simplest,
         )
 
 

@@ -112,13 +112,7 @@ def step_record(
         num_pipelines=tuple(len(phase.pipelines) for phase in plan.phases),
         searched_ms=plan.searched_ms,
         lower_bound_ms=plan.lower_bound_ms,
-        planning_ms=planned.planning_ms,
-        planning_hidden=planned.hidden,
-        plan_source=plan.source,
-        planning_waited_ms=planned.waited_ms,
-        planning_by=planned.made_by,
-        highs=None if planned.highs is None else HighsFigures(*planned.highs),
-        planning_recipe=planned.recipe,
+        **_planning(planned),
         plan_digest=plan.digest(cluster).hex(),
         ids_digest=hashlib.sha256(repr(plan.sequence_ids).encode()).hexdigest()[:16],
         num_micro_batches=tuple(len(pipeline.microbatches) for pipeline in plan.pipelines),
@@ -251,3 +245,17 @@ def _name(lap: Lap) -> str:
         number = "" if lap.microbatch is None else str(lap.microbatch)  # W: of several together
         return _SIGNS[lap.kind] + number + "'" * lap.part
     return {"run": "schedule", "optimizer": "norm"}.get(lap.kind, lap.kind)
+
+
+def _planning(planned: PlannedStep) -> dict[str, Any]:
+    """How the plan came about."""
+    return {
+        "planning_ms": planned.planning_ms,
+        "planning_hidden": planned.hidden,
+        "plan_source": planned.plan.source,
+        "planning_waited_ms": planned.waited_ms,
+        "planning_by": planned.made_by,
+        "mix_saved": planned.mix_saved,
+        "highs": None if planned.highs is None else HighsFigures(*planned.highs),
+        "planning_recipe": planned.recipe,
+    }

@@ -198,12 +198,13 @@ class ChunkedSearch:
     """One step's search over strategies with chunked pipelines [Note: chunked search]."""
 
     def __init__(
-        self, space: ChunkedSpace, kernel: Kernels, batch: Batch, *, num_ranks: int, tries: int, seed: int = 0
-    ) -> None:
+        self, space: ChunkedSpace, kernel: Kernels, batch: Batch, *, num_ranks: int, tries: int, seed: int = 0,
+        simplest: float = 0.0,
+    ) -> None:  # fmt: skip
         self._space, self._kernel, self._batch, self._seed = space, kernel, batch, seed
         self._dealt, self._share = space.dealt(kernel, batch, num_ranks), space.share(batch, num_ranks)
         self._times = PipelineTimes(space, kernel, batch, tries=tries, seed=seed)
-        self._tries = tries
+        self._tries, self._simplest = tries, simplest
         self._turns = 0  # searches before this one, which draw other numbers
         self._best: list[Chunked] = []  # of all strategies that were refined
         self._earlier: dict[StrategyShape, list[Chunked]] = {}  # of these, the last plans before the best one
@@ -214,7 +215,10 @@ class ChunkedSearch:
         no strategy holds all sequences. Where several are wanted, the best strategy's last plans before its best one
         follow: they take hardly longer, but their messages may add less."""
         self.known = self.probes(kinds)
-        found = self._searched(kinds)[:count]
+        ranked = self._searched(kinds)
+        found = ranked[:count]
+        near = [one for one in ranked if one.ms <= (1.0 + self._simplest) * ranked[0].ms]
+        found += [one for one in near[count:] if _num_shapes(one) < min(map(_num_shapes, found))][:1]
         return [*found, *self._earlier.get(found[0].kinds.strategy, [])] if found and count > 1 else found
 
     def beside(self, kinds: Sequence[PipelineKinds], tries: int) -> list[Chunked]:
@@ -231,7 +235,7 @@ class ChunkedSearch:
             if found and self._times.left < _SETTLING * self._tries:
                 break
             found.append(self._settled(one, self.known.ms))
-        best = _most_promising(found)[:_REFINED]
+        best = self._to_refine(_most_promising(found))
         for number, one in enumerate(best):
             spare = self._times.left * (len(best) - number - 1) // (len(best) - number)
             *self._earlier[one.kinds.strategy], last = refined(one, self._times, spare, self._turns * _OTHER_NUMBERS)
@@ -240,6 +244,14 @@ class ChunkedSearch:
         by_ms = list(reversed(of_strategy.values()))
         self._best = by_ms[:_REFINED]
         return by_ms
+
+    def _to_refine(self, ranked: Sequence[Chunked]) -> list[Chunked]:
+        """The most promising plans, the simplest of those that may become as good among them."""
+        near = [one for one in ranked if one.promise <= (1.0 + 2.0 * self._simplest) * ranked[0].promise]
+        simple = min(near, key=lambda one: _num_shapes(one), default=None)
+        if simple is None or not self._simplest or _num_shapes(simple) >= min(map(_num_shapes, ranked[:_REFINED])):
+            return list(ranked[:_REFINED])
+        return [*ranked[: _REFINED - 1], simple]
 
     def observe(self, kinds: PipelineKinds, overhead: Floats) -> Overheads:
         """The overheads that a strategy's pipelines really have when it is dispatched by these ones, (rows,)."""
@@ -398,6 +410,10 @@ class ChunkedSearch:
         prospect = Prospect(0.8 * before if math.isfinite(before) else 0.0, price, math.inf)
         ms = self._kernel.dispatch(Problem(schemes, items, shape), prospect, _DISPATCH, self._seed, place)
         return place.owner if math.isfinite(ms) else None
+
+
+def _num_shapes(found: Chunked) -> int:
+    return len(set(found.kinds.strategy.pipelines))
 
 
 def _most_promising(found: list[Chunked]) -> list[Chunked]:

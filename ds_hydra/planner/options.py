@@ -34,6 +34,8 @@ class PlannerOptions:
     """Time for HiGHS in a step; None: a fixed number of branch-and-bound nodes, the same on every machine."""
     tolerance: float = 0.001
     """A strategy is not tried when its bound is within this share of the best plan found."""
+    simplest: float = 0.0
+    """A plan of fewer different shapes wins that takes no more than this share longer than the best one."""
     effort: int = 2
     """Restarts of the dispatch search for each strategy that is tried."""
     node_limit: int = 2000
@@ -55,7 +57,7 @@ class PlannerOptions:
             value = getattr(self, key)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ConfigError(f"planner: {key} must be a whole number of at least 0 but is {value!r}")
-        for key, value in (("tolerance", self.tolerance), ("seconds", self.seconds)):
+        for key, value in (("tolerance", self.tolerance), ("simplest", self.simplest), ("seconds", self.seconds)):
             if value is None and key == "seconds":
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:

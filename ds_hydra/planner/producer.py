@@ -49,7 +49,7 @@ def answer(planner: Planner, request: Mapping[str, Any]) -> dict[str, object]:
     started = time.perf_counter()
     of = {"generation": request["generation"], "step": request["step"]}
     try:
-        plan, highs = planner.made(request["step"], request["ids"], request["lengths"])
+        plan, highs, simpler_ms = planner.made(request["step"], request["ids"], request["lengths"])
     except ValueError as error:  # PlanError is one; anything else is a fault of ours and ends this process
         return {**of, "error": str(error)}
     planning_ms = (time.perf_counter() - started) * 1e3
@@ -57,4 +57,4 @@ def answer(planner: Planner, request: Mapping[str, Any]) -> dict[str, object]:
         validate_plan(plan, planner.cost_table, planner.num_ranks)
     except PlanError as error:
         return {**of, "invalid": str(error)}
-    return {**of, "plan": plan.to_json(), "planning_ms": planning_ms, "highs": highs}
+    return {**of, "plan": plan.to_json(), "planning_ms": planning_ms, "highs": highs, "simpler_ms": simpler_ms}

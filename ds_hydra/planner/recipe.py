@@ -33,7 +33,8 @@ from ds_hydra.plan.validate import check_safe
 from ds_hydra.planner.arena_room import ArenaRoom
 from ds_hydra.planner.composing import MOST_JOINED, HighsShare, PlanBudget
 from ds_hydra.planner.options import PlannerOptions
-from ds_hydra.planner.selection import Planner, warm_up
+from ds_hydra.planner.selection import Planner
+from ds_hydra.planner.warming import warm_up
 from ds_hydra.zero_hetero.errors import PlanError
 
 logger = logging.getLogger(__name__)
@@ -185,7 +186,8 @@ class PlannedStep:
 
     `planning_ms` is the planner's wall time, `waited_ms` that of who asked for the plan. `hidden` says whether it was
     ready then. `made_by`: "restarted" is a producer that took another's place meanwhile, "here" the training process,
-    "callback" one of the user's. `recipe` is the digest of what it follows from; `highs` says what HiGHS did for it.
+    "callback" one of the user's. `recipe` is the digest of what it follows from; `highs` says what HiGHS did for it;
+    `simpler_ms` as of `Made`.
     """
 
     plan: StepPlan
@@ -195,6 +197,12 @@ class PlannedStep:
     made_by: MadeBy = "here"
     recipe: str = ""
     highs: HighsShare | None = None
+    simpler_ms: float | None = None
+
+    @property
+    def mix_saved(self) -> float | None:
+        """Share of the step by the best plan of fewer shapes that this one saves at least, if one is known."""
+        return None if self.simpler_ms is None else 1.0 - self.plan.step_ms / self.simpler_ms
 
     def to_text(self) -> str:
         """For other ranks; `of_text` is the inverse."""
@@ -243,6 +251,7 @@ class Answer(NamedTuple):
     plan: StepPlan
     planning_ms: float
     highs: HighsShare | None
+    simpler_ms: float | None = None
 
 
 def read_answer(line: str, request: Request, recipe: PlanRecipe) -> Answer:
@@ -257,7 +266,7 @@ def read_answer(line: str, request: Request, recipe: PlanRecipe) -> Answer:
         if "invalid" in answer:
             raise PlanError(answer["invalid"])
         plan, planning_ms = StepPlan.from_json(answer["plan"], "the producer's answer"), float(answer["planning_ms"])
-        told = answer.get("highs")
+        told, simpler_ms = answer.get("highs"), answer.get("simpler_ms")
         highs = None if told is None else HighsShare(*told)
         # The producer has run the plan's schedules to check its times and its memory. What costs little is checked
         # again: a producer whose memory went bad may answer in valid JSON and still lose a sequence.
@@ -266,7 +275,7 @@ def read_answer(line: str, request: Request, recipe: PlanRecipe) -> Answer:
         check_safe(plan, recipe.table, recipe.strategies[0].num_ranks)
     except (ValueError, TypeError, KeyError) as error:
         raise InvalidAnswerError(str(error)) from error
-    return Answer(plan, planning_ms, highs)
+    return Answer(plan, planning_ms, highs, None if simpler_ms is None else float(simpler_ms))
 
 
 class Generations:

@@ -40,9 +40,8 @@ from typing import NamedTuple
 import numpy as np
 
 import ds_hydra.planner.kernels as kernels
-from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.costs.shares import Shares
-from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
+from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.pipe.shape import PipelineShape, StrategyShape
 from ds_hydra.plan.step_plan import Phase, StepPlan, load_plans
 from ds_hydra.plan.validate import check_complete, check_runnable, validate_plan
 from ds_hydra.planner.chunked import Chunked, ChunkedSearch
@@ -183,6 +182,8 @@ class _Candidates:
     tolerance: float  # share of the best plan's time that is not worth another search; below 0: worse plans are too
     prices: dict[int, Floats]
     bounds: dict[int, float]  # of a step, with what each strategy's messages add
+    shapes: dict[int, int]  # different ones of each strategy's pipelines
+    simplest: float  # share of the best plan's time that a plan of fewer shapes may take more
     found: dict[int, Assignment] = field(default_factory=dict)
 
     @property
@@ -193,8 +194,22 @@ class _Candidates:
     def winners(self, count: int) -> list[Assignment]:
         """The best plan, and up to so many others of other strategies that are close to it, best first; none where no
         strategy gave one."""
-        ranked = sorted(self.found.values(), key=lambda one: one.step_ms)
-        return [one for one in ranked[:count] if one.step_ms <= (1.0 + _CLOSE) * ranked[0].step_ms]
+        ranked = sorted(self.found, key=lambda index: self.found[index].step_ms)
+        chosen = [index for index in ranked[:count] if self._within(index, _CLOSE)]
+        simple = [i for i in ranked if self._within(i, self.simplest)]
+        fewest = min(simple, key=self.shapes.__getitem__, default=0)
+        if simple and self.shapes[fewest] < min(self.shapes[index] for index in chosen):
+            chosen.append(fewest)
+        return [self.found[index] for index in chosen]
+
+    def _within(self, index: int, share: float) -> bool:
+        """Whether the best plan of a strategy takes no more than this share longer than the best of all."""
+        return self.found[index].step_ms <= (1.0 + share) * self.best_ms
+
+    def is_simpler(self, index: int) -> bool:
+        """Whether a strategy may give a plan of fewer shapes than all that are as good by the rule."""
+        fewest = min((self.shapes[one] for one in self.found if self._within(one, self.simplest)), default=0)
+        return self.shapes[index] < fewest and self.bounds[index] < (1.0 + self.simplest) * self.best_ms
 
     @property
     def least_bound(self) -> float:
@@ -205,14 +220,11 @@ class _Candidates:
         return sorted(self.bounds, key=lambda index: (self.bounds[index], index))
 
     def can_win(self, index: int) -> bool:
-        return self.bounds[index] * (1.0 + self.tolerance) < self.best_ms
+        return self.bounds[index] * (1.0 + self.tolerance) < self.best_ms or self.is_simpler(index)
 
     def worth_trying(self) -> Iterator[int]:
-        """Strategies in the order of their bounds, until one cannot win; then none of those after it can."""
-        for index in self.by_bound():
-            if not self.can_win(index):
-                return
-            yield index
+        """Strategies in the order of their bounds that can win, or give a simpler plan that is as good."""
+        yield from (index for index in self.by_bound() if self.can_win(index))
 
     def offer(self, index: int, found: Assignment | None) -> None:
         if found is not None and (index not in self.found or found.step_ms < self.found[index].step_ms):
@@ -227,6 +239,7 @@ class Search:
         self._options = options
         self._num_sequences = batch.size
         self._one = StrategySearch(schemes, options, batch)
+        self.bounds: dict[int, float] = {}  # on steps by strategies of so many shapes, once they were searched
 
     def best_of(self, candidates: Sequence[int], count: int = 1) -> tuple[list[Assignment], float]:
         """The best assignment over these strategies, none where no strategy holds every sequence, and a lower bound on
@@ -236,13 +249,17 @@ class Search:
         """
         prices = {index: self._kinds[index].num_ranks.copy() for index in candidates}
         bounds = {index: self._bound(index, prices[index], 4, 8) for index in candidates}
-        known = _Candidates(self._options.tolerance if count == 1 else -_CLOSE, prices, bounds)
+        shapes = {index: len(set(self._kinds[index].strategy.pipelines)) for index in candidates}
+        tolerance = self._options.tolerance if count == 1 else -_CLOSE
+        known = _Candidates(tolerance, prices, bounds, shapes, self._options.simplest)
         if self._num_sequences <= _TINY_SEQUENCES:
             self._by_subsets(known)
         elif self._one.is_compiled:
             self._fully(known)
         else:
             self._leanly(known)
+        for index, bound in known.bounds.items():
+            self.bounds[shapes[index]] = min(bound, self.bounds.get(shapes[index], math.inf))
         return known.winners(count), known.least_bound
 
     def _bound(self, index: int, price: Floats, outer: int, inner: int) -> float:
@@ -251,7 +268,8 @@ class Search:
 
     def _prospect(self, index: int, known: _Candidates) -> Prospect:
         """Of the strategy's pipelines, whose times do not count what messages add."""
-        exposed_ms, ceiling = self._kinds[index].exposed_ms, known.best_ms * (1.0 - min(0.0, known.tolerance))
+        share = max(-known.tolerance, known.simplest if known.is_simpler(index) else 0.0, 0.0)
+        exposed_ms, ceiling = self._kinds[index].exposed_ms, known.best_ms * (1.0 + share)
         return Prospect(known.bounds[index] - exposed_ms, known.prices[index], ceiling - exposed_ms)
 
     def _fully(self, known: _Candidates) -> None:
@@ -356,15 +374,16 @@ class StepSearch:
         self._kernel = kernels.select(pool.options.kernels)
         self._chunked: ChunkedSearch | None = None
         self._best_chunked: PipelineKinds | None = None
+        self.bounds: dict[int, float] = {}  # of candidates of whole sequences, by their number of shapes
 
     def whole(self, kinds: Sequence[PipelineKinds]) -> tuple[list[StepPlan], float]:
         """The best plans of whole sequences, none without a strategy for it, and a bound on steps."""
         if not kinds:
             return [], math.inf
         batch = self._whole_batch
-        found, bound = Search(kinds, self._pool.schemes, self._pool.options, batch).best_of(
-            range(len(kinds)), self._pool.finalists
-        )
+        search = Search(kinds, self._pool.schemes, self._pool.options, batch)
+        found, bound = search.best_of(range(len(kinds)), self._pool.finalists)
+        self.bounds = search.bounds if not self.bounds else self.bounds
         table = self._pool.table
         return [self._plan(*assigned_pipelines(batch, one, table, self._tokens)) for one in found], bound
 
@@ -429,7 +448,7 @@ class StepSearch:
         return ChunkedSearch(
             self._space, self._kernel, self._chunked_batch,
             num_ranks=pool.num_ranks, tries=(pool.budget.tries if self._kernel.is_compiled else 0) or _LEAN_CUTS,
-            seed=pool.options.seed,
+            seed=pool.options.seed, simplest=pool.options.simplest,
         )  # fmt: skip
 
     def _as_plans(self, found: Sequence[Chunked]) -> list[StepPlan]:
@@ -455,6 +474,7 @@ class Made(NamedTuple):
 
     plan: StepPlan
     highs: HighsShare | None
+    simpler_ms: float | None = None  # of the best plan's step with fewer shapes, or what it takes at least
 
 
 class Planner:
@@ -558,18 +578,26 @@ class Planner:
                 "no strategy was found that holds every sequence; add one with a larger tp or sp, or lower "
                 "context_length"
             )
-        best = min(map(self._estimated, found), key=_of_step)
         several = self._step_ms is not None and len(found) > 1
-        if several:
-            best = min((self._hiding(self._simulated(plan)) for plan in found), key=_of_step)
+        found = [self._hiding(self._simulated(plan)) if several else self._estimated(plan) for plan in found]
+        best = self._simplest(found)
         # The bound is over all candidates, so that of plans which lost counts too. It is one of steps, and a plan
         # states what it leaves to the plan's own pipelines.
         bound = min(bound, bound_of_chunked) - self._exposed_ms(best)
         best = replace(best, lower_bound_ms=max(0.0, min(bound, best.searched_ms)))
         # Where a composed pipeline would stand, and so whether it has a slow rank, is not known while it is composed.
-        if self.options.highs == "off" or self.options.choose != "best" or self.cost_table.slow.paces:
-            return Made(best, None)
-        return self._composed(search, best, simulated=several)
+        made = Made(best, None)
+        if self.options.highs != "off" and self.options.choose == "best" and not self.cost_table.slow.paces:
+            made = self._composed(search, best, simulated=several)
+        shapes = _shapes(made.plan)
+        of_plans = [plan.step_ms for plan in found if _shapes(plan) < shapes]
+        of_bounds = [bound for count, bound in search.bounds.items() if count < shapes and math.isfinite(bound)]
+        return made._replace(simpler_ms=min(of_plans or of_bounds, default=None))
+
+    def _simplest(self, plans: Sequence[StepPlan]) -> StepPlan:
+        """The plan of fewest shapes of those that are as good as the best one by the rule; the soonest of them."""
+        most = (1.0 + self.options.simplest) * min(plan.step_ms for plan in plans)
+        return min((plan for plan in plans if plan.step_ms <= most), key=lambda plan: (_shapes(plan), plan.step_ms))
 
     def _composed(self, search: StepSearch, best: StepPlan, *, simulated: bool) -> Made:
         """The best plan, whose step may have been simulated, or that of a composed strategy where that is worth it
@@ -593,7 +621,11 @@ class Planner:
         best = self._sooner(best, [plan for plan in plans if plan.strategy in self._exposed])
         plans = [plan for plan in plans if plan.strategy not in self._exposed]
         offers = sorted([(1.0 - plan.step_ms / best.step_ms, plan) for plan in plans], key=lambda offer: -offer[0])
-        worth = [(gain, plan) for gain, plan in offers if gain >= WORTH]
+        worth = [
+            (gain, plan)
+            for gain, plan in offers
+            if gain >= (max(WORTH, self.options.simplest) if _shapes(plan) > _shapes(best) else WORTH)
+        ]
         if not worth:
             return Made(best, share)
         runs = self.options.highs == "composes"
@@ -607,7 +639,7 @@ class Planner:
 
     def _sooner(self, best: StepPlan, plans: Sequence[StepPlan]) -> StepPlan:
         """The soonest of these plans of candidates, with the bound that holds for the best one before."""
-        sooner = min([best, *plans], key=_of_step)
+        sooner = self._simplest([best, *plans])
         bound = best.lower_bound_ms + self._exposed_ms(best) - self._exposed_ms(sooner)
         return replace(sooner, lower_bound_ms=max(0.0, min(bound, sooner.searched_ms)))
 
@@ -652,19 +684,6 @@ class Planner:
         return replace(plan, source="replay")
 
 
-def _of_step(plan: StepPlan) -> float:
-    return plan.step_ms
-
-
-def warm_up() -> None:
-    """Compile every kernel that plans need, or load it from numba's cache, by planning a few made-up steps."""
-    costs = tuple(
-        SchemeCost(ParallelScheme(tp, pp), 1e-6, 0.1, 10.0, 400, 8, Shares.usual())
-        for tp, pp in ((1, 1), (2, 1), (1, 2))
-    )
-    table, options = CostTable(costs, "made up to warm the cache"), PlannerOptions(kernels="compiled")
-    # Few sequences and many go different ways, and so do strategies with chunked pipelines where others may win too.
-    for texts in (("tp2 + 2*tp1", "2*pp2", "2*pp2/list"), ("tp2 + pp2/list",)):
-        planner = Planner(table, [StrategyShape.parse(text) for text in texts], options)
-        for size in (3, 20):
-            planner.plan(0, range(size), [(37 * i) % 300 + 1 for i in range(size)])
+def _shapes(plan: StepPlan) -> int:
+    """How many different shapes its pipelines have."""
+    return len({(pipeline.shape, pipeline.schedule) for pipeline in plan.pipelines})

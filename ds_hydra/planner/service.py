@@ -239,11 +239,12 @@ class PlannerService:
             patience.turn("the producer plans" if ready else "the producer starts, and compiles or loads its kernels")
         try:
             recipe = self._generations.agree(generation, ready)
-            plan, planning_ms, highs = read_answer(line, request, recipe)
+            plan, planning_ms, highs, simpler_ms = read_answer(line, request, recipe)
         except InvalidAnswerError as error:
             logger.warning("planner: step %d: the producer's answer is not valid: %s", request.step + 1, error)
             return "invalid"
-        return PlannedStep(plan, planning_ms, hidden, 1e3 * patience.waited_s, "producer", recipe.digest, highs)
+        waited_ms = 1e3 * patience.waited_s
+        return PlannedStep(plan, planning_ms, hidden, waited_ms, "producer", recipe.digest, highs, simpler_ms)
 
     def _from_here(self, request: Request, patience: _Patience) -> PlannedStep:
         """The plan, made in this process by the same recipe: in a thread, so that others hear that it is waited for."""
@@ -254,10 +255,11 @@ class PlannerService:
                 settled = generations.settle(number, generations[number].settled().options.kernels)
                 self._here[number] = settled.planner(self._simulation, time.thread_time)
             recipe, planner, began = generations[number], self._here[number], time.perf_counter()
-            plan, highs = planner.made(request.step, request.ids, request.lengths)
+            plan, highs, simpler_ms = planner.made(request.step, request.ids, request.lengths)
             planning_ms = (time.perf_counter() - began) * 1e3
             validate_plan(plan, planner.cost_table, planner.num_ranks)
-            return PlannedStep(plan, planning_ms, False, 1e3 * patience.waited_s, "here", recipe.digest, highs)
+            waited_ms = 1e3 * patience.waited_s
+            return PlannedStep(plan, planning_ms, False, waited_ms, "here", recipe.digest, highs, simpler_ms)
 
         with ThreadPoolExecutor(1, "planner-here") as pool:
             number_of, future = pool.submit(threading.get_native_id), pool.submit(made)

@@ -178,6 +178,7 @@ class StepRecord:
     planning_waited_ms: float = 0.0  # that rank 0 waited for the plan, in the step or in the thread that made it ready
     planning_by: str = "producer"  # "restarted": one that took another's place meanwhile; "here": the training process
     highs: HighsFigures | None = None  # what HiGHS did for the plan; None: it had nothing to do
+    mix_saved: float | None = None  # share of the step by the best plan of fewer shapes, at least; None: none is known
     planning_recipe: str = ""  # hex, digest of all that plans follow from besides the sequences
     plan_digest: str = ""  # hex
     ids_digest: str = ""  # hex, of the sequence ids
@@ -371,6 +372,7 @@ class RunTotals:
     def __init__(self) -> None:
         self.strategies: Counter[str] = Counter()
         self.restarted = self.num_highs = 0
+        self.saved = array("d")  # by mixes of shapes
         self.composed: set[str] = set()
         self.highs_ms = self.highs_step_ms = 0.0
         self.num_tokens = self.num_changes = self.num_hidden = self.num_skipped = 0
@@ -390,6 +392,8 @@ class RunTotals:
             self.highs_step_ms += record.step_ms
             if record.highs.new_strategy:
                 self.composed.add(record.strategy)
+        if record.mix_saved is not None:
+            self.saved.append(record.mix_saved)
         self.losses.append(record.loss)
         self.step_ms.append(record.step_ms)
         self.balances.append(record.balance)
@@ -415,6 +419,12 @@ class RunTotals:
         share = self.highs_ms / self.highs_step_ms if self.highs_step_ms else 0.0
         return [f"HiGHS composed {len(self.composed)} strategies in {self.num_highs} steps, {share:.1%} of step time"]
 
+    def _of_mixes(self) -> list[str]:
+        """What several shapes saved by the costs, over the best plans of fewer."""
+        if not self.saved:
+            return []
+        return [f"mixes of shapes saved {fmean(self.saved):.1%} at least by the costs, in {len(self.saved)} steps"]
+
     def summary(self) -> str:
         """Strategies used and how often, times and prediction errors; "" when there was no step."""
         if not self.step_ms:
@@ -430,6 +440,7 @@ class RunTotals:
             f"planning hidden in {self.num_hidden} steps"
             + (f", {self.restarted} planned by a producer that was started again" if self.restarted else ""),
             *self._of_highs(),
+            *self._of_mixes(),
             f"{len(self.strategies)} strategies, {mixed} heterogeneous, {self.num_changes} changes:",
         ]
         lines += [f"  {count:5d} x  {strategy}" for strategy, count in self.strategies.most_common()]

@@ -445,3 +445,33 @@ def test_a_sequence_that_is_most_of_a_pipelines_work_is_cut_as_if_it_were_the_fi
     fresh, probed = (PipelineTimes(space, kernel, batch, tries=1 << 20, seed=0) for _ in range(2))
     probed.probe(0, space.share(batch, 64), batch.items.work[0])
     assert probed.timed(0, lone).ms == fresh.timed(0, lone).ms
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_of_plans_that_are_as_good_the_one_with_fewest_shapes_is_taken(chunked: bool) -> None:
+    """Within the share that `simplest` allows, and no further; what more shapes save is told."""
+    pool = ["4*tp4/v", "2*tp4/v + 4*tp2/v"] if chunked else ["4*tp4", "2*tp4 + 4*tp2"]
+    lengths = [380, *[60] * 60]
+    usual = Shares.usual() if chunked else None
+    costs = [
+        SchemeCost(ParallelScheme(tp), 0.0, 0.4 / tp * (1.0 + 0.04 * tp), 2.0, 400, 10, shares=usual) for tp in (2, 4)
+    ]
+    made = {
+        share: Planner(
+            CostTable(tuple(costs)), [*map(StrategyShape.parse, pool)],
+            PlannerOptions(kernels="compiled", simplest=share),
+        ).made(0, range(len(lengths)), lengths)
+        for share in (0.0, 0.1)
+    }  # fmt: skip
+    mix, simple = made[0.0].plan, made[0.1].plan
+    assert (mix.strategy, simple.strategy) == (pool[1], pool[0])
+    assert mix.step_ms < simple.step_ms <= 1.1 * mix.step_ms
+    assert made[0.1].simpler_ms is None
+    barely = 0.9 * (simple.step_ms / mix.step_ms - 1.0)
+    options = PlannerOptions(kernels="compiled", simplest=barely)
+    again = Planner(CostTable(tuple(costs)), [*map(StrategyShape.parse, pool)], options)
+    found = again.made(0, range(len(lengths)), lengths)
+    assert found.plan.strategy == mix.strategy
+    if not chunked:
+        assert found.simpler_ms is not None
+        assert mix.step_ms < found.simpler_ms <= simple.step_ms

@@ -14,13 +14,13 @@ import pytest
 
 from ds_hydra.commands.__main__ import main
 from ds_hydra.planner.kernels import sources
-from ds_hydra.planner.selection import warm_up
+from ds_hydra.planner.warming import warm_up
 
 ROOT = Path(__file__).resolve().parents[2]
 COUNTED = """
 import numba.core.event as event
 import ds_hydra
-from ds_hydra.planner.selection import warm_up
+from ds_hydra.planner.warming import warm_up
 with event.install_recorder("numba:compile") as recorded:
     warm_up()
 print(ds_hydra.__file__, len(recorded.buffer))
@@ -83,7 +83,7 @@ def test_without_a_folder_of_the_user_kernels_stay_where_numba_keeps_them(
 def test_a_copy_is_the_source_at_a_time_of_its_own() -> None:
     copy = Path(sources.as_copied(warm_up, "test", "0").co_filename)  # type: ignore[arg-type]
     try:
-        assert copy.read_bytes() == (ROOT / "ds_hydra/planner/selection.py").read_bytes()
+        assert copy.read_bytes() == (ROOT / "ds_hydra/planner/warming.py").read_bytes()
         assert copy.stat().st_mtime_ns == sources._TIME_NS
     finally:
         shutil.rmtree(copy.parent)

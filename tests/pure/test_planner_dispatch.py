@@ -276,7 +276,7 @@ def test_a_warm_cache_has_all_that_plans_need() -> None:
     code = (
         "import ds_hydra.planner.kernels as kernels\n"
         "from ds_hydra.planner import Planner, PlannerOptions\n"
-        "from ds_hydra.planner.selection import warm_up\n"
+        "from ds_hydra.planner.warming import warm_up\n"
         "from ds_hydra.pipe.shape import StrategyShape\n"
         "from tests.support.planner_cases import a800_batch, a800_planner\n"
         "def compiled():\n"
