@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.pipe.rows import Pack
+from ds_hydra.zero_hetero import collectives
 
 Group = dist.ProcessGroup | None
 Rows = Callable[[Tensor, Group], Tensor]
@@ -135,9 +136,7 @@ def start_gather(x: Tensor, group: Group) -> Pending:
     x = x.contiguous()
     ranks = sharers(group)
     out = x.new_empty(_with_rows(x, ranks.size() * x.shape[-2]))
-    # Its name is another one before torch 2.13.
-    gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-    return Pending(out, x, gather(out.view(-1), x.view(-1), group=ranks, async_op=True))
+    return Pending(out, x, collectives.start_gather(out.view(-1), x.view(-1), ranks))
 
 
 def start_sum(x: Tensor, group: Group) -> Pending:
@@ -232,8 +231,9 @@ def _gathered(x: Tensor, pack: Pack) -> Tensor:
     most = max(pack.tokens)
     padded = x.new_zeros((most, *x.shape[1:]))  # gathered is what is equally large
     padded[: len(x)] = x
-    parts = [torch.empty_like(padded) for _ in pack.tokens]
-    dist.all_gather(parts, padded, group=pack.sp_group)
+    parts = start_gather(padded.view(most, -1), pack.sp_group).wait().view(pack.sp, *padded.shape)
+    if min(pack.tokens) == most:
+        return parts.view(pack.sp * most, *x.shape[1:])
     return torch.cat([part[:tokens] for part, tokens in zip(parts, pack.tokens, strict=True)])
 
 

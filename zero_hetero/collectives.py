@@ -14,6 +14,15 @@ from torch import Tensor
 from ds_hydra.zero_hetero.transport import Transport, Work
 
 
+def start_gather(out: Tensor, own: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Begin to bring what each rank of the group has, (n,), to all of them: (ranks * n,), in the group's order."""
+    # Its name is another one before torch 2.13.
+    gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+    work = gather(out, own, group=group, async_op=True)
+    assert work is not None, "this rank is in the group, so the collective has started"
+    return work
+
+
 class Collectives(Protocol):
     """Collectives of any teams of ranks. A buffer has one part for each member, all equal, in the members' order."""
 
@@ -55,10 +64,7 @@ class GroupCollectives:
 
     def gather(self, buffer: Tensor, members: Sequence[int], *, tag: int = 0) -> Work:
         group = self._group_of(tuple(members))
-        own = buffer.chunk(len(members))[group.rank()]
-        # Its name is another one before torch 2.13.
-        gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-        return _Started(gather(buffer, own, group=group, async_op=True))
+        return _Started(start_gather(buffer, buffer.chunk(len(members))[group.rank()], group))
 
     def trade(self, src: Tensor, dst: Tensor, members: Sequence[int], *, tag: int = 0) -> Work:
         work = dist.all_to_all_single(dst, src, group=self._group_of(tuple(members)), async_op=True)

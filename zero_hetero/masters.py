@@ -22,11 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ds_hydra.zero_hetero.collectives import start_gather
 from ds_hydra.zero_hetero.errors import PlanError
-from ds_hydra.zero_hetero.layout import BucketSpec, Layout, even_layout, layout_of_intervals
-from ds_hydra.zero_hetero.link import Link
-from ds_hydra.zero_hetero.transfer_plan import plan_transfer
-from ds_hydra.zero_hetero.transport import Transport
+from ds_hydra.zero_hetero.layout import BucketSpec, Layout, even_layout
 
 BLOCK_ON_CPU = 1 << 16  # elements that are squared in FP64 at once: 512 KiB, which stays in cache
 
@@ -63,7 +61,7 @@ def norm_table(grads: Iterable[Tensor], group: dist.ProcessGroup | None, *words:
         return own[None]
     table = total.new_empty(dist.get_world_size(group), len(own))
     # Gathered and not all-reduced: every rank adds the same numbers in the same order, whatever the backend.
-    dist.all_gather(list(table.unbind()), own, group=group)
+    start_gather(table.view(-1), own, group).wait()
     return table
 
 
@@ -266,13 +264,14 @@ class MasterShards:
 
     def gather_full(
         self,
-        transport: Transport,
+        group: dist.ProcessGroup | None,
         *,
         source: Sequence[Tensor] | None = None,
         ranks: Sequence[int] | None = None,
         names: Collection[str] | None = None,
     ) -> dict[str, Tensor]:
-        """Whole parameters by name, flat in master order, on CPU; called on all ranks together.
+        """Whole parameters by name, flat in master order, on CPU; called on all ranks of `group` together, which are
+        all that hold masters; None is a rank alone.
 
         `source`: what to gather, per bucket like `shards` (default: the shards). `ranks`: who gets them (default:
         all); the others get an empty dictionary. `names`: of which parameters (default: all). Goes bucket by bucket, so
@@ -285,7 +284,7 @@ class MasterShards:
             if not any(wanted_here):
                 continue
             local = (self.shards if source is None else source)[bucket].detach()
-            whole = self.gather_bucket(bucket, local, transport, receivers)
+            whole = self.gather_bucket(bucket, local, group, receivers)
             if self.rank in receivers:
                 values = whole.cpu().split([numel for _, numel in spec.params])
                 # Cloned, so that who keeps one parameter does not keep the whole bucket.
@@ -293,15 +292,23 @@ class MasterShards:
                 gathered |= {name: value.clone() for (name, _), value, asked in triples if asked}
         return gathered
 
-    def gather_bucket(self, bucket: int, local: Tensor, transport: Transport, receivers: Collection[int]) -> Tensor:
+    def gather_bucket(
+        self, bucket: int, local: Tensor, group: dist.ProcessGroup | None, receivers: Collection[int]
+    ) -> Tensor:
         """A whole bucket, flat, on the receivers, and nothing elsewhere; `local` is what this rank has of it."""
-        # A whole bucket is a layout too: everything on the receivers, nothing elsewhere.
-        numel = self.buckets[bucket].numel
-        wanted = [(0, numel if rank in receivers else 0) for rank in range(self.num_ranks)]
-        plan = plan_transfer(self.layouts[bucket], layout_of_intervals(numel, wanted))
-        whole = torch.empty(wanted[self.rank][1], dtype=local.dtype, device=local.device)
-        Link(plan, self.rank, transport).pull(local, whole).wait()
-        return whole
+        # One collective of all ranks, also where one is to have the bucket: messages from each rank would make a pair
+        # of each, whose buffers on devices stay, and as much comes to its node.
+        sizes = self.layouts[bucket].sizes
+        if group is None or self.num_ranks == 1:
+            whole = local.clone()
+        else:
+            width = max(sizes)
+            whole = local.new_empty(self.num_ranks * width)
+            own = local if len(local) == width else torch.cat((local, local.new_zeros(width - len(local))))
+            start_gather(whole, own.contiguous(), group).wait()
+            if len(whole) > self.buckets[bucket].numel:
+                whole = torch.cat([part[:size] for part, size in zip(whole.view(-1, width), sizes, strict=True)])
+        return whole if self.rank in receivers else whole[:0].clone()
 
     def _cut_pieces(self) -> Iterator[OwnedPiece]:
         """This rank's interval of every bucket, cut where parameters begin."""

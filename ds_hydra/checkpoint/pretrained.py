@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -21,7 +22,6 @@ from ds_hydra.pipe.stage import to_flat
 from ds_hydra.ranks.world import World
 from ds_hydra.step.model_masters import ModelMasters
 from ds_hydra.zero_hetero.errors import CheckpointError
-from ds_hydra.zero_hetero.transport import Transport
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ _TOKENIZER = (
 
 def stored_weights(
     masters: ModelMasters,
-    transport: Transport,
+    group: dist.ProcessGroup | None,
     dtype_in: Callable[[Bucket], torch.dtype],
     model: Any,
     ranks: Sequence[int] | None = None,
@@ -49,7 +49,7 @@ def stored_weights(
     from transformers import PreTrainedModel
     from transformers.core_model_loading import revert_weight_conversion
 
-    whole = masters.whole_buckets(transport, dtype_in, ranks)
+    whole = masters.whole_buckets(group, dtype_in, ranks)
     for bucket in masters.buckets:
         values = next(whole)  # a `zip` would keep them until the next ones are there
         if merge is not None:

@@ -87,6 +87,12 @@ class Copy:
         self._leaving: dict[int, Work] = {}  # of this step, by bucket
 
     @property
+    def pairs(self) -> set[tuple[int, int]]:
+        """(sender, receiver) of the messages of all ranks' copies."""
+        ranks, shift = self._world.num_ranks, self.keeper - self._world.rank
+        return {(rank, (rank + shift) % ranks) for rank in range(ranks)}
+
+    @property
     def stale(self) -> bool:
         """Whether masters have got other values than by updates since all copies were whole; equal on all ranks, but
         for a fault in `refresh`."""

@@ -68,6 +68,13 @@ class ClockedGroup(dist.ProcessGroup):
         self._pass("all_gather", self.size() * inputs[0].numel() * inputs[0].element_size())
         return self._inner.allgather(outputs, inputs, opts)
 
+    def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Any:
+        self._pass("all_gather", output.nbytes)
+        gather = getattr(self._inner, "all_gather_single", None) or self._inner._allgather_base
+        return gather(output, source, opts)
+
+    _allgather_base = all_gather_single  # type: ignore[assignment]  # what torch before 2.13 calls it
+
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:  # type: ignore[override]
         return self._inner.broadcast(tensors, opts)
 

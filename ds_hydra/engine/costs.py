@@ -29,6 +29,7 @@ from ds_hydra.pipe.shape import ParallelScheme, StageShape, StrategyShape
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.plan.schemes import feasible_schemes
 from ds_hydra.planner.cutting import counts_more, longest_of
+from ds_hydra.ranks.groups import ROOM_FOR_COMMUNICATORS
 from ds_hydra.zero_hetero.errors import ConfigError
 from ds_hydra.zero_hetero.nodes import Cluster, NodeSize, largest_node
 
@@ -263,11 +264,6 @@ def _too_long(table: CostTable, memory: JobMemory, best: Shape, longest: int, no
     )
 
 
-# Bytes of buffers of communicators and pairs, which connect when the candidates are known: 6 to 13 of the ones and 42
-# to 128 of the others, with 4 to 10 MiB for a channel and peer.
-_COMMUNICATORS = 3 << 30
-
-
 def least_memory(world: World) -> tuple[float, dict[str, float]]:
     """Bytes that every rank may use; and those that every one of a class may, where devices are of several."""
     # Devices of one kind may differ by some MiB, and by what others use. MaxLen must not: schedules are made from it,
@@ -278,7 +274,7 @@ def least_memory(world: World) -> tuple[float, dict[str, float]]:
     by_class = {device: float(every[list(ranks)].min()) for device, ranks in classes.items()}
     if world.device.type != "cuda":
         return least, by_class
-    later = _COMMUNICATORS if world.num_ranks > 1 else 0
+    later = ROOM_FOR_COMMUNICATORS if world.num_ranks > 1 else 0
     if world.rank == 0:
         _, whole = torch.cuda.mem_get_info(world.device)
         logger.info(

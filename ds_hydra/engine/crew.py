@@ -159,7 +159,7 @@ class Crew:
                 request=request,
                 least_arena=self.prepared.room.arena[world.rank],
             )
-        self._stepper.runtimes.connect()
+        self._stepper.runtimes.connect(self.copy.pairs if self.copy is not None else ())
         if (exchange := getattr(self.update.optimizer, "exchange", None)) is not None:
             exchange.connect()
         self.away = Away(self._masters, self._stepper, self.update.optimizer)

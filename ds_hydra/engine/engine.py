@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -47,7 +47,7 @@ from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.models.facts import ModelFacts
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.ranks.channel import Channel
-from ds_hydra.ranks.groups import CONNECTING
+from ds_hydra.ranks.groups import CONNECTING, side_groups
 from ds_hydra.ranks.nodes import GivenNode, Standing, cluster_of
 from ds_hydra.ranks.together import first_channel, together
 from ds_hydra.ranks.world import World
@@ -615,6 +615,11 @@ class HydraEngine(HostEngine):
             self.zero_grad()
         self.crew.put_away(kinds)
         return self
+
+    def side_groups(self) -> AbstractContextManager[None]:
+        """Within it a script makes process groups of some ranks, or with an inference engine's processes, that carry
+        weights: where the default group is bound to its device, torch would wait for all ranks."""
+        return side_groups()
 
     def offload_states(self, include: Any = None, device: Any = "cpu", **_: Any) -> None:
         """DeepSpeed's name of `to("cpu")`; `include` are members of its OffloadStateTypeEnum (default: all)."""

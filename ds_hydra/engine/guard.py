@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,12 @@ from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError, NumericsEr
 from ds_hydra.zero_hetero.told import told_of
 
 _BEATS = 9  # of a rank, in the time after which it counts as frozen
+_DUMP_S = 30.0
+
+
+def _for_dumps_s() -> float:
+    """Seconds for torch's flight recorders to write, which begin when a group's time is over."""
+    return _DUMP_S if os.environ.get("TORCH_NCCL_DUMP_ON_TIMEOUT", "0").lower() in ("1", "true", "yes") else 0.0
 
 
 class Guard:
@@ -39,7 +46,7 @@ class Guard:
             calling=lambda: activity.calling,
             heartbeat_s=frozen_s / _BEATS,
             frozen_s=frozen_s,
-            still_s=config.timeout_seconds if backend != "gloo" else None,  # gloo itself ends a wait
+            still_s=config.timeout_seconds + _for_dumps_s() if backend != "gloo" else None,  # gloo itself ends a wait
             address=config.faults.address,
             remedy=_remedy(config),
             limit_s=config.timeout_seconds,

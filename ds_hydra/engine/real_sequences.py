@@ -85,7 +85,7 @@ class RealSequences:
         everywhere = [name for name, _ in self._job.model.named_parameters(remove_duplicate=False)]
         names = {few: name for name in everywhere if (few := _in_few(name, path, kept)) is not None}
         wanted = {source.aliases[whole] for whole in names.values()}
-        values = self._masters.gather(self._world.links, wanted, [who])
+        values = self._masters.gather(self._world.group, wanted, [who])
         mine: Exception | None = None
         if self._world.rank == who:
             try:

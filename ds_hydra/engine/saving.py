@@ -165,7 +165,7 @@ class EngineCheckpoints:
         with crew.together("saving"):
             names = frozenset(aliases.values())
             dtype = crew.job.types.compute
-            weights = crew.masters.gather(world.links, names, [0], dtype)
+            weights = crew.masters.gather(world.group, names, [0], dtype)
             # Rank 0's error is told to all, so that every rank raises it. If only rank 0 raised, the others would go on
             # to the next step and wait for it there.
             error: Exception | None = None
@@ -190,25 +190,25 @@ class EngineCheckpoints:
         """See `HydraEngine.full_parameters`."""
         crew, model, computed_in = self._crew, self._host.module, self._crew.job.types.compute
         dtype_in = partial(dtype_of, dtype=computed_in) if dtype is None else lambda _: dtype
-        masters, links, aliases = crew.masters, crew.world.links, crew.job.source.aliases
+        masters, group, aliases = crew.masters, crew.world.group, crew.job.source.aliases
         if adapters not in ("merged", "alone"):
             raise ConfigError(f'full_parameters(adapters=...) is "merged" or "alone", and not {adapters!r}')
         if not is_peft_model(model):
             if adapters == "alone":
                 raise ConfigError('full_parameters(adapters="alone") is of a PEFT model, and this one is none')
-            return stored_weights(masters, links, dtype_in, model, ranks)
+            return stored_weights(masters, group, dtype_in, model, ranks)
         from ds_hydra.checkpoint.adapted_weights import Merged, adapters_alone
 
         base = base_of(model)
         if adapters == "merged":
-            return stored_weights(masters, links, dtype_in, base, ranks, Merged(base, aliases))
+            return stored_weights(masters, group, dtype_in, base, ranks, Merged(base, aliases))
         names = names_with_adapters(base, aliases)
-        values = masters.gather(links, frozenset(names.values()), ranks)
+        values = masters.gather(group, frozenset(names.values()), ranks)
         return adapters_alone(model, values, names, dtype or computed_in, crew.world.device)
 
     def fp32_state_dict(self) -> dict[str, Tensor]:
         """See `HydraEngine.fp32_state_dict`."""
-        full = self._crew.masters.gather(self._crew.world.links)
+        full = self._crew.masters.gather(self._crew.world.group)
         before = NAMES_OF_PEFT if is_peft_model(self._host.module) else ""
         return {before + path: full[name] for path, name in self._crew.job.source.aliases.items()}
 

@@ -37,7 +37,7 @@ class Weights:
                    for bucket in crew().masters.buckets for param in bucket.params}  # fmt: skip
         self.lent = Values(
             buckets,
-            gather=lambda names: crew().masters.gather(crew().world.links, names),
+            gather=lambda names: crew().masters.gather(crew().world.group, names),
             revision=lambda: (id(crew()), crew().masters.revision, host.global_steps),
             wide=[param.name for bucket in crew().masters.buckets if bucket.wide for param in bucket.params],
             device=host.device,

@@ -15,6 +15,10 @@ from ds_hydra.pipe.placement import Strategy
 CONNECTING = "connecting"  # how names of an activity begin in which ranks only meet
 _LAZY = "TORCH_GLOO_LAZY_INIT"
 
+# Bytes of buffers of communicators and pairs, which connect when the candidates are known: 6 to 13 of the ones and 42
+# to 128 of the others, with 4 to 10 MiB for a channel and peer.
+ROOM_FOR_COMMUNICATORS = 3 << 30
+
 Ranks = tuple[int, ...]
 
 
@@ -32,6 +36,25 @@ def pairs_connect_when_used() -> Iterator[None]:
             del os.environ[_LAZY]
         else:
             os.environ[_LAZY] = before
+
+
+@contextmanager
+def side_groups() -> Iterator[None]:
+    """Groups made within it by some ranks alone, or with processes of others, wait for no other rank.
+
+    torch makes a group by splitting the default group where that is bound to its device, which is a call of all its
+    ranks: one that rank 0 makes with the processes of an inference engine would wait for ever.
+    """
+    everyone = dist.group.WORLD if dist.is_initialized() else None
+    device = None if everyone is None else everyone.bound_device_id
+    if everyone is None or device is None:
+        yield
+        return
+    everyone.bound_device_id = None
+    try:
+        yield
+    finally:
+        everyone.bound_device_id = device
 
 
 def wait_at_most(timeout: timedelta, groups: Iterable[dist.ProcessGroup]) -> None:

@@ -35,12 +35,13 @@ from ds_hydra.ranks.groups import (
 from ds_hydra.ranks.nccl import nccl_options
 from ds_hydra.ranks.telling import Telling
 from ds_hydra.zero_hetero.clock import Clock, clock_of
-from ds_hydra.zero_hetero.collectives import Collectives, GroupCollectives, MessageCollectives
+from ds_hydra.zero_hetero.collectives import Collectives, GroupCollectives, MessageCollectives, start_gather
 from ds_hydra.zero_hetero.nodes import Cluster, NodeSize
 from ds_hydra.zero_hetero.transport import DeviceLane, HostLane, Lane, TorchTransport, Transport
 
 _OPEN_RECEIVES = 2  # buckets whose receives are open at once on gloo, where all ranks share a machine
 _CONNECT_TAG = 1 << 23
+_MUCH = 1 << 19  # elements of a rank, of which 16 MiB and more travel among eight
 
 Pair = tuple[int, int]  # (sender, receiver)
 Naming = Callable[[str], AbstractContextManager[object]]
@@ -166,10 +167,10 @@ class World:
         with naming(f"{CONNECTING} groups of tensor and sequence parallel ranks"):
             self.groups.create(group for strategy in strategies for group in needed_groups(strategy))
             self.teams.create(() if self._gloo else teams)
-        found = list(dict.fromkeys([*self._shared, *self.groups, *self.teams]))
+        found, in_rows = list(dict.fromkeys([*self._shared, *self.groups, *self.teams])), set(self.groups)
         for number, group in enumerate(found, 1):
             with naming(f"{CONNECTING} group {number} of {len(found)}, of ranks {dist.get_process_group_ranks(group)}"):
-                dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+                self._greet_group(group, exchanges=group in in_rows)
         for transport, pairs in ((self.links, sorted(links)), (self.edges, sorted(edges))):
             with naming(f"{CONNECTING} {len(pairs)} pairs of ranks"):
                 self._greet(transport, pairs)
@@ -180,6 +181,33 @@ class World:
                 with naming(f"{CONNECTING} twins, ranks {list(team)}"):
                     self.collectives.gather(own, team, tag=_CONNECT_TAG).wait()
                     self.collectives.trade(own, others, team, tag=_CONNECT_TAG).wait()
+
+    def _greet_group(self, group: dist.ProcessGroup, *, exchanges: bool) -> None:
+        """Every collective that a step or a gather uses in this group, once; `exchanges`: all-to-alls, too.
+
+        NCCL connects the ranks of a communicator when an algorithm needs it, in the host and with memory of the device:
+        few bytes may go by another one than many, and an all-to-all connects pairs.
+        """
+        one = torch.zeros(1, device=self.device)
+        dist.all_reduce(one, group=group)
+        if self._gloo or (group in self._shared[1:]):  # links and edges carry messages of pairs alone
+            return
+        for numel in (1,) if self.device.type == "cpu" else (1, _MUCH):
+            whole = torch.zeros(group.size() * numel, device=self.device)
+            own = whole[:numel]
+            dist.all_reduce(whole, group=group)
+            start_gather(whole, own.clone(), group).wait()
+            if exchanges:
+                scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+                scatter(own.clone(), whole, group=group)
+                dist.all_to_all_single(torch.empty_like(whole), whole, group=group)
+
+    def device_bytes(self) -> int:
+        """What this rank's device holds beside the memory of torch's allocator; 0 on a host."""
+        if self.device.type != "cuda":
+            return 0
+        free, whole = torch.cuda.mem_get_info(self.device)
+        return whole - free - torch.cuda.memory_reserved(self.device)
 
     def _greet(self, transport: Transport, pairs: Sequence[Pair]) -> None:
         """Exchange one element over each pair, all of them at once."""

@@ -13,7 +13,6 @@ from ds_hydra.pipe.stage import ModelSource, dtype_of, from_flat, to_flat
 from ds_hydra.zero_hetero.errors import ConfigError
 from ds_hydra.zero_hetero.layout import BucketSpec
 from ds_hydra.zero_hetero.masters import MasterShards
-from ds_hydra.zero_hetero.transport import Transport
 
 
 class ModelMasters:
@@ -87,7 +86,10 @@ class ModelMasters:
                 masters.load(piece.name, to_flat(drawn(piece.name), rule.dim, rule.parts))
 
     def whole_buckets(
-        self, transport: Transport, dtype_in: Callable[[Bucket], torch.dtype], ranks: Sequence[int] | None = None
+        self,
+        group: dist.ProcessGroup | None,
+        dtype_in: Callable[[Bucket], torch.dtype],
+        ranks: Sequence[int] | None = None,
     ) -> Iterator[dict[str, Tensor]]:
         """Full parameters by master name, in their own shapes and in their bucket's type, on the device; one bucket at
         a time, in memory that its parameters share.
@@ -101,11 +103,11 @@ class ModelMasters:
             trained, frozen = trained + bucket.trainable, frozen + (not bucket.trainable)
             # Cast before they travel: half the bytes on the wire. Nothing of a bucket is kept here beyond its turn.
             shard = masters.shards[index].detach().to(dtype_in(bucket))
-            yield _in_shapes(bucket, masters.gather_bucket(index, shard, transport, receivers))
+            yield _in_shapes(bucket, masters.gather_bucket(index, shard, group, receivers))
 
     def gather(
         self,
-        transport: Transport,
+        group: dist.ProcessGroup | None,
         names: Collection[str] | None = None,
         ranks: Sequence[int] | None = None,
         computed_in: torch.dtype | None = None,
@@ -118,7 +120,7 @@ class ModelMasters:
             if computed_in is not None:  # cast before they travel: half the bytes on the wire, and in memory
                 pairs = zip(buckets, masters.shards, strict=True)
                 source = [shard.detach().to(dtype_of(bucket, computed_in)) for bucket, shard in pairs]
-            flat |= masters.gather_full(transport, source=source, names=names, ranks=ranks)
+            flat |= masters.gather_full(group, source=source, names=names, ranks=ranks)
         params = [param for bucket in self.buckets for param in bucket.params if param.name in flat]
         found = {p.name: from_flat(flat[p.name], p.shape, p.rule.dim, p.rule.parts).contiguous() for p in params}
         return found if computed_in is not None else {n: one.to(self.trained.flat.dtype) for n, one in found.items()}

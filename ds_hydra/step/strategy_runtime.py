@@ -30,6 +30,7 @@ are sent whatever a rank waits for.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -56,6 +57,7 @@ from ds_hydra.pipe.transfers import (
     twins_with,
 )
 from ds_hydra.pipe.weight_gradients import add_to_sum
+from ds_hydra.ranks.groups import ROOM_FOR_COMMUNICATORS
 from ds_hydra.zero_hetero.clock import Laps, Stopwatch
 from ds_hydra.zero_hetero.contributions import Place
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
@@ -75,6 +77,8 @@ if TYPE_CHECKING:
 
 Pairs = frozenset[tuple[int, int]]
 """(sender, receiver), global ranks."""
+
+logger = logging.getLogger(__name__)
 
 
 class Connections(NamedTuple):
@@ -486,12 +490,14 @@ class Runtimes:
         self._source, self._masters, self._world, self._arena, self._activity = source, masters, world, arena, activity
         self._strategies, self._grad_dtype, self._wire_dtype = strategies, grad_dtype, wire_dtype
         self.built: dict[str, StrategyRuntime] = {}
+        self.communicators = 0  # bytes of the device that groups and pairs have taken
         # Which pushes wait for which where the model is a small one that stands for another: the other's.
         self.turns_of: Callable[[Strategy], Sequence[int]] | None = None
 
-    def connect(self) -> None:
-        """Connect what steps under the candidates use; every rank must call it before the first step."""
-        self._connect(self._strategies.values())
+    def connect(self, beside: Collection[tuple[int, int]] = ()) -> None:
+        """Connect what steps under the candidates use, and the pairs `beside` them over which masters travel otherwise;
+        every rank must call it before the first step."""
+        self._connect(self._strategies.values(), beside)
 
     def can_build(self, plan: StepPlan) -> bool:
         """Whether all strategies of a plan were used before, so that its micro-batches are built without a message;
@@ -528,17 +534,34 @@ class Runtimes:
             )
         return self.built[name]
 
-    def _connect(self, strategies: Collection[Strategy]) -> None:
+    def _connect(self, strategies: Collection[Strategy], beside: Collection[tuple[int, int]] = ()) -> None:
         """Connect what steps under these strategies use, so that none of them has to."""
         world = self._world
         pairs = connections_of(self._source.plan, strategies, world.node_size)
-        world.connect(strategies, links=pairs.links, edges=pairs.edges, teams=pairs.teams, naming=self._activity)
+        before = world.device_bytes()
+        links = pairs.links.union(beside)
+        world.connect(strategies, links=links, edges=pairs.edges, teams=pairs.teams, naming=self._activity)
+        self.communicators += world.device_bytes() - before
+        if world.device.type != "cpu":
+            tell_communicators(self.communicators, len(world.groups) + len(world.teams), world.rank)
 
     def close(self) -> None:
         """Let go of all strategies, their memory and their groups; it cannot be used afterwards."""
         for runtime in self.built.values():
             runtime.close()
         vars(self).clear()
+
+
+def tell_communicators(taken: int, groups: int, rank: int) -> None:
+    """Log what groups and pairs have taken of a device, beside what was left for them."""
+    room, what = ROOM_FOR_COMMUNICATORS / 2**30, f"{groups} groups took {taken / 2**30:.2f}"
+    if taken > ROOM_FOR_COMMUNICATORS:
+        logger.warning(
+            "rank %d: communicators of %s GiB of its device, and %.1f are left for them: steps near the limit may run "
+            "out of memory. List fewer hydra.strategies, or lower hydra.context_length", rank, what, room,
+        )  # fmt: skip
+    elif rank == 0:
+        logger.info("communicators of %s of the %.1f GiB that are left for them", what, room)
 
 
 def build_stages(source: ModelSource, strategies: Iterable[Strategy], rank: int, dtype: torch.dtype) -> int:

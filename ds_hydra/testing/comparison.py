@@ -194,7 +194,7 @@ def whole_gradients(engine: Any) -> dict[str, Tensor]:
 
 
 def _whole(engine: Any, source: Sequence[Tensor]) -> dict[str, Tensor]:
-    flat = engine.crew.masters.trained.gather_full(engine.crew.world.links, source=source, ranks=[0])
+    flat = engine.crew.masters.trained.gather_full(engine.crew.world.group, source=source, ranks=[0])
     specs = [param for bucket in engine.job.source.plan.buckets for param in bucket.params if param.name in flat]
     return {p.name: from_flat(flat[p.name], p.shape, p.rule.dim, p.rule.parts).contiguous() for p in specs}
 

@@ -244,7 +244,7 @@ def test_what_was_frozen_begins_without_moments(tmp_path: Path) -> None:
         engine = small_engine(rank, model)
         engine.train_batch()
         engine.save_checkpoint(tmp_path)
-        before, frozen = whole_state(engine), engine.crew.masters.frozen.gather_full(engine.crew.world.links)
+        before, frozen = whole_state(engine), engine.crew.masters.frozen.gather_full(engine.crew.world.group)
         engine.destroy()
         other = small_engine(rank)
         other.train_batch()

@@ -443,10 +443,9 @@ def train_sharded(rank: int, num_ranks: int, steps: int) -> tuple[list[float], d
         clip_(masters.grads, norm, 1.0)
         optimizer.step()
         norms.append(norm.item())
-    transport = TorchTransport()
-    moments = masters.gather_full(transport, source=masters.optimizer_state(optimizer, "exp_avg"), ranks=[0])
+    moments = masters.gather_full(dist.group.WORLD, source=masters.optimizer_state(optimizer, "exp_avg"), ranks=[0])
     assert bool(moments) == (rank == 0)
-    return norms, masters.gather_full(transport), moments
+    return norms, masters.gather_full(dist.group.WORLD), moments
 
 
 @pytest.mark.drawn

@@ -143,5 +143,5 @@ def _told(call: Callable[[], Any]) -> str:
 def _state(engine: Any) -> dict[str, Tensor]:
     """Masters, moments and gradients."""
     masters = engine.crew.masters.trained
-    gradients = masters.gather_full(engine.crew.world.links, source=masters.grads)
+    gradients = masters.gather_full(engine.crew.world.group, source=masters.grads)
     return whole_state(engine) | {f"{name}/grad": value for name, value in gradients.items()}

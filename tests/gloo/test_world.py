@@ -8,7 +8,7 @@ import os
 import re
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,7 @@ from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.ranks import channel as channels
 from ds_hydra.ranks import world as worlds
 from ds_hydra.ranks.channel import Channel
-from ds_hydra.ranks.groups import GroupCache, apart, make_groups, needed_groups
+from ds_hydra.ranks.groups import GroupCache, apart, make_groups, needed_groups, side_groups
 from ds_hydra.ranks.together import first_channel
 from ds_hydra.ranks.world import World
 from ds_hydra.step.strategy_runtime import teams_of
@@ -116,6 +116,25 @@ def world_of_device(uid: int) -> tuple[Any, dict[str, Any]]:
     backend = SimpleNamespace(uid=uid)
     everyone = SimpleNamespace(bound_device_id=torch.device("cuda", 0), _get_backend=lambda device: backend)
     return everyone, {"get_rank": lambda group: 3, "get_world_size": lambda group: 6}
+
+
+def test_a_group_of_one_rank_and_an_inference_engine_waits_for_no_other_rank() -> None:
+    """What torch splits a new group from, where the default one is bound to a device: nothing among side groups."""
+
+    def made(rank: int) -> list[torch.device | None]:
+        everyone: Any = dist.group.WORLD
+        bound, device = list[torch.device | None](), torch.device("cuda", rank)
+        everyone.bound_device_id = device
+        for within in (nullcontext(), side_groups(), nullcontext()):
+            with within:
+                bound.append(everyone.bound_device_id)  # what `_new_process_group_helper` asks
+                if everyone.bound_device_id is None and rank == 0:
+                    alone = dist.new_group([0], backend="gloo", use_local_synchronization=True)
+                    assert dist.get_process_group_ranks(alone) == [0]
+        everyone.bound_device_id = None
+        return bound
+
+    assert run_ranks(made, 2) == [[torch.device("cuda", rank), None, torch.device("cuda", rank)] for rank in range(2)]
 
 
 def test_a_rank_alone_talks_to_itself() -> None:

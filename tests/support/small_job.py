@@ -189,11 +189,11 @@ def small_engine(
 
 def whole_state(engine: Any) -> dict[str, Tensor]:
     """Masters and moments in full, by name; every rank must call it."""
-    masters, links = engine.crew.masters.trained, engine.crew.world.links
-    found = {f"{name}/master": value for name, value in masters.gather_full(links).items()}
+    masters, group = engine.crew.masters.trained, engine.crew.world.group
+    found = {f"{name}/master": value for name, value in masters.gather_full(group).items()}
     for key in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
         source = masters.optimizer_state(engine.optimizer, key)
-        found |= {f"{name}/{key}": value for name, value in masters.gather_full(links, source=source).items()}
+        found |= {f"{name}/{key}": value for name, value in masters.gather_full(group, source=source).items()}
     return found
 
 
