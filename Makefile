@@ -63,7 +63,7 @@ bench: $(STAMP)
 		--json benchmarks/systems.json --plots benchmarks
 
 first-hour: $(STAMP) kernels
-	$(BIN)/python -m tools.first_hour
+	$(BIN)/python -m tools.first_hour $(if $(MINUTES),--minutes $(MINUTES))
 
 # OMP_NUM_THREADS is left as it is: tools must work without it.
 check: $(STAMP) kernels

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import stat
 import subprocess
 import warnings
@@ -27,9 +28,10 @@ from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.profiling.stage_memory import Allocations
 from ds_hydra.testing import run_ranks
 from tools import bench_gpu, first_hour
-from tools.first_hour import ROWS, Row
+from tools.first_hour import LISTS, Hour, Row
 from tools.gpu import kernels, parts
 from tools.gpu.bench import Bench, Findings, Table, llama, new_model, num_matmul_parameters, page, training_flops
+from tools.gpu.budget import Interval, class_of, shares
 from tools.gpu.training import PlainLoop, PlainPack
 
 # --- The GPU benchmark without a GPU: parts run in tiny shapes, what only a device does stands on fakes.
@@ -211,48 +213,85 @@ def test_the_page_says_what_was_not_measured() -> None:
 GOOD, BAD = ("-c", "print('as it should be')"), ("-c", "print('a kernel is wrong'); raise SystemExit(3)")
 
 
-@pytest.mark.parametrize(("gpus", "ran"), [(0, ["a", "c"]), (2, ["a", "b", "c"])])
-def test_the_first_row_that_fails_is_the_last(
+@pytest.mark.parametrize(("gpus", "ran"), [(0, ["a", "aim", "c"]), (2, ["a", "b", "aim", "c"])])
+def test_the_first_row_that_must_hold_and_fails_is_the_last(
     gpus: int, ran: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """An aim that is missed is noted, and the run goes on."""
     monkeypatch.setattr(first_hour, "num_gpus", lambda: gpus)
     rows = [
-        Row("a", 0, GOOD, "all", "nothing", on_cpu=GOOD),
+        Row("a", 0, GOOD, "all", "nothing", on_cpu=GOOD, must=True),
         Row("b", 1, GOOD, "all", "nothing"),
-        Row("c", 2, BAD, "no error", "the kernel", gpus=2, on_cpu=BAD),
+        Row("aim", 1, BAD, "speed", "a wait", on_cpu=BAD),
+        Row("c", 2, BAD, "no error", "the kernel", gpus=2, on_cpu=BAD, must=True),
         Row("d", 3, GOOD, "all", "nothing"),
     ]
-    assert first_hour.run(rows, "a", False, tmp_path / "hour.json") == 1
+    assert first_hour.run(rows, Hour(tmp_path), False, tmp_path / "hour.json") == 1
     printed = capsys.readouterr().out
     assert ("NO GPU IS MEASURED HERE" in printed) is (gpus == 0)
     assert ("b: left out, it needs 1 GPU" in printed) is (gpus == 0)
-    for words in ("FAILED with 3", "a kernel is wrong", "If not: the kernel",
+    for words in ("FAILED with 3", "a kernel is wrong", "If not: the kernel", "missed: aim failed\n",
                   "missed: c failed; what comes after it was not tried (--from 'c' begins there)"):  # fmt: skip
         assert words in printed
     found = json.loads((tmp_path / "hour.json").read_text())
     assert [row["row"] for row in found["rows"] if row["ran"]] == ran
 
 
-def test_rows_begin_where_they_are_told_to(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_add_to_one_folder_and_start_what_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(first_hour, "num_gpus", lambda: 2)
-    rows = [Row("a", 0, BAD, "-", "-"), Row("b", 1, GOOD, "-", "-", gpus=4), Row("c", 2, GOOD, "-", "-")]
-    assert first_hour.run(rows, "b", False, None) == 0
+    table = ("-c", "import json, sys; json.dump(" + repr({
+        "gpu": True, "full": True, "device": "H", "versions": {}, "seconds": 1.0, "missed": [],
+        "parts": {"p": {"what": "w", "status": "measured", "summary": "s",
+                        "tables": [{"title": "t", "headers": ["a"], "rows": [[7.5]]}]}},
+    }) + ", open(sys.argv[1], 'w')); print('first'); print('second')", "{out}.json")  # fmt: skip
+    rows = [Row("one row", 0, table, "-", "-"), Row("b", 1, GOOD, "-", "-", gpus=4), Row("long", 2, GOOD, "-", "-",
+                                                                                       needs_s=500.0)]  # fmt: skip
+    assert first_hour.run(rows, Hour(tmp_path, seconds=300.0), False, None) == 0
     printed = capsys.readouterr().out
     assert "b: left out, it needs 4 GPUs" in printed
-    assert "1 of 3 rows ran on 2 GPUs" in printed
+    assert re.search(r"long: left out, it needs 500 s, \d+ are left", printed)
+    assert (tmp_path / "one-row.txt").read_text() == "first\nsecond\n", "and not its last line alone"
+    assert first_hour.run(rows, Hour(tmp_path, seconds=600.0), False, None) == 0
+    assert "one row: left out, it has passed" in capsys.readouterr().out
+    page = (tmp_path / "page.md").read_text()
+    assert "| 7.5 |" in page
+    assert "## Row: long" in page
+    assert first_hour.run(rows, Hour(tmp_path, only=("one row",)), False, None) == 0
+    assert "1 of 3 rows ran on 2 GPUs" in capsys.readouterr().out
 
 
-def test_a_row_that_stands_still_is_ended(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_row_that_stands_still_is_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     waits = ("-c", "import time; print('step 3', flush=True); time.sleep(60)")
     row = Row("turns", 0, waits, "no hang", "-", on_cpu=waits, limit_s=3.0)
-    assert first_hour.run([row], "turns", False, None) == 1
+    assert first_hour.run([row], Hour(tmp_path), False, None) == 1
     assert "it stood still, or took longer than 3 s" in capsys.readouterr().out
+    assert "step 3" in (tmp_path / "turns.txt").read_text()
 
 
-def test_rows_are_in_the_order_of_their_minutes() -> None:
-    assert [row.minute for row in ROWS] == sorted(row.minute for row in ROWS)
-    assert len({row.name for row in ROWS}) == len(ROWS)
-    assert any(row.short and row.on_cpu for row in ROWS), "--quick runs something"
+@pytest.mark.parametrize("name", LISTS)
+def test_rows_are_in_the_order_of_their_minutes(name: str) -> None:
+    rows = LISTS[name]
+    assert [row.minute for row in rows] == sorted(row.minute for row in rows)
+    assert len({row.name for row in rows}) == len(rows)
+    assert any(row.short and row.on_cpu for row in rows), "--quick runs something"
+    assert rows[-1].minute <= {"one": 45, "eight": 60}[name]
+    assert all(row.needs_s <= 540 for row in rows), "runs of ten minutes run each of them"
+    parts_named = {word for row in rows if "tools.bench_gpu" in row.command for word in row.command[2:]}
+    assert parts_named - {"--json", "{out}.json"} <= set(parts.PARTS)
+
+
+def test_every_moment_of_a_step_has_one_class() -> None:
+    """Two products with a message beside them: it has what is left behind the first; then nothing runs."""
+    found = [Interval(10.0, 20.0, "nvjet_tst_128x256"), Interval(12.0, 26.0, "ncclDevKernel_SendRecv"),
+             Interval(30.0, 34.0, "flash_fwd_kernel"), Interval(14.0, 18.0, "CatArrayBatchedCopy")]  # fmt: skip
+    parts = shares(found, 8.0, 36.0)
+    assert parts == {"products": 10.0, "messages": 6.0, "attention": 4.0, "idle": 2.0 + 4.0 + 2.0}
+    assert sum(parts.values()) == 28.0
+    names = {"_silu_forward": "SwiGLU", "aten::cat": "cat", "_row_gradient": "loss", "multi_tensor_apply": "update",
+             "at::native::vectorized_elementwise_kernel": "element-wise", "cudaSomething": "other"}  # fmt: skip
+    assert {name: class_of(name) for name in names} == names
 
 
 # --- A model's floating point operations, against those that torch counts in a forward and backward.

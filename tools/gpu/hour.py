@@ -6,6 +6,7 @@ compares losses in FP32 with those of one device; `killed` ends a rank; `traces`
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -18,9 +19,12 @@ from typing import Any
 
 import torch
 
+from ds_hydra.pipe import kernels
+from ds_hydra.pipe.attention.backends import use_flash_3
 from ds_hydra.report.plots import read_steps
 from ds_hydra.testing import free_port
 from tools.gpu.bench import LAUNCHER, ranks_at_hand
+from tools.gpu.budget import Interval, shares
 from tools.gpu.several import ROOT, STRATEGIES
 
 FREE = 0.97  # of a device's memory, before anything runs on it
@@ -38,7 +42,15 @@ def devices() -> list[str]:
     if shutil.which("nvidia-smi"):
         print(subprocess.run(["nvidia-smi", "topo", "-m"], stdout=subprocess.PIPE, text=True).stdout)
     print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
-    wrong = []
+    print(f"FlashAttention 3: {'runs' if use_flash_3(torch.device('cuda', 0)) else 'does not run'}")
+    runs = kernels.work(torch.device("cuda", 0))
+    wrong = [] if runs else ["Triton's kernels do not run here: every step is slower by their share"]
+    if shutil.which("nvidia-smi"):
+        asked = "index,driver_version,power.limit,clocks.sm,clocks.max.sm,clocks.mem,temperature.gpu"
+        command = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv"]
+        for moment in ("before work", "after work"):
+            print(f"{moment}:\n{subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout}")
+            _work()
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         print(
@@ -47,6 +59,15 @@ def devices() -> list[str]:
         if free < FREE * total:
             wrong.append(f"device {index} has {free / total:.0%} of its memory free: something else runs there")
     return wrong
+
+
+def _work() -> None:
+    """Products for a second, so that clocks are those of work."""
+    x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    began = time.monotonic()
+    while time.monotonic() - began < 1.0:
+        torch.mm(x, x)
+        torch.cuda.synchronize()
 
 
 def num_ranks() -> int:
@@ -97,13 +118,33 @@ def killed() -> list[str]:
     return wrong + ([f"the others took {seconds:.1f} s (aim {ENDED_S:g})"] if late else [])
 
 
-def traces() -> list[str]:
-    """Steps with the profiler's trace, whose files are named."""
-    folder = Path(tempfile.mkdtemp(prefix="first-hour-"))
-    codes, _ = launch(num_ranks(), str(folder), STRATEGIES[num_ranks()], steps=20, traced=True)
-    found = sorted(folder.glob("*.json"))
-    print(f"{len(found)} traces in {folder}")
-    return [f"the ranks ended with {codes}"] if any(codes) or not found else []
+def traces(out: str | None) -> list[str]:
+    """Steps at real shapes with the profiler's traces of the first and the last rank, and what is in them by class."""
+    wrong: list[str] = []
+    for layers in (16, 8) if torch.cuda.is_available() else (4,):  # Llama 1B, and eight layers of 8B's width
+        folder = Path(f"{out}-{layers}-layers") if out else Path(tempfile.mkdtemp(prefix="first-hour-"))
+        folder.mkdir(parents=True, exist_ok=True)
+        codes, _ = launch(num_ranks(), str(folder), STRATEGIES[num_ranks()][:1], steps=8, traced=True, layers=layers)
+        found = sorted(folder.glob("*.json"))
+        for path in (found[0], found[-1]) if found else ():
+            print(f"{path}, {layers} layers:")
+            tell_trace(path)
+        wrong += [f"{layers} layers: the ranks ended with {codes}"] if any(codes) or not found else []
+    return wrong
+
+
+def tell_trace(path: Path) -> None:
+    """Print the time of each class of kernels in a trace of torch's profiler, and that of none."""
+    events = json.loads(path.read_text())["traceEvents"]
+    kinds = ("kernel", "gpu_memcpy", "gpu_memset") if torch.cuda.is_available() else ("cpu_op",)
+    found = [Interval(one["ts"], one["ts"] + one["dur"], one["name"]) for one in events
+             if one.get("cat") in kinds and "dur" in one]  # fmt: skip
+    if not found:
+        print("  no kernels")
+        return
+    parts = shares(found, min(one.start for one in found), max(one.stop for one in found))
+    for name, us in sorted(parts.items(), key=lambda part: -part[1]):
+        print(f"  {name:<12} {us / 1e3:10.2f} ms {us / sum(parts.values()):7.1%}")
 
 
 def launch(ranks: int, folder: str, strategies: Sequence[str], **job: Any) -> tuple[list[int], float]:
@@ -135,7 +176,7 @@ def main() -> int:
     """One row; 0 when it shows what it should."""
     what = sys.argv[1]
     rows = {"device": devices, "turns": lambda: turns("--one-queue" in sys.argv), "equal": equal, "killed": killed,
-            "traces": traces}  # fmt: skip
+            "traces": lambda: traces(sys.argv[2] if len(sys.argv) > 2 else None)}  # fmt: skip
     wrong = rows[what]()
     for line in wrong:
         print(f"wrong: {line}")

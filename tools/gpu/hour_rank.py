@@ -13,10 +13,12 @@ import torch
 
 from tools.gpu.bench import Bench, engine_config, llama, new_model, sequences, take_device
 
+EIGHT_B_LAYERS = 8  # of Llama 8B's width, which fit beside their states
+
 
 def train(
     folder: Path, strategies: list[str], *, steps: int, one_queue: bool = False, killed: bool = False,
-    traced: bool = False,
+    traced: bool = False, layers: int = 0,
 ) -> None:  # fmt: skip
     """`steps` steps in FP32 by the strategies in turn; the last rank ends itself in the fifth if it is to be killed."""
     if one_queue:
@@ -27,14 +29,18 @@ def train(
     take_device()
     import ds_hydra
 
-    bench = Bench(torch.device("cpu"), full=False, seconds=0.0, folder=folder)
-    config = engine_config(400, strategies=strategies, choose="cycle", context_length=96)
-    config["bf16"]["enabled"] = False
+    full = traced and torch.cuda.is_available()  # where devices idle shows at real shapes alone
+    bench = Bench(torch.device("cuda" if full else "cpu"), full=full, seconds=0.0, folder=folder)
+    shape, longest = llama(bench, layers or None), bench.pick(8192, 96)
+    if full and layers == EIGHT_B_LAYERS:
+        shape.hidden_size, shape.intermediate_size, shape.head_dim = 4096, 14336, 128
+    config = engine_config(bench.pick(131072, 400), strategies=strategies, choose="cycle", context_length=longest)
+    config["bf16"]["enabled"] = full
     hydra: dict[str, Any] = config["hydra"]
     hydra |= {"steps_file": str(folder / "steps.jsonl"), "timeout_seconds": 60, "planner": {"ahead": 0}}
     if traced:
-        hydra["trace"] = {"steps": list(range(steps // 2, steps // 2 + 4)), "profiler": True}
-    engine = ds_hydra.initialize(model=new_model(llama(bench), bench), training_data=sequences(bench, 96, 200),
+        hydra["trace"] = {"steps": list(range(steps - 3, steps)), "profiler": True}
+    engine = ds_hydra.initialize(model=new_model(shape, bench), training_data=sequences(bench, longest, 200),
                                  config=config)[0]  # fmt: skip
     last = engine.global_rank == int(os.environ["WORLD_SIZE"]) - 1
     for step in range(1, steps + 1):

@@ -33,7 +33,7 @@ class Part:
     what: str  # it measures, for a reader
     module: str
     function: str
-    seconds: float  # on a device; all together leave room for the starts of their processes below nine minutes
+    seconds: float  # on a device; all together leave room for the starts of their processes
 
     def run(self, bench: Bench) -> Findings:
         """Measure."""
@@ -47,13 +47,16 @@ PARTS = {
     "attention": Part("attention backends against SDPA in FP32: errors and times on several mixes of lengths",
                       "kernels", "measure_attention", 45),
     "training": Part("a 1B Llama on one rank in BF16 against a plain loop: tokens/s, MFU, peak memory",
-                     "training", "measure_training", 100),
+                     "training", "measure_training", 300),
     "costs": Part("a cost table by local shapes, and its error on held-out lengths",
                   "training", "measure_costs", 110),
     "prediction": Part("step time and peak memory as predicted, against what steps take",
                        "training", "measure_prediction", 45),
     "launches": Part("kernels that a layer launches", "kernels", "measure_launches", 25),
     "syncs": Part("hidden synchronisations of a step, each with its place", "kernels", "measure_syncs", 25),
+    "budget": Part("where a step's time goes, by class of kernel, summed to 100 %", "budget", "measure_budget", 40),
+    "lengths": Part("peak memory and tokens/s of sequences up to the longest that one device holds",
+                    "budget", "measure_lengths", 120),
     "several": Part("ranks on several devices, the strategy changing every step: exposed pull and push",
                     "several", "measure_several", 75),
 }  # fmt: skip

@@ -404,7 +404,9 @@ def measure_prediction(bench: Bench) -> Findings:
         bench, model, data, bench.pick(32768, 400), cost_table=str(table), context_length=longest
     ) as engine:
         memory = _memory_model(engine)
-        while len(rows) < bench.pick(40, _WARM + 3) and (len(rows) <= _WARM or bench.left > 0):
+        while len(rows) < bench.pick(40, _WARM + 3) and (
+            len(rows) < bench.pick(_WARM + 20, _WARM + 1) or bench.left > 0
+        ):
             engine.train_batch()
             record = engine.last_step
             most = max(sum(len(data[i]) for i in pack) for pack in packs_of(record.plan))
@@ -444,6 +446,11 @@ def measure_prediction(bench: Bench) -> Findings:
 
 
 _ALONE = ParallelScheme(1, 1, 1)
+
+
+def alone_memory(engine: Any, tokens: int) -> float:
+    """Bytes of a step whose largest micro-batch has so many tokens, by the engine's memory model, on one rank."""
+    return float(_memory_model(engine).fullest(_ALONE, tokens).total(tokens))
 
 
 def _memory_model(engine: Any) -> Any:
