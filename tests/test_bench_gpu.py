@@ -13,6 +13,7 @@ from threading import Thread
 from time import sleep
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -30,9 +31,11 @@ from ds_hydra.testing import run_ranks
 from tools import bench_gpu, first_hour
 from tools.first_hour import LISTS, Hour, Row
 from tools.gpu import kernels, parts
+from tools.gpu.baselines import LlamaLoop, PlainLoop, PlainPack
 from tools.gpu.bench import Bench, Findings, Table, llama, new_model, num_matmul_parameters, page, training_flops
 from tools.gpu.budget import Interval, class_of, shares
-from tools.gpu.training import PlainLoop, PlainPack
+from tools.gpu.plain_llama import PlainLlama
+from tools.gpu.training import Side, Work, _compare
 
 # --- The GPU benchmark without a GPU: parts run in tiny shapes, what only a device does stands on fakes.
 CPU = torch.device("cpu")
@@ -55,8 +58,11 @@ def test_parts_run_on_a_cpu_and_say_that_no_gpu_was_measured(
     record = json.loads((tmp_path / "figures.json").read_text())
     assert not record["gpu"]
     assert [part["status"] for part in record["parts"].values()] == ["measured"] * 2
-    ours, plain = record["parts"]["training"]["figures"]["sides"]
-    assert ours["losses"] == pytest.approx(plain["losses"], rel=5e-3)  # of all steps, updates between them
+    figures = record["parts"]["training"]["figures"]
+    ours, *others = figures["sides"]
+    assert [one["name"] for one in others] == ["plain loop", "compiled layers", "plain Llama, compiled"]
+    assert all(ours["losses"] == pytest.approx(one["losses"], rel=5e-3) for one in others)  # updates between them
+    assert set(figures["absent"]) == {"Liger", "all with FlashAttention 3"}
     counts = record["parts"]["launches"]["figures"]["counts"]
     assert all(row["per_layer"] > 20 for row in counts.values())
     assert counts[kernels.OURS]["per_layer"] < counts[kernels.OFF]["per_layer"], "as training computes it"
@@ -136,6 +142,31 @@ def test_flops_are_those_that_torch_counts(small: Bench) -> None:
     attention = training_flops(config, matmul, pack.lengths) - counted
     # 4 layers, 4 heads of 16: a forward's two products of 2 * length^2 * 16 each, half masked; the backward as two.
     assert attention == 4 * 4 * 3 * sum(2 * (2 * length * length * 16) / 2 for length in pack.lengths)
+
+
+def test_a_plain_llama_computes_what_hugging_faces_does(small: Bench) -> None:
+    """In FP64, with gradients: what the engine is compared with is the same model."""
+    pack = PlainPack.of([torch.arange(40), torch.arange(3, 27)], CPU)
+    found: dict[str, Any] = {}
+    for kind in (PlainLoop, LlamaLoop):
+        with mock.patch.object(PlainLlama, "compile_blocks"):
+            loop = kind(new_model(llama(small), small), CPU)
+        loop.model.double()
+        loss = loop.sum_of_losses(pack)
+        shared = loop.model.get_parameter({PlainLoop: "model.embed_tokens.weight"}.get(kind, "embed_tokens.weight"))
+        found[kind.__name__] = loss.detach(), *torch.autograd.grad(loss, shared)
+    # Both compute the loss in FP32.
+    torch.testing.assert_close(found["LlamaLoop"], found["PlainLoop"], rtol=1e-4, atol=1e-5)
+
+
+def test_who_is_beaten_by_less_than_its_aim_is_told(small: Bench) -> None:
+    full = Bench(CPU, full=True, seconds=1.0, folder=small.folder)
+    sides = {(name, ""): [Side(name, (9.0, 9.0, 9.0, ms, ms), (2.0, 1.0), None)]
+             for name, ms in (("engine", 100.0), ("plain loop", 105.0), ("plain Llama, compiled", 90.0))}  # fmt: skip
+    found = _compare(full, sides, Work(1000, 1e12, "t"), 0)
+    assert found.missed == ("training: 1.050 of the tokens per second of plain loop, less than 1.1",)
+    assert found.figures["ratios"]["plain Llama, compiled"] == pytest.approx(0.9), "told, and no aim"
+    assert found.figures["absent"]["Liger"] == "liger_kernel is not installed"
 
 
 def test_waits_are_counted_by_the_line_that_asks_for_them() -> None:

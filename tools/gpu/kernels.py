@@ -38,8 +38,8 @@ from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.profiling.stage_timer import StageTimer, hollow_source
 from tools import aims
+from tools.gpu.baselines import PlainLoop, PlainPack
 from tools.gpu.bench import Bench, Findings, Table, engine_alone, llama, new_model, save_config, sequences
-from tools.gpu.training import PlainLoop, PlainPack
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 

@@ -46,7 +46,7 @@ class Part:
 PARTS = {
     "attention": Part("attention backends against SDPA in FP32: errors and times on several mixes of lengths",
                       "kernels", "measure_attention", 45),
-    "training": Part("a 1B Llama on one rank in BF16 against a plain loop: tokens/s, MFU, peak memory",
+    "training": Part("a 1B Llama on one rank in BF16 against four baselines in turns: tokens/s, MFU, peak memory",
                      "training", "measure_training", 300),
     "costs": Part("a cost table by local shapes, and its error on held-out lengths",
                   "training", "measure_costs", 110),

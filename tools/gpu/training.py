@@ -1,10 +1,7 @@
 """Parts "training", "costs" and "prediction": one rank of the real engine, what its costs are, and what they predict.
 
-training    against a plain loop of the same model on the same packs, in BF16: what a careful user would write for one
-            GPU. Hugging Face's model, packs, flash attention, FP32 masters and moments, AdamW. It computes what the
-            engine computes: gradients summed over the micro-batches in FP32, the norm clipped. Its batches lie on the
-            device before a step begins, its `cu_seqlens` are made once a pack, and the logits of a pack are all in
-            memory, so that the head is not computed twice
+training    against each of `BASELINES`, of the same model on the same packs, in BF16, in turns, with FlashAttention 2
+            and, where it is installed, 3
 costs       a cost table of one device by local shapes, as `ds-hydra profile` makes it, and its held-out error
 prediction  step time and peak memory as predicted by table and memory model, against what steps take
 """
@@ -12,30 +9,28 @@ prediction  step time and peak memory as predicted by table and memory model, ag
 from __future__ import annotations
 
 import gc
-import inspect
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from transformers import AttentionInterface
+from torch import Tensor
 
 from ds_hydra.commands import profile
+from ds_hydra.config.hydra_block import FLASH_3, HydraConfig
 from ds_hydra.costs.cost_table import CostTable, SchemeCost, TableFile, peak_tflops
 from ds_hydra.engine.costs import job_memory, rank_memory
+from ds_hydra.pipe.attention.backends import give_flash_3_back, use_flash_3
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.profiling.links import LinkFigure, Links
 from tools import aims
+from tools.gpu.baselines import BASELINES, Baseline, PlainPack
 from tools.gpu.bench import (
-    CLIPPING,
-    OPTIMIZER,
     Bench,
     Findings,
     Table,
@@ -52,119 +47,6 @@ from tools.gpu.bench import (
     training_flops,
 )
 
-NAME = "plain_varlen"
-_IGNORED = -100
-
-
-@dataclass(frozen=True)
-class PlainPack:
-    """Whole sequences side by side, on the device."""
-
-    tokens: Tensor  # (1, T)
-    positions: Tensor  # (1, T), restarting at each sequence
-    targets: Tensor  # (T,), the next token of the same sequence, _IGNORED after its last
-    lengths: tuple[int, ...]
-    bounds: Tensor  # int32 (sequences + 1,): where sequences begin, and where the last one ends
-
-    @classmethod
-    def of(cls, rows: Sequence[Tensor], device: torch.device) -> PlainPack:
-        """A pack of sequences of tokens."""
-        lengths = tuple(len(row) for row in rows)
-        ends = torch.tensor([0, *lengths]).cumsum(0)
-        targets = torch.cat([torch.cat((row[1:], row.new_tensor([_IGNORED]))) for row in rows])
-        return cls(
-            torch.cat(list(rows))[None].to(device),
-            torch.cat([torch.arange(length) for length in lengths])[None].to(device),
-            targets.to(device),
-            lengths,
-            ends.to(device, torch.int32),
-        )
-
-    @property
-    def num_targets(self) -> int:
-        return sum(length - 1 for length in self.lengths)
-
-
-def plain_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float,
-    plain_pack: PlainPack,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Hugging Face's calling convention (1, heads, T, d); torch's varlen kernel on a GPU, SDPA by sequence on a CPU."""
-    assert attention_mask is None, "no mask function is registered for it"
-    grouped = query.shape[1] != key.shape[1]
-    if not query.is_cuda:
-        parts = zip(*(x.split(plain_pack.lengths, dim=2) for x in (query, key, value)), strict=True)
-        outs = [
-            F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
-            for q, k, v in parts
-        ]
-        return torch.cat(outs, dim=2).transpose(1, 2), None
-    from torch.nn.attention.varlen import varlen_attn
-
-    bounds, longest = plain_pack.bounds, max(plain_pack.lengths)
-    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    grouping: dict[str, Any] = {}
-    if grouped and "enable_gqa" in inspect.signature(varlen_attn).parameters:
-        grouping = {"enable_gqa": True}
-    elif grouped:  # torch before 2.12
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    out = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=(-1, 0), **grouping)
-    assert isinstance(out, Tensor), "asked for no more than the output"
-    return out.unsqueeze(0), None
-
-
-class PlainLoop:
-    """Trains `model`, which it takes over, on packs."""
-
-    def __init__(self, model: Any, device: torch.device):
-        AttentionInterface.register(NAME, plain_attention)
-        model.config._attn_implementation = NAME
-        self.model = model.to(device).train()
-        self.params = list(model.parameters())
-        self.masters: list[Tensor] = [nn.Parameter(p.detach().float().clone()) for p in self.params]
-        self.sums = [torch.zeros_like(master) for master in self.masters]  # their gradients
-        for parameter, master, total in zip(self.params, self.masters, self.sums, strict=True):
-            # Not `model.to(bfloat16)`, which would round the rotary embedding's frequencies too.
-            parameter.data = parameter.data.bfloat16()
-            master.grad = total
-            parameter.register_post_accumulate_grad_hook(_into(total))
-        self.optimizer = torch.optim.AdamW(self.masters, fused=True, **OPTIMIZER)
-
-    def step(self, packs: Sequence[PlainPack]) -> float:
-        """One update; returns the mean loss of all targets, and so waits for the device."""
-        with torch.no_grad():
-            torch._foreach_copy_(self.params, self.masters)
-            torch._foreach_zero_(self.sums)
-        targets = sum(pack.num_targets for pack in packs)
-        losses = [self.forward_and_backward(pack, targets) for pack in packs]
-        torch.nn.utils.clip_grad_norm_(self.masters, CLIPPING)
-        self.optimizer.step()
-        return float(torch.stack(losses).sum())
-
-    def forward_and_backward(self, pack: PlainPack, targets: int) -> Tensor:
-        """A pack's share of the loss of a step with so many targets; gradients go to the masters."""
-        out = self.model(input_ids=pack.tokens, position_ids=pack.positions, use_cache=False, plain_pack=pack)
-        loss = F.cross_entropy(out.logits[0].float(), pack.targets, ignore_index=_IGNORED, reduction="sum") / targets
-        loss.backward()
-        return loss.detach()
-
-
-def _into(total: Tensor) -> Any:
-    def accumulate(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        total.add_(parameter.grad)
-        parameter.grad = None
-
-    return accumulate
-
-
 _WARM_UP = 3
 _LEAST = _WARM_UP + 5  # steps, whatever time is left
 _ROUGH_FLOPS = 4e14  # the planner must only know that work grows with the tokens
@@ -172,9 +54,11 @@ _ROUGH_FLOPS = 4e14  # the planner must only know that work grows with the token
 Packs = tuple[tuple[int, ...], ...]  # sequence ids of each micro-batch
 
 
-@dataclass(frozen=True)
-class Side:
-    """One contestant: milliseconds and losses of the same steps, the first `_WARM_UP` among them."""
+ENGINE = "engine"
+
+
+class Side(NamedTuple):
+    """One contestant's turn: milliseconds and losses of the same steps, the first `_WARM_UP` among them."""
 
     name: str
     ms: tuple[float, ...]
@@ -196,58 +80,94 @@ class Work(NamedTuple):
 
 
 def measure_training(bench: Bench) -> Findings:
-    """Tokens per second, MFU and peak memory of both."""
+    """Tokens per second, MFU and peak memory of the engine and of each baseline, in turns, with each attention."""
     config, longest = llama(bench), bench.pick(8192, 96)
     data = sequences(bench, longest)
-    model = new_model(config, bench)
-    matmul = num_matmul_parameters(model)
+    matmul = num_matmul_parameters(new_model(config, bench))
     table = _table_of_one(bench.folder / "one_scheme.json", training_flops(config, matmul, [1]), config, longest)
-    steps = bench.pick(_WARM_UP + 20, _WARM_UP + 2)
-    ours, packs = _ours(bench, new_model(config, bench), data, steps, str(table))
-    left_over = _left_over(bench)  # it would count as the plain loop's
-    plain = _plain(bench, model, data, packs)
+    steps = bench.pick(_WARM_UP + 7, _WARM_UP + 2)
+    found: dict[tuple[str, str], list[Side]] = {}
+    packs: tuple[Packs, ...] = ()
+    left_over = 0
+    attentions = ("FlashAttention 2", "FlashAttention 3") if has_flash_3(bench.device) else ("",)
+    for _ in range(bench.pick(3, 1)):
+        for attention in attentions:
+            if found and bench.left < bench.seconds / 4:
+                break
+            paths = [one for one in HydraConfig(1).fast_paths if one != FLASH_3 or attention != "FlashAttention 2"]
+            model = new_model(config, bench)
+            ours, packs = _ours(bench, model, data, steps, str(table), paths, packs)
+            found.setdefault((ENGINE, attention), []).append(ours)
+            left_over = max(left_over, _left_over(bench))  # it would count as a baseline's
+            for name, baseline in BASELINES.items():
+                if not baseline.why_not(bench.device):
+                    with flash_3(bench.device, attention == "FlashAttention 3"):
+                        side = _plain(bench, baseline, new_model(config, bench), data, packs)
+                    found.setdefault((name, attention), []).append(side._replace(name=name))
+                    _left_over(bench)
     counted = [[len(data[i]) for pack in step for i in pack] for step in packs[_WARM_UP:]]
     work = Work(
         tokens=sum(map(sum, counted)),
         flops=sum(training_flops(config, matmul, lengths) for lengths in counted),
         title=f"{matmul / 1e9:.2f}e9 parameters that multiply, BF16, {len(counted)} steps, packs of up to {longest:,}",
     )
-    return _compare(bench, ours, plain, work, left_over)
+    return _compare(bench, found, work, left_over)
 
 
-def _compare(bench: Bench, ours: Side, plain: Side, work: Work, left_over: int) -> Findings:
+def has_flash_3(device: torch.device) -> bool:
+    """Whether FlashAttention 3 can be used here."""
+    try:
+        return device.type == "cuda" and use_flash_3(device)
+    finally:
+        give_flash_3_back()
+
+
+@contextmanager
+def flash_3(device: torch.device, wanted: bool) -> Iterator[None]:
+    """torch's attention by FlashAttention 3, if it is wanted."""
+    if wanted:
+        use_flash_3(device)
+    try:
+        yield
+    finally:
+        give_flash_3_back()
+
+
+def _compare(bench: Bench, found: Mapping[tuple[str, str], list[Side]], work: Work, left_over: int) -> Findings:
     """The table, and what misses its aim."""
-    ratio = plain.seconds / ours.seconds
-    difference = abs(ours.losses[0] - plain.losses[0]) / abs(plain.losses[0])
-    missed = []
-    if bench.full and ratio < aims.GPU_TRAINING:
-        missed.append(f"training: {ratio:.3f} of the plain loop's tokens per second, less than {aims.GPU_TRAINING}")
-    if not difference <= aims.GPU_LOSS_AGREEMENT:
-        missed.append(
-            f"training: losses of the first step differ by {difference:.1e}, more than {aims.GPU_LOSS_AGREEMENT:.0e}"
-        )
+    peak, rows, missed, ratios = peak_tflops(device_name(bench.device)), [], [], {}
+    seconds = {who: statistics.median(side.seconds for side in sides) for who, sides in found.items()}
+    for (name, attention), sides in found.items():
+        ours = found[ENGINE, attention][0]
+        ratio = seconds[name, attention] / seconds[ENGINE, attention]
+        ratios[f"{name}, {attention}".rstrip(", ")] = ratio
+        difference = abs(ours.losses[0] - sides[0].losses[0]) / abs(sides[0].losses[0])
+        aim = BASELINES[name].aim if name in BASELINES else 0.0
+        if bench.full and ratio < aim:
+            missed.append(f"training: {ratio:.3f} of the tokens per second of {name}, less than {aim}")
+        if not difference <= aims.GPU_LOSS_AGREEMENT:
+            missed.append(f"training: losses of the first step of {name} differ by {difference:.1e}, more than "
+                          f"{aims.GPU_LOSS_AGREEMENT:.0e}")  # fmt: skip
+        ms = sorted(one for side in sides for one in side.ms[_WARM_UP:])
+        tflops = work.flops / seconds[name, attention] / 1e12
+        spread = f"{ms[len(ms) // 4]:.1f} to {ms[3 * len(ms) // 4]:.1f}"
+        mfu = f"{tflops / peak:.1%}" if peak and bench.full else "-"
+        rows.append((f"{name} {attention}".rstrip(), f"{statistics.median(ms):.1f}", spread,
+                     f"{work.tokens / seconds[name, attention]:,.0f}", f"{ratio:.3f}", mfu, gib(sides[0].peak_bytes),
+                     f"{sides[0].losses[0]:.4f}", f"{sides[0].losses[-1]:.4f}"))  # fmt: skip
+    absent = {name: why for name, one in BASELINES.items() if (why := one.why_not(bench.device))}
+    if bench.device.type != "cuda" or not has_flash_3(bench.device):
+        absent["all with FlashAttention 3"] = "it is not installed for this device"
     if left_over > aims.GPU_LEFT_OVER:
         missed.append(f"training: {gib(left_over)} GiB are still taken after the engine was destroyed")
-    peak = peak_tflops(device_name(bench.device))
-    rows = []
-    for side in (ours, plain):
-        tflops = work.flops / side.seconds / 1e12
-        median, rate = statistics.median(side.ms[_WARM_UP:]), work.tokens / side.seconds
-        mfu = f"{tflops / peak:.1%}" if peak and bench.full else "-"
-        losses = (f"{side.losses[0]:.4f}", f"{side.losses[-1]:.4f}")
-        rows.append((side.name, f"{median:.1f}", f"{rate:,.0f}", f"{tflops:.2f}", mfu, gib(side.peak_bytes), *losses))
-    headers = ("who", "median ms", "tokens/s", "TFLOP/s", "MFU", "peak GiB", "first loss", "last loss")
-    figures = {
-        "ratio": ratio,
-        "loss_difference": difference,
-        "left_over_bytes": left_over,
-        "tokens": work.tokens,
-        "flops": work.flops,
-        "peak_tflops": peak,
-        "sides": [asdict(side) for side in (ours, plain)],
-    }
-    summary = f"{ratio:.3f} of the plain loop's tokens per second, losses {difference:.1e} apart"
-    return Findings(summary, (Table(work.title, headers, tuple(rows)),), figures, tuple(missed))
+    headers = ("who", "median ms", "half lie in", "tokens/s", "engine is faster by", "MFU", "peak GiB", "first loss",
+               "last loss")  # fmt: skip
+    figures = {"ratios": ratios, "left_over_bytes": left_over, "tokens": work.tokens, "flops": work.flops,
+               "peak_tflops": peak, "absent": absent, "turns": len(found[next(iter(found))]),
+               "sides": [side._asdict() for sides in found.values() for side in sides]}  # fmt: skip
+    told = "; ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items() if not name.startswith(ENGINE))
+    tables = (Table(work.title, headers, tuple(rows)), Table("Did not run", ("who", "why"), tuple(absent.items())))
+    return Findings(f"the engine's tokens per second over those of: {told}", tables, figures, tuple(missed))
 
 
 def _table_of_one(path: Path, flops_per_token: float, config: Any, longest: int) -> Path:
@@ -259,12 +179,15 @@ def _table_of_one(path: Path, flops_per_token: float, config: Any, longest: int)
     return path
 
 
-def _ours(bench: Bench, model: Any, data: Sequence[Tensor], steps: int, table: str) -> tuple[Side, tuple[Packs, ...]]:
-    """Steps of the engine, within a half of the part's time, and the packs of each."""
+def _ours(
+    bench: Bench, model: Any, data: Sequence[Tensor], steps: int, table: str, paths: Sequence[str],
+    before: tuple[Packs, ...],
+) -> tuple[Side, tuple[Packs, ...]]:  # fmt: skip
+    """Steps of the engine, and the packs of each, which are those of the turn `before`."""
     packs: list[Packs] = []
     losses: list[float] = []
     peaks: list[int] = []  # the engine begins to look for its peak anew in every step
-    with engine_alone(bench, model, data, bench.pick(65536, 400), cost_table=table) as engine:
+    with engine_alone(bench, model, data, bench.pick(65536, 400), cost_table=table, fast_paths=paths) as engine:
 
         def step() -> None:
             losses.append(float(engine.train_batch()))
@@ -273,14 +196,15 @@ def _ours(bench: Bench, model: Any, data: Sequence[Tensor], steps: int, table: s
             packs.append(packs_of(engine.last_step.plan))
             peaks.append(engine.last_step.peak_memory_bytes)
 
-        ms = _timed(step, steps, bench, bench.seconds / 2, after)
-    return Side("engine", ms, tuple(losses), max(peaks) or None), tuple(packs)  # 0: a CPU, where it is not known
+        ms = _timed(step, len(before) or steps, bench, float("inf"), after)
+    assert before in ((), tuple(packs)), "each turn has the same packs"
+    return Side(ENGINE, ms, tuple(losses), max(peaks) or None), tuple(packs)  # 0: a CPU, where it is not known
 
 
-def _plain(bench: Bench, model: Any, data: Sequence[Tensor], packs: Sequence[Packs]) -> Side:
-    """The same steps by the plain loop."""
+def _plain(bench: Bench, baseline: Baseline, model: Any, data: Sequence[Tensor], packs: Sequence[Packs]) -> Side:
+    """The same steps by a baseline."""
     losses: list[float] = []
-    loop = PlainLoop(model, bench.device)
+    loop = baseline.loop(model, bench.device)
     batches = [[PlainPack.of([data[i] for i in ids], bench.device) for ids in step] for step in packs]
     waiting = iter(batches)
     bench.forget_peak()
