@@ -67,6 +67,10 @@ class Copied(Protocol):
 
     masters: ModelMasters
 
+    @property
+    def pairs(self) -> set[tuple[int, int]]:
+        """(sender, receiver) of the messages of all ranks' copies."""
+
     def leave(self, bucket: int) -> None:
         """Begin to send this rank's summed gradient of a bucket to who keeps its copy, and to get that of its own copy;
         no more is added to it in this step."""
