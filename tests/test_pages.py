@@ -8,7 +8,7 @@ import pytest
 
 from tools.count_pages import HOW_TO, ROOT, count, limited, missed, pages, words
 
-LATER: frozenset[str] = frozenset({"docs/losses.md"})
+LATER: frozenset[str] = frozenset()
 """Pages that are not written by these rules yet."""
 
 
