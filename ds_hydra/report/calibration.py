@@ -136,8 +136,9 @@ def _named(ranks: Sequence[int]) -> str:
 
 WINDOW = 32  # observations that a factor remembers
 LEAST = 4  # observations that a factor needs before it is used
-# A new table throws the plans away that were made ahead, so it comes every 16 steps at most, and only if a factor has
-# changed by more than 3 %, which is more than measured times scatter.
+# A new table throws the plans away that were made ahead, so it comes after steps 4 and 8, when most is wrong, and then
+# every 16 steps, and only if a factor has changed by more than 3 %, which is more than measured times scatter.
+EARLY: tuple[int, ...] = (4, 8)
 APPLY_EVERY, APPLY_CHANGE = 16, 0.03
 
 
@@ -286,11 +287,11 @@ class Calibration:
         self._overheads.setdefault(plan.strategy, deque(maxlen=WINDOW)).append(overhead)
 
     def corrected_table(self, step: int) -> CostTable | None:
-        """The table scaled by the factors, every APPLY_EVERY steps if a factor has changed; otherwise None.
+        """The table scaled by the factors, after EARLY steps and every APPLY_EVERY if a factor has changed; else None.
 
         It is computed from figures that all ranks share, so all ranks get the same table.
         """
-        if step == 0 or step % APPLY_EVERY:
+        if step not in EARLY and (step == 0 or step % APPLY_EVERY):
             return None
         factors = self.factors
         moved = [f for scheme, f in factors.items() if abs(f / self._applied.get(scheme, 1.0) - 1.0) > APPLY_CHANGE]

@@ -119,8 +119,8 @@ class StepWatch:
         }
 
     def new_table(self, step: int) -> CostTable | None:
-        """With mode "apply" a cost table to plan with from then on: every 16 steps a corrected one, and one with other
-        slow ranks when there are. Otherwise None."""
+        """With mode "apply" a cost table to plan with from then on: after steps 4, 8 and every 16 a corrected one, and
+        one with other slow ranks when there are. Otherwise None."""
         if not self.applies:
             return None
         corrected = self.calibration.corrected_table(step)

@@ -418,7 +418,7 @@ def test_sequences_that_the_planner_cuts_train_as_whole_ones(tmp_path: Path) -> 
 # says so.
 def job(rank: int, mode: str, ahead: int) -> tuple[list[float], list[dict[str, Any]], list[str], float]:
     """Losses, corrections and recipes of each step, and the largest factor by which the costs of plans have grown."""
-    calibration.APPLY_EVERY = 8
+    calibration.APPLY_EVERY, calibration.EARLY = 8, ()
     engine: Any = small_engine(rank, cost_correction=mode, planner={"ahead": ahead}, strategies=["2*tp1", "tp2"])
     losses, corrections, recipes = [], [], []
     before = engine.crew.plans.table
@@ -458,7 +458,7 @@ def corrected(
     rank: int, folder: Path, loaded: int | None, stops: tuple[int, ...], steps: int, ahead: int
 ) -> tuple[list[str], list[str]]:
     """Plans and their recipes, of all steps or of those from a checkpoint of the folder on."""
-    calibration.APPLY_EVERY, calibration.APPLY_CHANGE = 4, 0.0
+    calibration.APPLY_EVERY, calibration.APPLY_CHANGE, calibration.EARLY = 4, 0.0, ()
     engine: Any = small_engine(
         rank, cost_correction="apply", planner={"ahead": ahead}, strategies=["2*tp1", "tp2", "pp2"],
         checkpoint={"dir": str(folder), "keep_last": None, "resume": False},
