@@ -139,8 +139,7 @@ class HydraTrainer(Trainer):
     Trainer's among the bases of a class, it gives that one the engine. `preprocess_logits_for_metrics` runs where the
     logits are, on any number of tokens: it must treat each token alone, as an argmax does, and its second argument are
     the labels that these logits are to predict. `compute_metrics` and `predict` have what it returns. Raises
-    ConfigError for what needs the logits of whole batches on one rank: `compute_loss_func`, and metrics or predictions
-    without it.
+    ConfigError for what needs the logits of whole batches of all ranks: metrics or predictions without it.
     """
 
     # Trainer's own, of which the annotations are seen where transformers' are not.
@@ -176,11 +175,6 @@ class HydraTrainer(Trainer):
         return config
 
     def _refuse_unfit(self) -> None:
-        if self.compute_loss_func is not None:
-            raise ConfigError(
-                "HydraTrainer(compute_loss_func=...) needs the logits of whole batches, which no rank has: pass "
-                "loss_fn(logits, labels), which gives the loss of each token"
-            )
         if self.compute_metrics is not None and self._token_function is None:
             raise ConfigError(f"HydraTrainer(compute_metrics=...) {_NO_LOGITS}")
         if self.args.neftune_noise_alpha:
@@ -297,14 +291,20 @@ class HydraTrainer(Trainer):
                     "but the engine goes on with the first: set it before train()"
                 )
         loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
-        updates = self.accelerator.sync_gradients
-        self._counted.check(
-            loss, num_items_in_batch, owner=type(self).__name__, norm=model.hydra_config.loss_norm,
-            batches=self.args.world_size * self.current_gradient_accumulation_steps, last=updates,
-        )  # fmt: skip
+        updates, made = self.accelerator.sync_gradients, not isinstance(loss, PendingLoss)
+        if not made:
+            self._counted.check(
+                loss, num_items_in_batch, owner=type(self).__name__, norm=model.hydra_config.loss_norm,
+                batches=self.args.world_size * self.current_gradient_accumulation_steps, last=updates,
+            )  # fmt: skip
         model.three_calls.accumulates = self.current_gradient_accumulation_steps  # fewer at an epoch's end
         model.set_gradient_accumulation_boundary(updates)
-        model.backward(loss)
+        if made:  # a loss of the trainer's own counts as Trainer lets it
+            whole = self.compute_loss_func is not None or (
+                self.model_accepts_loss_kwargs and num_items_in_batch is not None
+            )
+            loss = loss if whole else loss / self.current_gradient_accumulation_steps
+        model.backward(loss, scale_wrt_gas=not made)
         model.step()
         if updates:
             self._applied = bool(self._applied) or not model.last_step.skipped
@@ -329,11 +329,15 @@ class HydraTrainer(Trainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The loss of a batch, pending until the update has run; there are no outputs beside it."""
+        """The loss of a batch, pending until the update has run or until it is read; it is the output, too."""
         if not self.plans_steps:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        pending = model(**inputs, num_items_in_batch=num_items_in_batch)
-        return (pending, pending) if return_outputs else pending
+        found = loss = model(**inputs, num_items_in_batch=num_items_in_batch)
+        if self.compute_loss_func is not None:
+            loss = self.compute_loss_func(found, inputs.get("labels"), num_items_in_batch=num_items_in_batch)
+            if num_items_in_batch is not None:
+                loss = loss * self.accelerator.num_processes  # as Trainer, since gradients are averaged over ranks
+        return (loss, found) if return_outputs else loss
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """As Trainer's; the engine is made first where nothing has been trained."""

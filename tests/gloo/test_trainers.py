@@ -301,3 +301,51 @@ def test_the_last_update_of_an_epoch_is_that_of_the_plain_host(host: Any, tmp_pa
         moved = float((value - start[name]).abs().max())
         assert moved > 0, name
         assert float((own[name] - value).abs().max()) < 1e-4 * moved, name
+
+
+def smoothed(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    """A loss of the script's own, of logits, as Trainer asks for it."""
+    flat = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    summed = torch.nn.functional.cross_entropy(*flat, label_smoothing=0.2, reduction="sum")
+    return summed / num_items_in_batch
+
+
+class Distilling(Trainer):
+    """Reads its loss, and adds one of its own."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**inputs)
+        assert outputs.loss.item() > 0
+        far = (outputs.logits.softmax(-1)[..., 7] * inputs["attention_mask"]).sum() / inputs["attention_mask"].sum()
+        loss = 0.5 * outputs.loss + 0.5 * far
+        return (loss, outputs) if return_outputs else loss
+
+
+class HydraDistilling(Distilling, HydraTrainer):  # type: ignore[misc]
+    """The same on the engine."""
+
+
+def own_losses(rank: int, folder: Path, kind: Any, num_ranks: int, more: dict[str, Any]) -> list[list[float]]:
+    rank_environment(rank)
+    once = {"max_steps": 2, "eval_strategy": "no", "save_strategy": "no", "num_train_epochs": 1}
+    engine = config(strategies=["tp2", "pp2"] if num_ranks > 1 else ["tp1"]) if issubclass(kind, HydraTrainer) else None
+    arguments = settings(folder, num_ranks, engine, max_grad_norm=0.5, **once)
+    trainer = trainer_of(kind, arguments, small_model(tied=False), **more)
+    trainer.train()
+    return logged(trainer)
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize(
+    ("plain", "hydra", "num_ranks", "more"),
+    [(Trainer, HydraTrainer, 2, {"compute_loss_func": smoothed}), (Distilling, HydraDistilling, 1, {})],
+)
+def test_losses_of_a_trainers_own_log_as_in_a_plain_trainer(
+    plain: Any, hydra: Any, num_ranks: int, more: dict[str, Any], tmp_path: Path
+) -> None:
+    right = run_ranks(own_losses, 1, tmp_path, plain, 1, more, timeout=200)[0]
+    own = run_ranks(own_losses, num_ranks, tmp_path, hydra, num_ranks, more, timeout=200)[0]
+    for expected, found in zip(right, own, strict=True):
+        assert found == pytest.approx(expected, rel=2e-4)
