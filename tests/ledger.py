@@ -67,7 +67,7 @@ CAPABILITIES: Mapping[str, Capability] = {
         apart=True,
     ),
     "Muon": Capability(
-        "ds_hydra/matrices/*.py tests/test_muon.py tests/gloo/test_muon*.py tests/support/muon_cases.py "
+        "ds_hydra/matrices/*.py tests/test_orthogonal.py tests/gloo/test_muon*.py tests/support/muon_cases.py "
         "tools/bench_muon.py",
         Lines(1040, 690, 150),
         apart=True,

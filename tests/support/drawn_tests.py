@@ -34,12 +34,17 @@ def number(seed: str) -> int:
 
 
 def taken(names: Sequence[str], seed: str) -> set[str]:
-    """`SHARE` of each test's rows, told by what stands in brackets, and at least one; `SHARE` of all others."""
+    """`SHARE` of each test's rows, told by what stands in brackets: where that is no whole number, one more in so many
+    of the commits; and `SHARE` of all others."""
     alone, rows = list[str](), defaultdict[str, list[str]](list)
     for name in names:
         test, bracket, _ = name.partition("[")
         (rows[test] if bracket else alone).append(name)
-    return drawn(alone, SHARE, seed).union(*(drawn(some, SHARE, seed, least=1) for some in rows.values()))
+    found = drawn(alone, SHARE, seed)
+    for test, some in rows.items():
+        least, rest = divmod(SHARE * len(some), 1.0)
+        found |= drawn(some, 0.0, seed, least=int(least) + (number(f"{seed} {test}") < rest * 10**6))
+    return found
 
 
 def add_option(parser: pytest.Parser) -> None:
