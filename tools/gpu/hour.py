@@ -125,7 +125,7 @@ def traces(out: str | None) -> list[str]:
         folder = Path(f"{out}-{layers}-layers") if out else Path(tempfile.mkdtemp(prefix="first-hour-"))
         folder.mkdir(parents=True, exist_ok=True)
         codes, _ = launch(num_ranks(), str(folder), STRATEGIES[num_ranks()][:1], steps=8, traced=True, layers=layers)
-        found = sorted(folder.glob("*.json"))
+        found = sorted(folder.glob("profile_step*.json"))
         for path in (found[0], found[-1]) if found else ():
             print(f"{path}, {layers} layers:")
             tell_trace(path)
