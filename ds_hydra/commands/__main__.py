@@ -38,7 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="ds-hydra",
         description="Commands around a training job.",
-        epilog="commands:\n" + "\n".join(f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()),
+        epilog="commands:\n"
+        + "\n".join(f"  {name:<{width}}  {what}" for name, what in COMMANDS.items())
+        + "\n\nBegin with demo, which needs no GPU; then run init on the job that you have.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"ds-hydra {__version__}")
