@@ -99,6 +99,8 @@ def train(host: HydraEngine, run: Run) -> None:
         for sequence in one.sequences:
             part = counts[begin : (begin := begin + len(sequence.labels))]
             sequences.append(_known(sequence)._replace(fields=part))
+        if one.entry.is_trained:  # and stays so
+            one.entry.factor = one.entry.factor or 0.0
         one.entry.logits = one.entry.by_logits = None
     layout = FieldLayout((Field(_GRADIENTS, words, False),))
     delivered = steps.shares.deliver(run.planned.plan, sequences, run.gathered, words)
