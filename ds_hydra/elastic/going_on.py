@@ -509,7 +509,7 @@ class GoingOn:
 
     def _asked(self, outcome: StepOutcome) -> int:
         """What signals ask of the job: to leave only where no rank is to stay, or none can leave by itself."""
-        noticed, ranks = outcome.asked(LEAVE), len(outcome.phases[0].stats)
+        noticed, ranks = outcome.asked(LEAVE), self._engine.world_size
         if self.shift and 0 < len(noticed) < ranks:
             return SAVE if outcome.asked(SAVE) else NOTHING
         return outcome.request

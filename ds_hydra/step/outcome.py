@@ -134,7 +134,8 @@ class StepOutcome:
 
     def asked(self, request: int) -> tuple[int, ...]:
         """Ranks that a signal has asked for this."""
-        return tuple(rank for rank, of in enumerate(self.phases[0].stats) if int(of.request) % WANTED == request)
+        first, *_ = self.phases  # all ranks run each
+        return tuple(rank for rank, of in enumerate(first.stats) if int(of.request) % WANTED == request)
 
     @property
     def wanted(self) -> bool:
