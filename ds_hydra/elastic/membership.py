@@ -79,7 +79,6 @@ class _Round:
     epoch: int  # of that
     votes: dict[int, m.Vote] = field(default_factory=dict)
     tables: dict[str, NormTable] = field(default_factory=dict)  # by name, for those that lack them
-    called: set[int] = field(default_factory=set)  # lost members that were asked once more
     value: Roster | None = None  # proposed, or on its way to the folder
     fresh: bool = True  # made of this round's votes
     accepts: set[int] = field(default_factory=set)
@@ -457,12 +456,6 @@ class Membership:
         """All that are not lost have voted: decide who goes on."""
         current = self.round
         if current is None or current.value is not None or not self._living <= current.votes.keys():
-            return
-        # The network may be back, and who was lost while it was away may not know that there is a round.
-        if again := self.roster.ids & self.lost - self.dead - current.called:
-            current.called |= again
-            self.lost -= again
-            self._ask(again)
             return
         voters, all_of_them = set(current.votes), self.roster.ids
         half = 2 * len(voters) - len(all_of_them)
