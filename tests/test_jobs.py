@@ -74,15 +74,16 @@ class Counted(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("enabled", "times"), [(False, 1), (True, 2)])
-def test_layers_run_again_in_the_backward_pass_where_the_model_was_told_so(enabled: bool, times: int) -> None:
-    """In one step of one micro-batch, without and with gradient_checkpointing_enable()."""
+@pytest.mark.parametrize(("enabled", "asked", "times"), [(False, False, 1), (True, False, 1), (True, "all", 2)])
+def test_layers_run_again_in_the_backward_pass_where_that_is_ordered(enabled: bool, asked: Any, times: int) -> None:
+    """In one step of one micro-batch that fits: gradient_checkpointing_enable() allows it, "all" orders it."""
 
     def run() -> int:
         model = tiny_llama()
         if enabled:
             model.gradient_checkpointing_enable()
-        hydra = {**HYDRA, "planner": {"ahead": 0}, "self_check": "off", "fast_paths": ["token_sharding", "sp_overlap"]}
+        hydra = {**HYDRA, "planner": {"ahead": 0}, "self_check": "off", "fast_paths": ["token_sharding", "sp_overlap"],
+                 "activation_checkpointing": asked}  # fmt: skip
         rank_environment(0)
         engine = ds_hydra.initialize(
             model=model, training_data=[[3] * 20] * 2, config={"hydra": hydra, "optimizer": ADAMW}

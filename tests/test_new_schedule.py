@@ -156,7 +156,7 @@ def test_it_trains_as_one_process_does() -> None:
 def test_it_is_previewed_and_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = ["--cost-table", "a800-7b", "--lengths", "pretraining", "--tokens", "60000", "--context", "8192"]
     strategies = ["4*tp2pp2/weights-first", "4*tp4"]
-    assert main(["preview", *job, "--gpus", "16", "--steps", "2", "--strategies", *strategies]) == 0
+    assert main(["preview", *job, "--gpus", "16", "--steps", "2", "--strategies", strategies[0]]) == 0
     assert "weights-first" in capsys.readouterr().out
     trace = tmp_path / "step.json"
     assert main(["simulate", strategies[0], *job, "--steps", "1", "--trace", str(trace)]) == 0

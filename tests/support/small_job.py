@@ -193,7 +193,9 @@ def whole_state(engine: Any) -> dict[str, Tensor]:
     found = {f"{name}/master": value for name, value in masters.gather_full(group).items()}
     for key in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
         source = masters.optimizer_state(engine.optimizer, key)
-        found |= {f"{name}/{key}": value for name, value in masters.gather_full(group, source=source).items()}
+        values = masters.gather_full(group, source=source)
+        if any(value.any() for value in values.values()):  # the optimizer has such
+            found |= {f"{name}/{key}": value for name, value in values.items()}
     return found
 
 
