@@ -146,7 +146,8 @@ class PlannerConfig:
     """The block "hydra.planner": how, how far ahead and for how long steps are planned."""
 
     method: str = setting(choice("search", "highs", renamed=_RENAMED), "search")
-    """"search": bounds, priced placement, local search; "highs": HiGHS then assigns sequences too, by Eq. 3."""
+    """How sequences are assigned to pipelines. "search": bounds, priced placement, local search; "highs": then the
+    solver HiGHS assigns them too, by Eq. 3 of Hydraulis (arXiv 2412.07894)."""
     highs: bool = setting(flag, True)
     """In each step HiGHS composes strategies of the candidates' pipelines that suit its lengths. One that is clearly
     faster than all candidates is run where `strategies` is "auto", and else told in the step's record; false: none."""
@@ -323,7 +324,8 @@ class HydraConfig:
     too_long: str = setting(choice("error", "truncate", "skip"), "error")
     """What to do with a sequence longer than `context_length`; truncated and skipped ones are counted in the log."""
     strategies: tuple[str, ...] = setting(strategies_of, ())
-    """Candidate strategies, in canonical form; () is "auto": the planner proposes them. A string is a list of one."""
+    """Candidate strategies, such as ["tp4 + 2*pp2", "8*tp1"], each of all ranks; "auto": the planner proposes them. A
+    string is a list of one."""
     lengths: str | None = setting(_lengths, None)
     """A file of your sequences' lengths in tokens, as `ds-hydra preview` reads it. Where steps are handed in or drawn
     from a stream, "auto" proposes strategies for these lengths and one of `context_length`; None: for web pages."""
@@ -350,7 +352,8 @@ class HydraConfig:
     call; "auto": with the step, unless the script reads losses before, which the first step finds out."""
     activation_checkpointing: bool | str = setting(_recomputation, False)
     """Whether backwards may compute layers again, as `model.gradient_checkpointing_enable()` allows it too. True: they
-    do where that is what it takes to run, or the faster way; "all": each layer in every step. Results are equal."""
+    do where no layout holds the longest sequence otherwise, where that is clearly the faster way, or where the cost
+    table was measured so; "all": each layer in every step. Results are equal."""
     fast_paths: tuple[str, ...] = setting(_fast_paths, _fast_paths(AUTO, ""))
     """How stages compute faster, or keep less, than as the model's code is written, where the model is found to allow
     it: "auto", "off" for none, or a list of names; "auto" is all but "recompute_mlp".
@@ -369,8 +372,8 @@ class HydraConfig:
     self_check: str = setting(choice("on", "off", "full"), "on")
     """Before step 0 a small copy of the model is trained under the strategies' schemes and compared with one process:
     "on" with few layers and ranks, in at most a minute of CPU time; "full" with all stages and ranks of each scheme.
-    "off" tries of models with code of a script, or with modules of other models, that packs keep their sequences apart,
-    and nothing else."""
+    "off": no such copy. Only where a model has code of a script, or modules of other models, it is still tried whether
+    sequences that are packed together train as each does alone."""
     chunks: str = setting(choice("auto", "off"), "auto")
     """"auto": sequences are cut into slices where that is faster, or nothing holds them whole, and the model allows it,
     which the self-check tells. It needs pipelines of the schedule "list" and a cost table with measured shares. "off":
@@ -382,8 +385,8 @@ class HydraConfig:
     cluster: tuple[NodesConfig, ...] = setting(read_cluster, ())
     timeout_seconds: float = setting(number(exclusive=True, maximum=86400.0), 300.0)
     """How long a collective, or on GPUs a part of a step, may wait for a rank before the job is given up, in torch's
-    default group too, whoever made it. In an elastic job that has begun 30, and no more: what cannot be freed otherwise
-    waits so long."""
+    default group too, whoever made it. In a job with `elastic` the default is 30, and more is refused: some waits for a
+    lost rank end by this time-out alone."""
     checkpoint: CheckpointConfig | None = setting(_checkpoint, None)
     faults: FaultsConfig = setting(_faults, FaultsConfig())
     elastic: ElasticConfig | None = setting(_elastic, None)

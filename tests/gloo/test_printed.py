@@ -93,7 +93,6 @@ def lengths(folder: Path) -> None:
 
 _EXPERTS = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
 BLOCKS: dict[str, Row] = {
-    '"hydra": { "tokens_per_step": 65536, "context_length": 16384, "strategies": "auto" }': Row(),
     '"hydra": { "context_length": 16384, "strategies": "auto" }': Row((*BY_TRAINER, ACCELERATE)),
     '"hydra": { "tokens_per_step": 65536, //': Row((CALLS, DATA), ranks=8, comments=(
         '"too_long": "error"', '"too_long": "truncate"', '"too_long": "skip"', '"strategies": "auto"',
