@@ -9,12 +9,12 @@ all that AdamW needs.
 
 from __future__ import annotations
 
-import argparse
+import sys
 from typing import NamedTuple
 
 import numpy as np
 
-from ds_hydra.commands.figures import shipped
+from ds_hydra.commands.figures import figures_parser, finish, print_table, shipped
 from ds_hydra.costs.cost_table import read_table_file
 from ds_hydra.data.lengths import WEB_PAGES, read_lengths
 from ds_hydra.matrices.owners import (
@@ -33,6 +33,7 @@ from ds_hydra.simulate.job import SHIPPED, llama_plan
 from ds_hydra.simulate.links import LinkModel, Parcels, Wires
 from ds_hydra.zero_hetero.layout import even_layout
 from ds_hydra.zero_hetero.transfer_plan import TransferPlan, plan_transfer
+from tools import aims
 
 PRODUCTS = 200e12  # FLOP/s of the iteration, of 312e12 of the data sheet
 MEMORY = 1.5e12  # bytes/s
@@ -110,27 +111,29 @@ def even_step_s(model: str, ranks: int, tokens: int) -> float:
     return ms / ranks / 1e3
 
 
-def main() -> None:
-    """Print a table of models, devices and tokens."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[64, 1024])
-    arguments = parser.parse_args()
-    print("model | ranks | iteration | busiest over even | sent | messages | update | exposed | AdamW | 200K | 1M")
+def main(arguments: list[str] | None = None) -> int:
+    """The exit code."""
+    args = figures_parser(__doc__, "python -m tools.bench_muon").parse_args(arguments)
+    rows, missed = [], []
     for model in ("a800-7b", "a800-32b"):
-        elements = SHIPPED[model].shape.params
-        for ranks in arguments.ranks:
-            adam = ADAM_BYTES * elements / ranks / MEMORY
+        steps = [even_step_s(model, 1, tokens) for tokens in (200_000, 1_000_000)]
+        for ranks in (64,) if args.quick else (64, 1024):
+            adam = ADAM_BYTES * SHIPPED[model].shape.params / ranks / MEMORY
             for kind, wide in (("standard", 2), ("gram", 4)):
                 made = simulated(model, ranks, kind, wide)  # type: ignore[arg-type]
-                steps = [even_step_s(model, ranks, tokens) for tokens in (200_000, 1_000_000)]
                 exposed = made.seconds - made.computing
-                print(
-                    f"{model} | {ranks} | {kind} | {made.ratio:.2f} | {made.sent / 1e9:.2f} GB | {made.messages} | "
-                    f"{1e3 * made.seconds:.0f} ms | {1e3 * exposed:.0f} ms | {1e3 * adam:.1f} ms | "
-                    + " | ".join(f"{s:.2f} s: {made.seconds / (s + made.seconds):.1%}, exposed "
-                                 f"{exposed / (s + made.seconds):.1%}" for s in steps)
-                )  # fmt: skip
+                whole = [step / ranks + made.seconds for step in steps]
+                told = [f"{made.seconds / one:.1%}, {exposed / one:.1%}" for one in whole]
+                rows.append((model, ranks, kind, f"{made.ratio:.2f}", f"{made.sent / 1e9:.2f}", made.messages,
+                             f"{1e3 * made.seconds:.0f}", f"{1e3 * adam:.1f}", *told))  # fmt: skip
+                if ranks == 64 and (made.ratio > aims.MATRIX_EVEN or exposed > aims.MATRIX_EXPOSED * whole[1]):
+                    missed.append(f"{model} {kind}: {made.ratio:.2f} of even, {exposed / whole[1]:.1%} exposed")
+    print_table(
+        ("model", "ranks", "iteration", "over even", "sent, GB", "messages", "update, ms", "AdamW, ms",
+         "of 200K: all, exposed", "of 1M: all, exposed"), rows
+    )  # fmt: skip
+    return finish("bench_muon", f"{len(rows)} updates", {"rows": rows}, missed, args.json)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
