@@ -87,6 +87,8 @@ CAPABILITIES: Mapping[str, Capability] = {
         apart=True,
         needs="comparison, previews and pages",
     ),
+    # Its cells are run as they stand, without Jupyter.
+    "notebook": Capability("tests/test_notebook.py tests/support/notebooks.py", Lines(0, 160, 0)),
     "comparison, previews and pages": Capability(
         "ds_hydra/rivals/*.py ds_hydra/commands/beside.py ds_hydra/commands/preview.py "
         "ds_hydra/commands/preview_page.py ds_hydra/commands/init.py ds_hydra/commands/init_job.py "
