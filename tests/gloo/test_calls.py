@@ -480,7 +480,7 @@ def test_steps_made_ready_are_the_same_to_the_bit(tmp_path: Path) -> None:
         # Of each step one sequence is read again when it begins, none else twice, and none beyond the last step.
         assert 0 <= len(readers) - len(one[3]) <= STEPS
         assert set(one[3]) == {"MainThread"}
-        assert "coming-step" in readers
+        assert "next-step" in readers
         assert one[0] == [3] * STEPS  # plan, agreement, figures
         # The plan of step 1 and that of step 2 are told in step 1; no plan is told in the last.
         assert counted[0] == 4
