@@ -144,8 +144,7 @@ def start_sum(x: Tensor, group: Group) -> Pending:
     x = x.contiguous()
     ranks = sharers(group)
     out = x.new_empty(_with_rows(x, x.shape[-2] // ranks.size()))
-    scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
-    return Pending(out, x, scatter(out.view(-1), x.view(-1), group=ranks, async_op=True))
+    return Pending(out, x, collectives.start_scatter(out.view(-1), x.view(-1), ranks))
 
 
 def _with_rows(x: Tensor, rows: int) -> tuple[int, ...]:

@@ -23,6 +23,15 @@ def start_gather(out: Tensor, own: Tensor, group: dist.ProcessGroup) -> dist.Wor
     return work
 
 
+def start_scatter(out: Tensor, whole: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Begin to add what all ranks of the group have, (ranks * n,), and to hand each its part of the sum, (n,)."""
+    # Its name is another one before torch 2.13.
+    scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+    work = scatter(out, whole, group=group, async_op=True)
+    assert work is not None, "this rank is in the group, so the collective has started"
+    return work
+
+
 class Collectives(Protocol):
     """Collectives of any teams of ranks. A buffer has one part for each member, all equal, in the members' order."""
 

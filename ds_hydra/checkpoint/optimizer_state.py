@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from ds_hydra.checkpoint.format import MAX_STEP, OtherJobError, SavedGroup, SavedScalar
 from ds_hydra.host.optimizers import ELEMENT_WISE
+from ds_hydra.step.update import NeedsMatrices
 from ds_hydra.zero_hetero.errors import CheckpointError
 from ds_hydra.zero_hetero.masters import MasterShards, OptimizerSpan
 
@@ -130,10 +131,10 @@ def merge_groups(everyone: Sequence[Sequence[SavedGroup]]) -> tuple[SavedGroup, 
 
 def fresh_state(optimizer: Optimizer, options: Mapping[str, Any]) -> dict[str, Any] | None:
     """What the optimizer keeps of one element after a step with these options; None where it cannot be tried."""
-    keeps = getattr(optimizer, "keeps", None)  # of one whose step needs whole matrices
-    if keeps is not None and (kept := keeps(options)) is not None:
+    if isinstance(optimizer, NeedsMatrices) and (kept := optimizer.keeps(options)) is not None:
         return dict(kept)
-    return _tried(optimizer, options, {}) if keeps or type(optimizer) in ELEMENT_WISE.values() else None
+    can_be_tried = isinstance(optimizer, NeedsMatrices) or type(optimizer) in ELEMENT_WISE.values()
+    return _tried(optimizer, options, {}) if can_be_tried else None
 
 
 def _tried(optimizer: Optimizer, options: Mapping[str, Any], state: dict[str, Any]) -> dict[str, Any]:

@@ -66,7 +66,7 @@ from ds_hydra.simulate.job import job_record
 from ds_hydra.step.model_masters import ModelMasters
 from ds_hydra.step.stepper import Stepper
 from ds_hydra.step.strategy_runtime import build_stages
-from ds_hydra.step.update import Copied, LossScale, Update
+from ds_hydra.step.update import Copied, Exchanged, LossScale, NeedsMatrices, Update
 from ds_hydra.watchdog.host import end_process
 from ds_hydra.watchdog.watchdog import FINISH_S
 from ds_hydra.zero_hetero.errors import OWN_FAULT, ConfigError
@@ -160,8 +160,8 @@ class Crew:
                 least_arena=self.prepared.room.arena[world.rank],
             )
         self._stepper.runtimes.connect(self.copy.pairs if self.copy is not None else ())
-        if (exchange := getattr(self.update.optimizer, "exchange", None)) is not None:
-            exchange.connect()
+        if self._exchange is not None:
+            self._exchange.connect()
         self.away = Away(self._masters, self._stepper, self.update.optimizer)
         with together(world.channel, "starting the planner"):
             self._start_planner(producer)
@@ -180,8 +180,8 @@ class Crew:
             groups = self._masters.trained.param_groups(names)
             optimizer = host.install_optimizer([group["params"] for group in groups])
             keeps = self.shift if job.config.elastic is not None else 0
-            if (attach := getattr(optimizer, "attach", None)) is not None:  # whole matrices come to their owners
-                attach(names, self._masters.trained, job.source.plan, world.links, keeps)
+            if isinstance(optimizer, NeedsMatrices):
+                optimizer.attach(names, self._masters.trained, job.source.plan, world.links, keeps)
             self.loss_scale = LossScale(host)
             unread = job.source.plan.unread
             self.update = Update(
@@ -192,8 +192,13 @@ class Crew:
             with together(world.channel, "allocating the copy of another rank's masters"):
                 kind = plugged("keeper of copies", "hydra.elastic")(job.config.elastic.redundancy)
                 self.copy = self.update.copy = kind(job.source, names, self._masters, optimizer, world, self.shift)
-                if (exchange := getattr(optimizer, "exchange", None)) is not None:
-                    exchange.follow(self.copy.masters.trained)
+                if self._exchange is not None:
+                    self._exchange.follow(self.copy.masters.trained)
+
+    @property
+    def _exchange(self) -> Exchanged | None:
+        optimizer = self.update.optimizer
+        return optimizer.exchange if isinstance(optimizer, NeedsMatrices) else None
 
     def _start_planner(self, producer: ProducerProcess | None) -> None:
         job, world = self.job, self.world

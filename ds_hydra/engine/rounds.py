@@ -37,8 +37,9 @@ from ds_hydra.step.outcome import mean_of
 from ds_hydra.zero_hetero.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ds_hydra.engine.data import Mine
+    from ds_hydra.engine.data import Gathered, Mine
     from ds_hydra.engine.engine import HydraEngine
+    from ds_hydra.ranks.rank_stats import Floats
     from ds_hydra.step.outcome import StepOutcome
 
 logger = logging.getLogger(__name__)
@@ -292,9 +293,7 @@ class Rounds:
         kept = steps.parts.add(planned, delivered, divisor)
         self._held, self._batches = self._held + 1, self._batches + gathered.num_batches
         self._sequences += len(gathered.lengths)
-        of_routers = steps.parts.router_loss(weighed) if crew.job.source.balances else 0.0
-        begin = gathered.begins[crew.world.rank]
-        return [mean_of(kept, own) + of_routers for own in mine.places(begin)]
+        return self._means(mine, gathered, kept, lambda: steps.parts.router_loss(weighed))
 
     def _losses(self, mine: Mine) -> list[float]:
         """The mean loss of each of this rank's batches, as in the step that they are of."""
@@ -306,6 +305,11 @@ class Rounds:
         with crew.together("evaluation"):
             forwards = crew.stepper.forwards
             kept = forwards.sequence_losses(plan, delivered, crew.plans.table, step=step + 1)
-            of_routers = forwards.router_loss(kept) if crew.job.source.balances else 0.0
-        begin = gathered.begins[crew.world.rank]
-        return [mean_of(kept, own) + of_routers for own in mine.places(begin)]
+            return self._means(mine, gathered, kept, lambda: forwards.router_loss(kept))
+
+    def _means(
+        self, mine: Mine, gathered: Gathered, kept: tuple[Floats, Floats], of_routers: Callable[[], float]
+    ) -> list[float]:
+        """The mean loss of each of this rank's batches, with what routers add to it; all ranks call it together."""
+        added = of_routers() if self._host.crew.job.source.balances else 0.0
+        return [mean_of(kept, own) + added for own in mine.places(gathered.begins[self._host.crew.world.rank])]

@@ -35,7 +35,13 @@ from ds_hydra.ranks.groups import (
 from ds_hydra.ranks.nccl import nccl_options
 from ds_hydra.ranks.telling import Telling
 from ds_hydra.zero_hetero.clock import Clock, clock_of
-from ds_hydra.zero_hetero.collectives import Collectives, GroupCollectives, MessageCollectives, start_gather
+from ds_hydra.zero_hetero.collectives import (
+    Collectives,
+    GroupCollectives,
+    MessageCollectives,
+    start_gather,
+    start_scatter,
+)
 from ds_hydra.zero_hetero.nodes import Cluster, NodeSize
 from ds_hydra.zero_hetero.transport import DeviceLane, HostLane, Lane, TorchTransport, Transport
 
@@ -198,8 +204,7 @@ class World:
             dist.all_reduce(whole, group=group)
             start_gather(whole, own.clone(), group).wait()
             if exchanges:
-                scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-                scatter(own.clone(), whole, group=group)
+                start_scatter(own.clone(), whole, group).wait()
                 dist.all_to_all_single(torch.empty_like(whole), whole, group=group)
 
     def device_bytes(self) -> int:

@@ -17,7 +17,7 @@ import hashlib
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import torch
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
@@ -32,12 +32,14 @@ from ds_hydra.zero_hetero.norm_table import NormTable
 
 if TYPE_CHECKING:
     from ds_hydra.config.hydra_block import FaultsConfig
+    from ds_hydra.pipe.model_plan import ModelPlan
     from ds_hydra.planner import StepPlan
     from ds_hydra.ranks.world import World
     from ds_hydra.step.model_masters import ModelMasters
     from ds_hydra.step.outcome import PhaseRun
     from ds_hydra.step.strategy_runtime import StrategyRuntime
     from ds_hydra.zero_hetero.masters import MasterShards
+    from ds_hydra.zero_hetero.transport import Transport
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +62,42 @@ class ModelNow(NamedTuple):
 
     problem: str = ""  # what was changed in it that has no effect, in words
     frozen: frozenset[str] = frozenset()  # parameters with masters that are not to be trained now
+
+
+class Exchanged(Protocol):
+    """How an optimizer of whole matrices brings them to their owners, and what those make of them back."""
+
+    def connect(self) -> None:
+        """Send the first messages of all pairs that exchange anything. Every rank must call it."""
+
+    def follow(self, masters: MasterShards) -> None:
+        """Fetch also for these masters, the copy of another rank's, what they are updated by."""
+
+
+@runtime_checkable
+class NeedsMatrices(Protocol):
+    """An optimizer whose step needs whole matrices, of which each rank has a part."""
+
+    @property
+    def exchange(self) -> Exchanged | None:
+        """None before `attach`."""
+
+    def attach(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        masters: MasterShards,
+        plan: ModelPlan,
+        transport: Transport,
+        shift: int = 0,
+    ) -> None:
+        """Compile the exchange of this job's ranks; `groups` have the `names` of the parameters of each group, `shift`
+        says which rank's copy this one keeps. Every rank must call it."""
+
+    def run_exchange(self) -> None:
+        """Fetch what the next step updates matrices by, by the gradients as they are now. Every rank must call it."""
+
+    def keeps(self, options: Mapping[str, Any]) -> dict[str, Tensor] | None:
+        """What is kept of one element of a group with these options; None where a trial of the step tells it."""
 
 
 class Copied(Protocol):
@@ -196,10 +234,10 @@ class Update:
 
     def _fetch(self, norm: Tensor) -> None:
         """What an optimizer of whole matrices does first; no other does anything."""
-        if (run := getattr(self.optimizer, "run_exchange", None)) is None:
+        if not isinstance(self.optimizer, NeedsMatrices):
             return
         self._scale(norm)
-        run()
+        self.optimizer.run_exchange()
         if self.copy is not None:  # who is past this knows that all have theirs
             self._world.settle()
             self._world.channel.texts("")

@@ -18,9 +18,9 @@ from torch import Tensor
 
 import ds_hydra
 import ds_hydra.engine.engine
-from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.testing import OneProcess, Sample, float64_throughout, rank_environment, run_ranks
 from ds_hydra.testing.one_process import token_losses
+from tests.support.batches import collated, known, num_targets, prompted
 from tests.support.ends import all_told, codes, ends, mark_fault
 from tests.support.families import build_model, reference_model, vocab_size
 from tests.support.small_job import shared_source
@@ -92,33 +92,7 @@ class Loop:
 
 
 def batch_of(seed: int, step: int, rank: int, number: int, lengths: Sequence[int]) -> list[Sample]:
-    """A batch; the first third of each sequence is a prompt."""
-    generator = torch.Generator().manual_seed(hash((seed, step, rank, number)) % 2**31)
-    samples: list[Sample] = []
-    for length in lengths:
-        tokens = torch.randint(3, vocab_size(FAMILY), (length,), generator=generator)
-        labels = tokens.clone()
-        labels[: length // 3] = IGNORED
-        samples.append({"input_ids": tokens, "labels": labels})
-    return samples
-
-
-def known(sample: Sample) -> Tensor:
-    return sample["labels"][1:] != IGNORED
-
-
-def num_targets(sample: Sample) -> int:
-    return int(known(sample).sum())
-
-
-def collated(samples: Sequence[Sample]) -> dict[str, Tensor]:
-    size = max(len(sample["input_ids"]) for sample in samples)
-
-    def padded(name: str, value: int) -> Tensor:
-        return torch.stack([torch.nn.functional.pad(s[name], (0, size - len(s[name])), value=value) for s in samples])
-
-    mask = torch.stack([(torch.arange(size) < len(sample["input_ids"])).long() for sample in samples])
-    return {"input_ids": padded("input_ids", 0), "labels": padded("labels", IGNORED), "attention_mask": mask}
+    return prompted(lengths, vocab_size(FAMILY), hash((seed, step, rank, number)) % 2**31)
 
 
 def engine_of(rank: int, loop: Loop, dtype: torch.dtype = torch.float64, **block: Any) -> Any:

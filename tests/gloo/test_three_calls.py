@@ -27,6 +27,7 @@ from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.ranks.together import first_channel
 from ds_hydra.testing import OneProcess, Sample, float64_throughout, rank_environment, run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
+from tests.support.batches import collated, num_targets, prompted
 from tests.support.equivalence import decay_groups
 from tests.support.families import build_model, reference_model, vocab_size
 from tests.support.small_job import same, shared_source, small_config, small_engine, small_model
@@ -40,30 +41,7 @@ FACTORS = (1.0, 0.5)  # that the script puts on the losses of its batches
 
 
 def batch_of(step: int, rank: int, number: int) -> list[Sample]:
-    """A batch; the first third of each sequence is a prompt."""
-    generator = torch.Generator().manual_seed(100 * step + 10 * rank + number)
-    samples: list[Sample] = []
-    for length in LENGTHS[rank][number]:
-        tokens = torch.randint(3, vocab_size(FAMILY), (length,), generator=generator)
-        labels = tokens.clone()
-        labels[: length // 3] = IGNORED
-        samples.append({"input_ids": tokens, "labels": labels})
-    return samples
-
-
-def num_targets(sample: Sample) -> int:
-    return int((sample["labels"][1:] != IGNORED).sum())
-
-
-def collated(samples: Sequence[Sample]) -> dict[str, Tensor]:
-    """As a collator pads it."""
-    size = max(len(sample["input_ids"]) for sample in samples)
-
-    def padded(name: str, value: int) -> Tensor:
-        return torch.stack([torch.nn.functional.pad(s[name], (0, size - len(s[name])), value=value) for s in samples])
-
-    mask = torch.stack([(torch.arange(size) < len(sample["input_ids"])).long() for sample in samples])
-    return {"input_ids": padded("input_ids", 0), "labels": padded("labels", IGNORED), "attention_mask": mask}
+    return prompted(LENGTHS[rank][number], vocab_size(FAMILY), 100 * step + 10 * rank + number)
 
 
 def engine_of(rank: int, **hydra: Any) -> Any:
