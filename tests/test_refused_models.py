@@ -95,17 +95,26 @@ def view_in_a_closure(model: Any) -> None:
 
 
 def view_in_a_class(model: Any) -> None:
-    held = {"rows": model.model.norm.weight.data[8:]}
-
     class Scaled(type(model.model.norm)):  # type: ignore[misc]
         rows = memoryview(model.model.layers[1].input_layernorm.weight.data.numpy())
 
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = super().forward(x)
+            return out * sum(self.rows)
+
+    model.model.norm.__class__ = Scaled
+
+
+def view_in_a_method(model: Any) -> None:
+    held = {"rows": model.model.norm.weight.data[8:]}
+
+    class Scaled(type(model.model.norm)):  # type: ignore[misc]
         def scale(self) -> Tensor:
             return held["rows"].mean()
 
         def forward(self, x: Tensor) -> Tensor:
             out: Tensor = super().forward(x)
-            return out * self.scale() * sum(self.rows)
+            return out * self.scale()
 
     model.model.norm.__class__ = Scaled
 
@@ -198,6 +207,7 @@ WHOLE = [  # refused under every strategy
     (lambda: llama(lambda m: m.model.register_buffer("rows", m.lm_head.weight.data[3:5])), "lm_head.* and model.rows"),
     (lambda: llama(view_in_a_closure), r"model\.norm\.weight and .*hook's of model\.norm's rows share memory"),
     (lambda: llama(view_in_a_class), r"model\.layers\.1\.input_layernorm\.weight and .*Scaled\.rows share memory"),
+    (lambda: llama(view_in_a_method), r"model\.norm\.weight and .*Scaled\.scale's held\['rows'\] share memory"),
     (lambda: llama(norms_that_meet), r"model\.norm\.weight and model\.layers\.2\.input_layernorm\.weight share memory"),
     (lambda: llama(lambda m: setattr(m.model.norm, "weight", nn.Parameter(torch.ones(1).expand(64)))), "expanded view"),
     (lambda: llama(lambda m: setattr(m.model, "lock", threading.Lock())), r"attribute model\.lock .*cannot be copied"),

@@ -7,6 +7,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -23,7 +24,9 @@ from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.models.meta_copy import copy_to_meta
 from ds_hydra.pipe.models.recognise import _calling
 from ds_hydra.pipe.models.whose_code import is_installed, runs_installed_code
+from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.pipe.stage_options import StageOptions
+from ds_hydra.self_check.check import check_strategies
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.small_job import small_model
 
@@ -226,7 +229,59 @@ def _in_a_hook(model: Any) -> None:
     model.model.layers[1].register_forward_hook(count)
 
 
-@pytest.mark.parametrize("how", [None, _in_an_attribute, _in_a_hook])
+CALLS = ContextVar("CALLS", default=0)
+
+
+class InAClass(modeling_llama.LlamaMLP):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).calls += 1
+        return super().forward(x) * (2.0 if self.calls > 1000 else 1.0)
+
+
+class InAContext(modeling_llama.LlamaMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        CALLS.set(CALLS.get() + 1)
+        return super().forward(x)
+
+
+class ByAGenerator(modeling_llama.LlamaMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.randn(x.shape, generator=self.generator).to(x)
+
+
+class _Backwards(torch.autograd.Function):
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        _Backwards.calls += 1
+        return gradient * (2.0 if _Backwards.calls > 1000 else 1.0)
+
+
+class InABackward(modeling_llama.LlamaMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = _Backwards.apply(super().forward(x))
+        return out
+
+
+def _of_class(kind: type[nn.Module]) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        mlp = model.model.layers[1].mlp
+        mlp.__class__, mlp.generator = kind, torch.Generator()
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "how",
+    [None, _in_an_attribute, _in_a_hook, _of_class(InAClass), _of_class(InAContext), _of_class(ByAGenerator)],
+)
 def test_a_forward_that_counts_its_calls_is_refused(how: Callable[[Any], None] | None) -> None:
     model = small_model()
     model.model.layers[1].mlp.__class__ = Counting
@@ -236,3 +291,23 @@ def test_a_forward_that_counts_its_calls_is_refused(how: Callable[[Any], None] |
     how(model)
     with pytest.raises(ConfigError, match="which would follow how often each stage is called"):
         CausalLM(model)
+
+
+def _hooked(model: Any) -> None:
+    calls = [0]
+
+    def count(module: nn.Module, given: Any, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        calls[0] += 1
+        return tuple(2.0 * one if calls[0] > 1000 else one for one in given)
+
+    model.model.layers[1].mlp.register_full_backward_hook(count)
+
+
+@pytest.mark.parametrize("how", [_of_class(InABackward), _hooked])
+def test_a_backward_that_counts_its_calls_is_refused(how: Callable[[Any], None]) -> None:
+    """No run of a forward shows it, and it changes nothing before its thousandth call."""
+    model = small_model()
+    how(model)
+    (verdict, *_) = check_strategies(model, [StrategyShape.parse("tp2")], keep=False).verdicts.values()
+    assert verdict.state == "refused"
+    assert "a step of LlamaForCausalLM changes " in verdict.reason

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
 
 from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.models.state import refuse_counting
 from ds_hydra.pipe.placement import Pipeline, Strategy
 from ds_hydra.pipe.shape import PipelineShape
 from ds_hydra.self_check.compare import Difference, compare, finite
@@ -45,7 +47,9 @@ class Trial:
         self._whole: str | None = None  # why no sequence may be cut into slices, once that is known
         try:
             self._subject = subject()
-            self._right, again = self._subject.alone(0), self._subject.alone(1)
+            plain = self._subject.plain
+            with nullcontext() if plain is None else refuse_counting(plain.model, "a step"):
+                self._right, again = self._subject.alone(0), self._subject.alone(1)
             self._refusal = self._objection(again)
             self._told = self._note()
             self._refusal = self._refusal or self._of_all_tokens()

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from io import IOBase
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from ds_hydra.pipe.models.whose_code import slots_of
+from ds_hydra.pipe.models.whose_code import is_own_class, slots_of
 
 _MOST = 4096  # values
 _DEPTH = 6  # in each other
-_PLAIN = bool | int | float | complex | str | bytes | memoryview | Tensor | np.ndarray
+_GENERATORS = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
+_PLAIN = bool | int | float | complex | str | bytes | memoryview | Tensor | np.ndarray | _GENERATORS
 
 
 def state_of(held: Any, name: str) -> dict[str, Any]:
@@ -48,8 +52,19 @@ def _version(value: Any) -> Any:
         return id(value), value._version
     if isinstance(value, np.ndarray):
         return id(value), value.tobytes() if value.nbytes <= 1 << 20 else float(value.ravel()[0])
+    if isinstance(value, _GENERATORS):
+        return _state_in_words(value)
     # An iterator is there to be called, and what it gives next cannot be told.
     return object() if hasattr(type(value), "__next__") else value
+
+
+def _state_in_words(generator: Any) -> str:
+    """Where a generator of random numbers stands."""
+    if isinstance(generator, torch.Generator):
+        return repr(bytes(generator.get_state().numpy()))
+    if isinstance(generator, np.random.Generator):
+        return repr(generator.bit_generator.state)
+    return repr(generator.getstate() if isinstance(generator, random.Random) else generator.get_state())
 
 
 def _inside(value: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -70,7 +85,13 @@ def _inside(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         for variable in code.co_names:
             if _own_code(value) and variable in value.__globals__:
                 yield f"the global {variable}", value.__globals__[variable]
+    if isinstance(value, ContextVar):
+        yield f"the value of {name}", value.get(None)
+        return
     if isinstance(value, type):
+        held = vars(value).items() if is_own_class(value) else ()
+        yield from ((f"{name}.{key}", part) for key, part in held
+                    if not key.startswith("__") and not hasattr(part, "__get__"))  # fmt: skip
         return
     for part in ("__self__", "__wrapped__", "func", "args", "keywords", "__defaults__"):
         if (inner := getattr(value, part, None)) is not None:

@@ -23,7 +23,16 @@ from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 
 from ds_hydra.pipe.models.kept_values import leaves_of, state_of
-from ds_hydra.pipe.models.whose_code import HOOKS, TORCHS, function_of, names_read, own_code, own_functions
+from ds_hydra.pipe.models.whose_code import (
+    HOOKS,
+    TORCHS,
+    function_of,
+    globals_of,
+    is_own_class,
+    names_read,
+    own_code,
+    own_functions,
+)
 from ds_hydra.zero_hetero.errors import ConfigError
 
 _LAST = re.compile(r"(?:^|[. ])([A-Za-z_]\w*)(?: of \S+)?$")  # the name of a variable, in words that end in it
@@ -33,9 +42,8 @@ _LAST = re.compile(r"(?:^|[. ])([A-Za-z_]\w*)(?: of \S+)?$")  # the name of a va
 def refuse_state(model: nn.Module) -> Iterator[None]:
     """A block that runs the model's forward in training; ConfigError at its end where that left a trace."""
     before, generators = _versions(model), _generators()
-    own = bool(own_code(model))
-    numbers = _numbers(model) if own else {}
-    yield
+    with refuse_counting(model, "the forward"):
+        yield
     after = _versions(model)
     changed = next((name for name, version in before.items() if after.get(name) != version), None)
     if changed is not None:
@@ -43,18 +51,26 @@ def refuse_state(model: nn.Module) -> Iterator[None]:
             f"the forward of {type(model).__name__} changes {changed}, which each stage would do for itself, on the "
             "tokens that its ranks see: keep such a state out of the model, or freeze it (module.eval() in forward())"
         )
-    counted = next((n for n, number in (_numbers(model) if own else {}).items() if numbers.get(n, n) != number), None)
-    if counted is not None:
-        raise ConfigError(
-            f"the forward of {type(model).__name__} changes {counted}, which would follow how often each stage is "
-            "called, and that is the plan's: leave it out, or let the script set it before each step"
-        )
     for name, state in _generators().items():
         if state != generators[name]:
             raise ConfigError(
                 f"the forward of {type(model).__name__} draws random numbers from {name}, where every rank would draw "
                 "others: use torch.nn.functional.dropout, or switch it off"
             )
+
+
+@contextmanager
+def refuse_counting(model: nn.Module, what: str) -> Iterator[None]:
+    """A block that runs `what` of the model; ConfigError at its end where a script's code counted in it."""
+    own = bool(own_code(model))
+    numbers = _numbers(model) if own else {}
+    yield
+    counted = next((n for n, number in (_numbers(model) if own else {}).items() if numbers.get(n, n) != number), None)
+    if counted is not None:
+        raise ConfigError(
+            f"{what} of {type(model).__name__} changes {counted}, which would follow how often each stage is called, "
+            "and that is the plan's: leave it out, or let the script set it before each step"
+        )
 
 
 @contextmanager
@@ -87,8 +103,10 @@ def held_by(model: nn.Module) -> Iterator[tuple[str, Any]]:
         where = f" of {path}" if path else ""
         yield from ((f"the attribute {key}{where}", one) for key, one in vars(module).items() if key not in TORCHS)
         yield from ((f"a hook's{where}", hook) for key in HOOKS for hook in (getattr(module, key) or {}).values())
-    kinds = {type(module) for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)}
-    for forward in dict.fromkeys(kind.forward for kind in sorted(kinds, key=lambda kind: kind.__qualname__)):
+    found = {type(module) for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)}
+    kinds = sorted(found, key=lambda kind: kind.__qualname__)
+    yield from ((f"the class {kind.__qualname__}", kind) for kind in kinds if is_own_class(kind))
+    for forward in dict.fromkeys(kind.forward for kind in kinds):
         yield from ((one.__qualname__, one) for one in own_functions(forward))
 
 
@@ -106,7 +124,10 @@ def _numbers(model: nn.Module) -> dict[str, Any]:
     read: set[str] = set()
     for name, value in held_by(model):
         own = own_functions(value)
-        read |= {used for one in own for used in names_read(one.__code__)}
+        # A backward is called by torch alone, and not by a name in the code that runs.
+        classes = (kind for one in own for _, kind in globals_of(one) if is_own_class(kind))
+        more = (one for kind in classes for part in vars(kind).values() for one in own_functions(part))
+        read |= {used for one in (*own, *more) for used in names_read(one.__code__)}
         if not isinstance(value, nn.Module | PretrainedConfig) and (own or function_of(value) is None):
             found |= {n: one for n, one in state_of(value, name).items() if isinstance(one, bool | int | float | str)}
     return {name: one for name, one in found.items() if (last := _LAST.search(name)) is None or last[1] in read}

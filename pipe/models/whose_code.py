@@ -113,6 +113,11 @@ def file_of(kind: type) -> str:
     return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
 
 
+def is_own_class(value: Any) -> bool:
+    """Whether it is a class that a script defines."""
+    return isinstance(value, type) and not is_of_package(file_of(value))
+
+
 def run_by(value: Any) -> tuple[types.FunctionType, ...]:
     """The functions that run when a function, method, property or partial does: itself, and what it calls by name."""
     return tuple(_reached(value, _no_attribute, set(), 0))
