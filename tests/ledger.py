@@ -58,8 +58,9 @@ CAPABILITIES: Mapping[str, Capability] = {
     ),
     "layers beyond attention": Capability(
         "pipe/models/boxes.py pipe/models/boxed_layers.py pipe/models/find_boxes.py pipe/models/recurrent_heads.py "
-        "pipe/models/experts.py pipe/expert_parallel.py tests/test_states.py tests/test_experts.py",
-        Lines(2404, 1188, 0),
+        "pipe/models/experts.py pipe/expert_parallel.py tests/test_states.py tests/test_experts.py "
+        "tests/support/own_models.py",
+        Lines(2404, 1350, 0),
     ),
     "mixed devices": Capability(
         "ds_hydra/mixed/*.py tests/pure/test_mixed_devices.py tools/bench_hetero.py",
@@ -101,7 +102,7 @@ CAPABILITIES: Mapping[str, Capability] = {
         apart=True,
     ),
 }
-CORE = Lines(64570, 44640, 9200)
+CORE = Lines(64620, 44670, 9200)
 # Of each kind: the files that hold one. Another of a kind needs a reason; one less is welcome.
 MECHANISMS: Mapping[str, str] = {
     "nets on what a script does to its model": (

@@ -665,7 +665,7 @@ def sequences_draw_as_the_row() -> Any:
 
 def no_layer_has_boxes() -> Any:
     """Nor does its class say that it needs some."""
-    return mock.patch.object(causal_lm, "may_mix_otherwise", return_value=False)
+    return mock.patch.multiple(causal_lm, may_mix_otherwise=lambda _: False, may_mix_beside=lambda *_: False)
 
 
 WRONG_BOXES: list[tuple[str, str, Callable[[], Any]]] = [

@@ -54,6 +54,7 @@ _HARMLESS = frozenset(
     | {"architectures", "dtype", "torch_dtype", "auto_map", "id2label", "label2id", "hf_device_map"}
     | {"_require_grads_hook", "_require_grads_hooks", "make_inputs_require_grads"}
     | {"_is_hf_initialized", "name_or_path", "_name_or_path", "_commit_hash", "transformers_version", "_hf_hook"}
+    | {"_flat_weights", "_flat_weight_refs"}  # of torch's recurrent modules: their parameters once more
     | {"output_attentions", "output_hidden_states", "return_dict", "_use_cache", "gradient_checkpointing_kwargs"}
 )
 _REMEDY = (

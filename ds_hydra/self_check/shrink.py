@@ -40,6 +40,7 @@ class Sizes:
         return old
 
 
+_POSITIONS = r"(max_position_embeddings|n_positions|n_ctx|max_(sequence|target)_(length|positions)|max_seq_len)$"
 # Pattern of a key -> its new value, or a function of the sizes and the old one. The first that matches counts.
 _RULES: tuple[tuple[str, Any], ...] = (
     (r"^(num_hidden_layers|n_layers?|num_layers|decoder_layers|num_decoder_layers)$", lambda to, _: len(to.layers)),
@@ -66,10 +67,7 @@ _RULES: tuple[tuple[str, Any], ...] = (
         lambda to, _: 3 * to.hidden // 2,
     ),
     (r"^original_max_position_embeddings$", FEW_POSITIONS),
-    (
-        r"(max_position_embeddings|n_positions|n_ctx|max_(sequence|target)_(length|positions)|max_seq_len)$",
-        lambda to, _: to.positions,
-    ),
+    (_POSITIONS, lambda to, _: to.positions),
     (r"(sliding_window(_size)?|window_size|attention_chunk_size|local_attention)$", lambda _, old: min(old, WINDOW)),
     # What a token sees of those before it: of an indexer, of a recurrence at once, of an attention in blocks.
     (r"^(index_topk|indexer_budget|block_size|floor_scale)$", lambda _, old: min(old, 4)),
@@ -157,6 +155,8 @@ def _shrink(config: Any, sizes: Sizes, num_layers: int) -> None:
             values[key] = _shrunk_rotary(value)
         else:
             values[key] = _number(key, value, sizes)
+    if "block_size" in values and not any(re.search(_POSITIONS, key) for key in values):  # nanoGPT's word for it
+        values["block_size"] = sizes.positions
     overrides = _overrides(config)
     if overrides:
         config.per_layer_config = {

@@ -12,7 +12,8 @@ Three ways, in this order:
 - in no way that can be run: ConfigError.
 
 A model whose class and config promise the interface, and whose layers all attend by it where a few tokens are packed,
-is not looked at further: the self-check would find a layer that does something else besides.
+is not looked at further, but where a script's code, a convolution or a recurrence is in a layer: the self-check would
+find a layer that does something else besides.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ from ds_hydra.pipe.models.refusals import (
     failing,
     find_layers,
     known_tokens,
+    may_mix_beside,
     may_mix_otherwise,
     refuse_parts_in_evaluation,
     refuse_unsupported,
@@ -139,7 +141,7 @@ def find_ways(source: CausalLM, model: Any, values: Mapping[str, Tensor]) -> tup
         source.number(source.copy_to_run(device, values))
         if not may_mix_otherwise(model):
             packed = source.trace(model)
-            if not packed.unattended:
+            if not packed.unattended and not may_mix_beside(model, source.layers_path):
                 return Boxes(), packed
     except attention.NotPackedError as error:
         refusal = error
@@ -375,7 +377,7 @@ class CausalLM:
         reading = refuse_reading({id(tensor): name for name, tensor in named})
         try:
             with reading:
-                found = self.without_values(partial(self._trace_of, alone=alone))
+                return self.without_values(partial(self._trace_of, alone=alone))
         except ConfigError:
             raise
         except Exception as error:
@@ -383,9 +385,6 @@ class CausalLM:
                 f"{self.name} cannot run one packed sequence by its own forward: {failing(error)}"
                 f"{held_beside(original) if 'meta' in str(error) else ''}"
             ) from error
-        if not found.body:
-            raise ConfigError(f"{self.name} computes its logits in the module that runs its layers: not supported")
-        return found
 
     def _trace_of(self, copied: Any, *, alone: bool) -> Flow:
         if alone:

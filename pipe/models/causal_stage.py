@@ -17,8 +17,8 @@ from ds_hydra.pipe.expert_parallel import RowsComputed, spread_experts
 from ds_hydra.pipe.loss import HeadLoss, blockwise_loss, own_token_losses, scored_loss, token_losses, token_scores
 from ds_hydra.pipe.models.boxed_layers import StageBoxes
 from ds_hydra.pipe.models.cut import (
+    Above,
     CutForward,
-    Given,
     PlainHead,
     Recomputing,
     from_wire,
@@ -120,10 +120,7 @@ class CausalStage(StageModule):
     def _end_with(self, source: CausalLM, model: Any, plain_head: PlainHead | None, weight: ParamSpec | None) -> None:
         """What the last stage does with hidden states: the head, whose `weight` ranks share, and the loss."""
         place = self.place
-        owner, _, self._body_name = source.flow.body.rpartition(".")
-        self._above = model.get_submodule(owner)
-        self._body = model.get_submodule(source.flow.body)
-        self._given = Given(self._body)
+        self._head = Above(model, source.flow, source.layers_path)
         tp = place.stage.tp
         whole = (0, source.flow.vocabulary)
         # No ranks share a head that is wrapped, which has no weight of its own, nor one of values, which has one row.
@@ -157,16 +154,20 @@ class CausalStage(StageModule):
             return to_wire(hidden_in(out), self._doors[self.place.stage.last_layer])
         rows = self._all_rows(hidden_in(out))
         input_ids = _tokens(batch)
+
+        def logits_of(part: Tensor, tokens: slice) -> Tensor:
+            with self._draws.of(None if keys is None else keys.part(tokens)):
+                return self._head(with_hidden(out, part), input_ids[:, tokens])
+
         self.plain_head = self._plain_head is not None and batch.predictions is None and batch.scored is None
         if self._plain_head is not None and self.plain_head:
             few = rows[:, :1].detach().clone()
-            self.plain_head = self._plain_head.is_all(few, lambda: self._head(with_hidden(out, few), input_ids[:, :1]))
+            self.plain_head = self._plain_head.is_all(few, lambda: logits_of(few, slice(0, 1)))
             if self.plain_head:
                 return self._head_loss(rows, self._plain_head.weight, batch)
 
         def head(part: Tensor, tokens: slice) -> Tensor:
-            with self._draws.of(None if keys is None else keys.part(tokens)):
-                logits = self._head(with_hidden(out, part), input_ids[:, tokens])
+            logits = logits_of(part, tokens)
             if batch.predictions is not None and batch.labels is not None:
                 of_all = gather_last_dim(logits.squeeze(0), self._widths, self.place.tp_rank, self._head_group)
                 batch.predictions.take(of_all, batch.labels[tokens])
@@ -263,18 +264,6 @@ class CausalStage(StageModule):
             if self._boxes is not None and run is not None:
                 return self._boxes(received, batch, run, inputs)
             return self._cut(received, **inputs)
-
-    def _head(self, below: Any, input_ids: Tensor) -> Tensor:
-        """Logits of this rank's vocabulary rows, by the model's own forward after its layers."""
-        object.__setattr__(self._given, "value", below)
-        self._above._modules[self._body_name] = self._given
-        try:
-            out = self.module(input_ids=input_ids, use_cache=False)
-        finally:
-            self._above._modules[self._body_name] = self._body
-            object.__setattr__(self._given, "value", None)
-        logits: Tensor = out.logits if hasattr(out, "logits") else out[0]
-        return logits
 
 
 def _tokens(batch: MicroBatch) -> Tensor:

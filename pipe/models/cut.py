@@ -31,7 +31,7 @@ stand-in has come out without any operation on it, then nothing else is there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -316,19 +316,56 @@ def from_wire(wire: Tensor, door: Door) -> Tensor:
     return wire.squeeze(0).unflatten(1, door.shape).movedim(0, door.token_dim)
 
 
-class Given(nn.Module):
-    """Stands in for the model below the head: hands the head hidden states that were computed before."""
+class Above:
+    """The model's own forward behind its layers, with hidden states that were computed before.
 
-    def __init__(self, body: nn.Module):
+    The module below the head hands them on. Where that is the last layer, as the model runs its layers itself, the
+    others hand on what they are given, and what stands before and between them is not computed: it is on the meta
+    device.
+    """
+
+    def __init__(self, model: Any, flow: Flow, layers_path: str):
+        owner, _, name = flow.body.rpartition(".")
+        self._model, self._modules = model, model.get_submodule(owner)._modules
+        self._hollow = owner == layers_path and bool(owner)
+        names = list(self._modules) if self._hollow else [name]
+        self._given = {own: _Given(self._modules[own]) for own in names}
+        self._body = self._given[name]
+        for own, door in zip(names, flow.doors if self._hollow else (), strict=False):
+            self._given[own].forward = hand_on(door)  # type: ignore[method-assign]
+
+    def __call__(self, below: Any, input_ids: Tensor) -> Tensor:
+        """Logits (1, T, V_local) of what the module below the head returned for these tokens (1, T)."""
+        within, own = ExitStack(), dict(self._modules)
+
+        def leave(*_: Any, **__: Any) -> Any:
+            within.close()
+            return below
+
+        self._body.forward = leave  # type: ignore[method-assign]
+        self._modules.update(self._given)
+        try:
+            with within:
+                if self._hollow:
+                    input_ids = input_ids.to("meta")
+                    within.enter_context(Placeholders(input_ids.device))
+                out = self._model(input_ids=input_ids, use_cache=False)
+        finally:
+            self._modules.update(own)
+            del self._body.forward
+        logits: Tensor = out.logits if hasattr(out, "logits") else out[0]
+        return logits
+
+
+class _Given(nn.Module):
+    """Stands in for a module: has the attributes that a forward reads off it."""
+
+    def __init__(self, body: Any):
         super().__init__()
         object.__setattr__(self, "_body", body)
-        object.__setattr__(self, "value", None)
 
-    def __getattr__(self, name: str) -> Any:  # attributes that the head's forward reads off the model below
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._body, name)
-
-    def forward(self, *_: Any, **__: Any) -> Any:
-        return self.value
 
 
 def with_hidden(out: Any, hidden: Tensor) -> Any:

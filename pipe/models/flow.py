@@ -349,7 +349,10 @@ class Flow:
     layers: tuple[frozenset[str], ...]
     last: frozenset[str]
     doors: tuple[Door, ...]
-    body: str  # path of the module whose output the model's own forward turns into logits
+    body: (
+        str  # path of the module whose output the rest of the model's forward turns into logits: the last layer, where
+    )
+    # the model itself runs its layers
     readers: Mapping[str, frozenset[str]]  # parameters that are read while their owner does not run -> modules that do
     draws: Mapping[Place, int]  # random calls in training -> features (of attention: heads) that they draw for
     obstacle: str = ""  # why no pipeline can be cut; the parts above are then only what one stage holds
@@ -459,6 +462,7 @@ def trace(model: Any, layers_path: str, positions_from: int = 0, *, alone: bool 
     if logits.shape[:-1] != ids.shape:
         raise ConfigError(f"{type(model).__name__} returns {tuple(logits.shape)} for {tokens} tokens of one sequence: "
                           "a head must give something for each token")  # fmt: skip
+    record.body = record.body or f"{layers_path}.{len(layers) - 1}"
     found = _conclude(model, layers_path, record, watch, logits)
     where = Where(attended, model, layers_path)
     learnt = _read(record, watch, logits) if found.obstacle else _learnt(record, logits)
@@ -499,11 +503,16 @@ def _learnt(record: _Record, logits: Tensor) -> set[int]:
 def keep_stack(model: nn.Module, stack: list[str]) -> None:
     """Keep the paths of the modules that are running in `stack`, the innermost last, by hooks that stay."""
 
+    def push(name: str) -> None:
+        if not name:  # the model begins: what an exception has ended before is over
+            stack.clear()
+        stack.append(name)
+
     def pop(*_: Any) -> None:
         stack.pop()
 
     for name, module in model.named_modules():
-        module.register_forward_pre_hook(lambda *_, name=name: stack.append(name), prepend=True)
+        module.register_forward_pre_hook(lambda *_, name=name: push(name), prepend=True)
         module.register_forward_hook(pop, always_call=True)
 
 

@@ -138,6 +138,7 @@ _COMMUNICATION = ("torch.distributed.distributed_c10d", "torch.distributed._func
                   "deepspeed.comm")  # fmt: skip
 _LAYER_COUNTS = ("num_hidden_layers", "decoder_layers", "num_decoder_layers", "num_layers", "num_blocks")
 _GROUPED_ALIGNMENT = 16  # bytes
+_MIXING = (nn.modules.conv._ConvNd, nn.RNNBase, nn.MultiheadAttention)
 _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", CHUNKED})
 
 
@@ -181,6 +182,12 @@ def may_mix_otherwise(model: Any) -> bool:
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - _KNOWN_LAYER_TYPES
     interface = getattr(model, "_supports_attention_backend", False)
     return bool(kinds) or getattr(model, "_is_stateful", False) or not interface
+
+
+def may_mix_beside(model: Any, layers_path: str) -> bool:
+    """Whether what a script has put into the layers may let tokens meet beside the attention."""
+    mixing = any(isinstance(module, _MIXING) for module in model.get_submodule(layers_path).modules())
+    return mixing or any(path.startswith(f"{layers_path}.") for path in own_code(model))
 
 
 def refuse_parts_in_evaluation(model: nn.Module, drawing: Collection[str]) -> None:

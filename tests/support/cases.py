@@ -24,7 +24,7 @@ from tests.support.case import (
     UNUSUAL,
     Case,
 )
-from tests.support.changed_models import CHANGED, CHANGED_LINEARS
+from tests.support.changed_models import CHANGED, CHANGED_LINEARS, MIXING
 from tests.support.families import (
     ADAPTED,
     ADAPTED_BY_HEADS,
@@ -152,6 +152,11 @@ def boxed() -> Iterator[Case]:
     yield base.row("boxes, checkpointed", activation_checkpointing=True)
     yield base.row("boxes, phases", "4*tp1 then 2*tp2 then tp4")
     yield base.row("boxes, dropout", family="gptj, dropout", draws=True, dtype=FLOAT64, optimizer="AdamW")
+    own = replace(base, family="one class", dtype=FLOAT64, optimizer="AdamW")
+    yield own.row("one class", *CHANGING, quick=True)
+    yield own.row("one class, V", "pp2/v + sp2", "tp2pp2/zb-h1", recompute=True)
+    yield own.row("one class, dropout", family="one class, tied, dropout", draws=True)
+    yield own.row("mixing beside attention", *CHANGING_WITHOUT_TP, family=MIXING, quick=True)
     for family in ("lfm2", "qwen3_next", "falcon_h1"):
         # Exponentials of sums over a sequence magnify FP32's rounding in the delta rule's gradients.
         own = replace(base, family=family, amplifies=family == "qwen3_next")

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from tests.support.own_models import Attending, Convolved, Recurrent
+
 Change = Callable[[Any], None]
 
 
@@ -156,6 +158,19 @@ def _parts_of_one_memory(model: Any) -> None:
     one.weight, other.weight = nn.Parameter(both[..., 0]), nn.Parameter(both[..., 1])
 
 
+def _mixing(*kinds: Any) -> Change:
+    """Modules in which tokens meet beside the attention, one kind in each layer."""
+
+    def change(model: Any) -> None:
+        torch.manual_seed(1)
+        for layer, kind in zip(model.model.layers, kinds, strict=False):
+            layer.mlp = kind(layer.mlp, model.config.hidden_size, model.dtype)
+
+    return change
+
+
+MIXING = "convolutions, a GRU and attention in layers"
+
 # Name -> what is done to a Llama. Tensor parallel ranks take those of the first table, not those of the second.
 CHANGED: Mapping[str, Change] = {
     "replaced activations": _activation,
@@ -171,6 +186,7 @@ CHANGED: Mapping[str, Change] = {
     "weights that are parts of one memory": _parts_of_one_memory,
 }
 CHANGED_LINEARS: Mapping[str, Change] = {
+    MIXING: _mixing(Convolved, Recurrent, Attending, Convolved),
     "weight norm": _weight_norm,
     "adapters": _adapters,
     "frozen base with adapters": _frozen_base,

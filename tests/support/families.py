@@ -22,7 +22,8 @@ from transformers import (
     BertForMaskedLM,
 )
 
-import tests.support.families  # noqa: F401  (registers the attention "dense")
+import tests.support.families
+import tests.support.own_models  # noqa: F401  (registers the model "one_class")
 from ds_hydra.pipe.attention.backends import varlen_attention
 from ds_hydra.pipe.models.adapted import base_of
 from ds_hydra.pipe.rows import Pack
@@ -343,6 +344,8 @@ BOXED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         _SIZES | {"head_dim": 8, "mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8,
                   "mamba_chunk_size": 8, "mamba_n_groups": 1},
     ),
+    "one class": ("one_class", {}),
+    "one class, tied, dropout": ("one_class", {"tie_word_embeddings": True, "dropout": 0.1, "cap": 5.0}),
 }  # fmt: skip
 
 # Recurrent layers whose heads tensor parallel ranks share: projections in one and apart; fewer groups of B and C
@@ -464,7 +467,7 @@ VALUED: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 # Model types whose attention feature (softcap, sinks) Hugging Face's SDPA drops or refuses.
 NEEDS_EAGER = frozenset({"gemma2", "gpt_oss"})
-NOT_BY_INTERFACE = frozenset({"bloom", "gptj"})  # they attend by code of their own
+NOT_BY_INTERFACE = frozenset({"bloom", "gptj", "one_class"})  # they attend by code of their own
 
 
 def hf_config(family: str) -> Any:
