@@ -67,10 +67,10 @@ CAPABILITIES: Mapping[str, Capability] = {
         Lines(453, 205, 639),
         apart=True,
     ),
-    "Muon": Capability(
-        "ds_hydra/matrices/*.py tests/test_orthogonal.py tests/gloo/test_muon*.py tests/support/muon_cases.py "
-        "tools/bench_muon.py",
-        Lines(1040, 690, 150),
+    "optimizers of whole parameters": Capability(
+        "ds_hydra/matrices/*.py tests/test_orthogonal.py tests/test_sums.py tests/gloo/test_muon*.py "
+        "tests/gloo/test_lamb_adafactor.py tests/support/muon_cases.py tests/support/sum_cases.py tools/bench_muon.py",
+        Lines(1900, 1180, 170),
         apart=True,
     ),
     "Ray": Capability(

@@ -1,10 +1,10 @@
-"""What an update by Muon takes beside AdamW's on many devices: `python -m tools.bench_muon`, by simulated messages.
+"""What updates of whole parameters take beside AdamW's on many devices: `python -m tools.bench_muon`, simulated.
 
 Directions go to the owners of whole matrices and come back over links with ports, as pulls and pushes do
 (`ds_hydra.simulate.links`); owners iterate in the order of the buckets, each when its matrices have come. The step
 beside it is the least that there can be: the published table's costs of its most efficient scheme, shared evenly by all
 devices, so that shares are rather too large. Rates are assumed: of the iteration's products, and of memory, which is
-all that AdamW needs.
+all that AdamW needs. LAMB and Adafactor read their elements once more for each round of sums, which a ring adds up.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import numpy as np
 from ds_hydra.commands.figures import figures_parser, finish, print_table, shipped
 from ds_hydra.costs.cost_table import read_table_file
 from ds_hydra.data.lengths import WEB_PAGES, read_lengths
+from ds_hydra.matrices.adafactor import TorchAdafactor
+from ds_hydra.matrices.lamb import Lamb
 from ds_hydra.matrices.owners import (
     Kind,
     MatrixParam,
@@ -39,6 +41,7 @@ PRODUCTS = 200e12  # FLOP/s of the iteration, of 312e12 of the data sheet
 MEMORY = 1.5e12  # bytes/s
 ADAM_BYTES = 28  # read and written of each element: value, gradient, two moments, in FP32
 MATRIX_BYTES = 36  # the same of a matrix's: value, gradient twice, momentum thrice, what leaves and what comes
+SUMS_BYTES = {"LAMB": 16 + ADAM_BYTES, "Adafactor": 12 + 8 + 20}  # rounds of sums, and the update
 NODE, CONTEXT = 8, 32768
 
 
@@ -102,6 +105,17 @@ def simulated(model: str, ranks: int, kind: Kind, there_bytes: int) -> Update:
                   busiest * ranks / sum(work), float(sent.max()), int(messages.max()))  # fmt: skip
 
 
+def by_sums(model: str, ranks: int, kind: str) -> tuple[float, float]:
+    """Bytes of the tables of an update by sums over whole parameters, and its seconds."""
+    buckets = llama_plan(SHIPPED[model].shape).buckets
+    params = matrix_params(buckets, {param.name: 1 for bucket in buckets for param in bucket.params})
+    sizes = Lamb.sizes if kind == "LAMB" else TorchAdafactor.sizes
+    rounds = [8 * sum(own) for own in zip(*(sizes(None, param) for param in params), strict=True)]  # type: ignore[arg-type]
+    links = LinkModel(NODE)
+    adding = sum(links.collective_s("all_reduce", range(ranks), numel) for numel in rounds)
+    return sum(rounds), adding + SUMS_BYTES[kind] * SHIPPED[model].shape.params / ranks / MEMORY
+
+
 def even_step_s(model: str, ranks: int, tokens: int) -> float:
     """The least that a step of so many tokens of web pages could take."""
     costs = read_table_file(shipped(model)).table.costs
@@ -114,11 +128,17 @@ def even_step_s(model: str, ranks: int, tokens: int) -> float:
 def main(arguments: list[str] | None = None) -> int:
     """The exit code."""
     args = figures_parser(__doc__, "python -m tools.bench_muon").parse_args(arguments)
-    rows, missed = [], []
+    rows, missed, summed = [], [], []
     for model in ("a800-7b", "a800-32b"):
         steps = [even_step_s(model, 1, tokens) for tokens in (200_000, 1_000_000)]
         for ranks in (64,) if args.quick else (64, 1024):
             adam = ADAM_BYTES * SHIPPED[model].shape.params / ranks / MEMORY
+            for name in SUMS_BYTES:
+                table, seconds = by_sums(model, ranks, name)
+                shares = [f"{seconds / (step / ranks + seconds):.1%}" for step in steps]
+                summed.append(
+                    (model, ranks, name, f"{table / 1e6:.2f}", f"{1e3 * seconds:.1f}", f"{1e3 * adam:.1f}", *shares)
+                )
             for kind, wide in (("standard", 2), ("gram", 4)):
                 made = simulated(model, ranks, kind, wide)  # type: ignore[arg-type]
                 exposed = made.seconds - made.computing
@@ -132,7 +152,8 @@ def main(arguments: list[str] | None = None) -> int:
         ("model", "ranks", "iteration", "over even", "sent, GB", "messages", "update, ms", "AdamW, ms",
          "of 200K: all, exposed", "of 1M: all, exposed"), rows
     )  # fmt: skip
-    return finish("bench_muon", f"{len(rows)} updates", {"rows": rows}, missed, args.json)
+    print_table(("model", "ranks", "optimizer", "sums, MB", "update, ms", "AdamW, ms", "of 200K", "of 1M"), summed)
+    return finish("bench_muon", f"{len(rows)} updates", {"rows": rows, "sums": summed}, missed, args.json)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from ds_hydra.checkpoint.format import MAX_STEP, OtherJobError, SavedGroup, SavedScalar
 from ds_hydra.host.optimizers import ELEMENT_WISE
-from ds_hydra.step.update import NeedsMatrices
+from ds_hydra.step.update import NeedsWholes
 from ds_hydra.zero_hetero.errors import CheckpointError
 from ds_hydra.zero_hetero.masters import MasterShards, OptimizerSpan
 
@@ -131,9 +131,9 @@ def merge_groups(everyone: Sequence[Sequence[SavedGroup]]) -> tuple[SavedGroup, 
 
 def fresh_state(optimizer: Optimizer, options: Mapping[str, Any]) -> dict[str, Any] | None:
     """What the optimizer keeps of one element after a step with these options; None where it cannot be tried."""
-    if isinstance(optimizer, NeedsMatrices) and (kept := optimizer.keeps(options)) is not None:
+    if isinstance(optimizer, NeedsWholes) and (kept := optimizer.keeps(options)) is not None:
         return dict(kept)
-    can_be_tried = isinstance(optimizer, NeedsMatrices) or type(optimizer) in ELEMENT_WISE.values()
+    can_be_tried = isinstance(optimizer, NeedsWholes) or type(optimizer) in ELEMENT_WISE.values()
     return _tried(optimizer, options, {}) if can_be_tried else None
 
 
@@ -175,6 +175,8 @@ def build_state(
             raise OtherJobError(
                 f"its parameter group {index} is {'' if group['use_muon'] else 'not '}to be orthogonalized"
             )
+        if ("max_coeff" in saved.options) != ("max_coeff" in group):  # its moments have the names of Adam's
+            raise OtherJobError(f"its parameter group {index} is {'not ' if 'max_coeff' in group else ''}LAMB's")
         new = {key: _option(group[key], value, key) for key, value in saved.options.items() if key in group}
         whole = {key: value for key, value in group.items() if key != "params"} | new
         fresh = fresh_state(optimizer, whole)

@@ -42,7 +42,8 @@ from ds_hydra.zero_hetero.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-_OPTIONS = ("lr", "initial_lr", "betas", "eps", "weight_decay", "momentum", "amsgrad", "bias_correction")
+_OPTIONS = ("lr", "initial_lr", "betas", "eps", "weight_decay", "momentum", "amsgrad", "bias_correction",
+            "max_coeff", "min_coeff")  # fmt: skip
 _MODEL_STATES, _OPTIMIZER_STATE, _LATEST = "mp_rank_00_model_states.pt", "optimizer_state.pt", "latest_universal"
 _OF_DEEPSPEED = frozenset((
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",

@@ -307,7 +307,7 @@ class HostCopy(Copy):
         home = masters.shards[span.bucket][span.start : span.stop]
         value = self._there(home)
         param = nn.Parameter(value)
-        vars(param).update(vars(span.param))  # what whole matrices have made of it, if any
+        vars(param).update(vars(span.param))  # what an optimizer of whole parameters has fetched, if any
         vars(span.param).clear()
         param.grad = masters.grads[span.bucket][span.start : span.stop]
         made = like(self.optimizer, [[] for _ in self.optimizer.param_groups])

@@ -66,7 +66,7 @@ from ds_hydra.simulate.job import job_record
 from ds_hydra.step.model_masters import ModelMasters
 from ds_hydra.step.stepper import Stepper
 from ds_hydra.step.strategy_runtime import build_stages
-from ds_hydra.step.update import Copied, Exchanged, LossScale, NeedsMatrices, Update
+from ds_hydra.step.update import Copied, Exchanged, LossScale, NeedsWholes, Update
 from ds_hydra.watchdog.host import end_process
 from ds_hydra.watchdog.watchdog import FINISH_S
 from ds_hydra.zero_hetero.errors import OWN_FAULT, ConfigError
@@ -180,8 +180,8 @@ class Crew:
             groups = self._masters.trained.param_groups(names)
             optimizer = host.install_optimizer([group["params"] for group in groups])
             keeps = self.shift if job.config.elastic is not None else 0
-            if isinstance(optimizer, NeedsMatrices):
-                optimizer.attach(names, self._masters.trained, job.source.plan, world.links, keeps)
+            if isinstance(optimizer, NeedsWholes):
+                optimizer.attach(names, self._masters.trained, job.source.plan, world.links, world.group, keeps)
             self.loss_scale = LossScale(host)
             unread = job.source.plan.unread
             self.update = Update(
@@ -198,7 +198,7 @@ class Crew:
     @property
     def _exchange(self) -> Exchanged | None:
         optimizer = self.update.optimizer
-        return optimizer.exchange if isinstance(optimizer, NeedsMatrices) else None
+        return optimizer.exchange if isinstance(optimizer, NeedsWholes) else None
 
     def _start_planner(self, producer: ProducerProcess | None) -> None:
         job, world = self.job, self.world

@@ -6,8 +6,8 @@ small one that is updated once as it is, and once in pieces as ranks own them.
 
 A rank owns flat intervals that cut across parameters: of a weight (4, 4) over 3 ranks, rank 0 may own the elements 0 to
 4. Adam updates an element from that element alone, so 3 ranks compute what one would. LAMB divides by the norm of the
-whole weight, which cannot be computed from 5 of 16 elements, so such ones are refused. Muon needs it as a matrix, which
-comes to one rank for that [Note: whole matrices].
+whole weight, which cannot be computed from 5 of 16 elements, and Muon needs it as a matrix. These have ways of their
+own [Note: sums of whole parameters] [Note: whole matrices]; others that need such things are refused.
 """
 
 from __future__ import annotations
@@ -169,17 +169,25 @@ ELEMENT_WISE: dict[str, type[Optimizer]] = {
     "rprop": torch.optim.Rprop,
     "sgd": torch.optim.SGD,
 }
-_MUON = "muon"  # by `ds_hydra.matrices`
+_WHOLE = ("adafactor", "lamb", "muon")  # types in a config that need whole parameters, by `ds_hydra.matrices`
+_WHOLE_OF_TORCH = (torch.optim.Muon, torch.optim.Adafactor)
+_WHOLE_CLASSES = frozenset({"transformers.optimization.Adafactor", "deepspeed.ops.lamb.fused_lamb.FusedLamb"})
 _OTHER_MUON = (
     'orthogonalizes each weight matrix (instead give the block "optimizer" with the type "Muon", or initialize() a '
     "torch.optim.Muon of the model's matrices)"
 )
+_OTHER_LAMB = (
+    'scales each parameter\'s step by its norm in a way of its own (instead give the block "optimizer" with the type '
+    '"Lamb", which is DeepSpeed\'s)'
+)
 _ELEMENT_WISE_ELSEWHERE = frozenset({"FusedAdam", "DeepSpeedCPUAdam", "FusedLion", "DeepSpeedCPULion"})
 _NOT_ELEMENT_WISE = {
-    "adafactor": "factors each weight's second moment into rows and columns",
-    "fusedlamb": "scales each parameter's step by its norm",
-    "lamb": "scales each parameter's step by its norm",
-    "lars": "scales each parameter's step by its norm",
+    "adafactor": (
+        "factors each weight's second moment in a way of its own (instead give initialize() torch's or transformers')"
+    ),
+    "fusedlamb": _OTHER_LAMB,
+    "lamb": _OTHER_LAMB,
+    "lars": "scales each parameter's step by its norm, and neither torch nor DeepSpeed nor transformers has one",
     "lbfgs": "uses inner products over all parameters",
     "muadam": "sets rates by each parameter's shape",
     "muadamw": "sets rates by each parameter's shape",
@@ -243,8 +251,8 @@ def optimizer_recipe(
     if client is None and name is None and not any(own.requires_grad for own in model.parameters()):
         return OptimizerRecipe("none", (ParameterGroup((), {}),), lambda groups: torch.optim.SGD(groups, lr=0.0))
     if isinstance(client, Optimizer):
-        torchs = type(client) is torch.optim.Muon
-        if not torchs:
+        whole = _needs_whole(client)
+        if not whole:
             _check_class(client, allow_untested)
         if any(float(state.get("step", 1.0)) for state in client.state.values()):  # Adagrad has some from the start
             raise ConfigError(
@@ -253,11 +261,14 @@ def optimizer_recipe(
         if (hooked := hooks_of_steps(client)) is not None:
             raise ConfigError(hooked)
         groups = parameter_groups(model, client.param_groups)
-        make = _muon_of_torch(client, groups) if torchs else _refill(client)
+        names = [name for group in groups for name in group.names]
+        make = _of_matrices().of_client(client, names) if whole else _refill(client)
         return OptimizerRecipe(type(client).__name__, groups, make)
     groups = parameter_groups(model, model_parameters)
-    if client is None and name is not None and name.lower() == _MUON:
-        return _muon(model, name, groups, dict(params or {}))
+    if client is None and name is not None and name.lower() in _WHOLE:
+        given = [(group.names, group.settings) for group in groups]
+        cut, make = _of_matrices().of_block(name.lower(), dict(params or {}), given, model)
+        return OptimizerRecipe(name, tuple(ParameterGroup(names, own) for names, own in cut), make)
     if client is not None:
         return OptimizerRecipe("client callable", groups, _checked_callable(client, allow_untested))
     if name is None:
@@ -265,34 +276,22 @@ def optimizer_recipe(
     return OptimizerRecipe(name, groups, optimizer_of_block(name, dict(params or {})))
 
 
-def _muon(model: nn.Module, name: str, groups: Sequence[ParameterGroup], params: dict[str, Any]) -> OptimizerRecipe:
-    """Muon of a config block, whose groups are cut into matrices and others."""
-    muon = _of_matrices()
-    named = dict(model.named_parameters())
-    settings = muon.checked(params)
-    halves = muon.halves(named, [(group.names, group.settings) for group in groups], settings)
-    matrices = [own for names, half in halves if half["use_muon"] for own in names]
-    heads = muon.heads_of(model, matrices, per_head=bool(settings.get("per_head_muon")))
-    make = muon.maker(settings, heads)
-    return OptimizerRecipe(name, tuple(ParameterGroup(names, half) for names, half in halves), make)
-
-
-def _muon_of_torch(client: Any, groups: Sequence[ParameterGroup]) -> Callable[[list[dict[str, Any]]], Optimizer]:
-    make: Callable[[list[dict[str, Any]]], Optimizer] = _of_matrices().of_torch(
-        client, {name: 1 for group in groups for name in group.names}
-    )
-    return make
+def _needs_whole(optimizer: Optimizer) -> bool:
+    """Whether it is one of those that `ds_hydra.matrices` has in its place."""
+    kind = type(optimizer)
+    return kind in _WHOLE_OF_TORCH or f"{kind.__module__}.{kind.__qualname__}" in _WHOLE_CLASSES
 
 
 def _of_matrices() -> Any:
-    """What makes Muon. ConfigError where it is not installed."""
+    """What makes optimizers of whole parameters. ConfigError where it is not installed."""
     try:
-        from ds_hydra.matrices import muon
+        from ds_hydra.matrices import kinds
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("ds_hydra"):
             raise
-        raise ConfigError(f"Muon needs {error.name}, which this installation does not have") from error
-    return muon
+        what = "Muon, LAMB and Adafactor need"
+        raise ConfigError(f"{what} {error.name}, which this installation does not have") from error
+    return kinds
 
 
 def hooks_of_steps(optimizer: Optimizer) -> str | None:
@@ -414,6 +413,9 @@ def _checked_callable(
                 f"initialize(optimizer=...) was given a callable that returned a {type(optimizer).__name__}; it "
                 "must return a torch.optim.Optimizer"
             )
+        if _needs_whole(optimizer):
+            whole: Optimizer = _of_matrices().of_client(optimizer, ())(optimizer.param_groups)
+            return whole
         _check_class(optimizer, allow_untested)
         return optimizer
 
@@ -422,7 +424,7 @@ def _checked_callable(
 
 def is_known(name: str) -> bool:
     """Whether a config block's optimizer is made, or refused with what it does."""
-    return name.lower() in (*ELEMENT_WISE, *_NOT_ELEMENT_WISE, _MUON)
+    return name.lower() in (*ELEMENT_WISE, *_NOT_ELEMENT_WISE, *_WHOLE)
 
 
 def optimizer_of_block(name: str, params: dict[str, Any]) -> Callable[[list[dict[str, Any]]], Optimizer]:
@@ -431,10 +433,9 @@ def optimizer_of_block(name: str, params: dict[str, Any]) -> Callable[[list[dict
     Adam and AdamW follow DeepSpeed's rules for them.
     """
     kind = name.lower()
-    if kind == _MUON:
-        muon = _of_matrices()
-        make_muon: Callable[[list[dict[str, Any]]], Optimizer] = muon.maker(muon.checked(params), {})
-        return make_muon
+    if kind in _WHOLE:
+        make_whole: Callable[[list[dict[str, Any]]], Optimizer] = _of_matrices().of_block(kind, params)[1]
+        return make_whole
     if kind in _NOT_ELEMENT_WISE:
         raise ConfigError(f"config: optimizer.type: {_refusal(name)}")
     if kind not in ELEMENT_WISE:

@@ -72,6 +72,11 @@ def refuse_foreign_scheduler(scheduler: Any, optimizer: Any) -> None:
             f"the LR scheduler {type(scheduler).__name__} belongs to an optimizer that was not "
             "passed to initialize(): pass that optimizer too, or a callable that makes the scheduler"
         )
+    if type(scheduler).__name__ == "AdafactorSchedule":
+        raise ConfigError(
+            "the LR scheduler AdafactorSchedule reads rates from states of whole parameters, which no rank has: leave "
+            "it out; with relative_step Adafactor sets its own rate, and lr of its groups tells it"
+        )
 
 
 def refuse_metrics_scheduler(scheduler: Any) -> None:

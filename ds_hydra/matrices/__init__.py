@@ -1,1 +1,1 @@
-"""Optimizers that need whole matrices, over masters that stay where they are; the core imports none of it by itself."""
+"""Optimizers that need whole parameters, over masters that stay where they are; the core imports none of it."""

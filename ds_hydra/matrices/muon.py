@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Adam
+from torch.optim import Adam, Optimizer
 
 from ds_hydra.config.checks import nearest
 from ds_hydra.matrices.exchange import Exchange, method_of
@@ -28,6 +29,7 @@ from ds_hydra.zero_hetero.transport import Transport
 logger = logging.getLogger(__name__)
 
 Settings = Mapping[str, Any]
+Made = TypeVar("Made", bound=Optimizer)
 _MATRICES = ("lr", "momentum", "weight_decay", "ns_method", "nesterov", "ns_steps", "adjust_lr_fn")
 _OTHERS = ("lr", "betas", "eps", "weight_decay")
 _RATES = {True: "muon_lr", False: "adam_lr"}
@@ -83,14 +85,15 @@ class Muon(Adam):
         masters: MasterShards,
         plan: ModelPlan,
         transport: Transport,
+        group: dist.ProcessGroup | None,
         shift: int = 0,
     ) -> None:
         """Compile the exchange of this job's ranks; `groups` have the `names` of the parameters of each group, `shift`
         says which rank's copy this one keeps. Every rank must call it. ConfigError where small matrices show that this
         would not be Muon."""
-        for group in self.param_groups:
-            if group["use_muon"]:
-                prove(Muon, group)
+        for own in self.param_groups:
+            if own["use_muon"]:
+                prove(Muon, own)
         params = matrix_params(plan.buckets, self.heads)
         group_of = {name: number for number, group in enumerate(groups) for name in group["names"]}
         costs = []
@@ -255,8 +258,7 @@ def heads_of(model: nn.Module, names: Iterable[str], *, per_head: bool) -> dict[
 
 
 def of_torch(client: torch.optim.Muon, heads: Mapping[str, int]) -> Callable[[list[dict[str, Any]]], Muon]:
-    """What makes torch's optimizer the engine's, of its own settings; it keeps its identity, for a scheduler that was
-    made for it."""
+    """What makes torch's optimizer the engine's, of its own settings."""
 
     def make(groups: list[dict[str, Any]]) -> Muon:
         own = []
@@ -264,13 +266,18 @@ def of_torch(client: torch.optim.Muon, heads: Mapping[str, int]) -> Callable[[li
             settings = {**group, "ns_eps": group["eps"], "use_muon": True}
             settings["adjust_lr_fn"] = group["adjust_lr_fn"] or "original"
             own.append({key: value for key, value in settings.items() if key != "eps"})
-        made, engines = Muon(own, heads=heads), cast("Muon", client)
-        engines.__class__ = Muon
-        vars(engines).pop("step", None)  # what a scheduler has put around the step of torch's class
-        vars(engines).update(vars(made))
-        return engines
+        return become(client, Muon(own, heads=heads))
 
     return make
+
+
+def become(client: Optimizer, made: Made) -> Made:
+    """Make a script's object the engine's optimizer; it keeps its identity, for a scheduler that was made for it."""
+    engines = cast("Made", client)
+    engines.__class__ = type(made)
+    vars(engines).pop("step", None)  # what a scheduler has put around the step of the script's class
+    vars(engines).update(vars(made))
+    return engines
 
 
 def maker(params: Settings, heads: Mapping[str, int]) -> Callable[[list[dict[str, Any]]], Muon]:

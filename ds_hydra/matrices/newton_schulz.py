@@ -57,7 +57,9 @@ def orthogonalized(matrices: Tensor, method: Method, given: torch.dtype) -> Tens
     x = matrices.mT if turned else matrices
     if method.kind == "gram":
         x = (x / (x.norm(dim=(-2, -1), keepdim=True) + method.eps)).to(computed)
-        x = _gram(x, method) if x.size(-1) > x.size(-2) else _standard(x, method)
+        if x.size(-1) > x.size(-2):
+            return _gram(x, method, turned=turned)
+        x = _standard(x, method)
     elif method.kind == "standard":
         x = x.to(computed)
         x = _standard(x / (x.norm(dim=(-2, -1), keepdim=True) + method.eps), method)
@@ -80,8 +82,9 @@ def _standard(x: Tensor, method: Method) -> Tensor:
     return x
 
 
-def _gram(x: Tensor, method: Method) -> Tensor:
-    """The same of matrices (.., n, m) with m > n, on R = X X^T (n, n): X is multiplied by what the steps amount to."""
+def _gram(x: Tensor, method: Method, *, turned: bool) -> Tensor:
+    """The same of matrices (.., n, m) with m > n, on R = X X^T (n, n): X is multiplied by what the steps amount to, and
+    turned back, if it was, in the order that DeepSpeed has: the other one rounds otherwise on some processors."""
     a, b, c = method.coefficients
     square, factor = x @ x.mT, None
     for step in range(method.steps):
@@ -97,4 +100,6 @@ def _gram(x: Tensor, method: Method) -> Tensor:
         if step < method.steps - 1 and step + 1 != _RESTART:
             product = a * square + z @ square
             square = a * product + z @ product
-    return x if factor is None else factor @ x
+    if factor is None:
+        return x.mT if turned else x
+    return x.mT @ factor.mT if turned else factor @ x

@@ -25,11 +25,11 @@ from ds_hydra.zero_hetero.layout import BucketSpec
 from ds_hydra.zero_hetero.masters import MasterShards
 from ds_hydra.zero_hetero.transport import InProcessTransport, Post
 
-_RANKS, _STEPS, _NEAR = 3, 2, 1e-9
+RANKS, _STEPS, _NEAR = 3, 2, 1e-9
 
 
 class Kind(NamedTuple):
-    """A parameter: its shape, how it lies, its heads."""
+    """A parameter: its shape, how it lies, its heads. One of a single dimension is no matrix."""
 
     shape: tuple[int, ...]
     dim: int | None = None
@@ -38,16 +38,22 @@ class Kind(NamedTuple):
 
 
 KINDS: Mapping[str, tuple[int, Kind]] = {  # with its bucket
+    "norm": (0, Kind((7,))),
     "square, turned": (0, Kind((6, 6), 1)),
     "wide, turned": (0, Kind((4, 9), 1)),
     "tall": (0, Kind((9, 4), 0)),
     "heads": (0, Kind((12, 5), 0, 1, 4)),
+    "bias": (0, Kind((5,))),
+    "norm, too": (1, Kind((7,))),
     "fused": (1, Kind((10, 4), 0, 2)),
     "square": (1, Kind((5, 5))),
     "stack": (1, Kind((3, 6, 4), 0)),
     "stack cut by rows": (1, Kind((3, 6, 4), 1, 2)),
     "filters": (1, Kind((8, 1, 3))),
+    "bias, too": (1, Kind((5,))),
 }
+Kinds = Mapping[str, tuple[int, Kind]]
+Rank = tuple[MasterShards, list[list[Any]]]
 
 
 def prove(kind: type, group: Mapping[str, Any]) -> None:
@@ -55,16 +61,11 @@ def prove(kind: type, group: Mapping[str, Any]) -> None:
     settings of this group, each matrix once a step."""
     own = {key: value for key, value in group.items() if key not in ("params", "fused", "foreach", "initial_lr")}
     flat_only = own["adjust_lr_fn"] is not None  # torch's knows matrices alone
-    kinds = {name: one for name, one in KINDS.items() if len(one[1].shape) == 2 or not flat_only}
-    random = torch.Generator().manual_seed(0)
-    values = {name: torch.randn(one.shape, generator=random, dtype=torch.float64) for name, (_, one) in kinds.items()}
-    grads = [
-        {name: torch.randn(value.shape, generator=random, dtype=torch.float64) for name, value in values.items()}
-        for _ in range(_STEPS)
-    ]
+    kinds = {name: one for name, one in KINDS.items() if len(one[1].shape) <= 2 or not flat_only}
+    values, grads = drawn(kinds, _STEPS)
     found, counted = _on_ranks(kind, own, kinds, values, grads)
-    expected = _in_one_process(own, kinds, values, grads)
-    for name, value in expected.items():
+    matrices = {name: value for name, value in values.items() if len(value.shape) > 1}
+    for name, value in _in_one_process(own, kinds, matrices, grads).items():
         count = _STEPS * kinds[name][1].heads if len(value.shape) == 2 else _STEPS * value.shape[0]
         if counted[name] != count:
             raise ConfigError(f"Muon orthogonalizes a matrix ({name}) {counted[name]} times, where it is {count}")
@@ -77,50 +78,85 @@ def prove(kind: type, group: Mapping[str, Any]) -> None:
     _prove_turned(kind, own)
 
 
-def _params(kinds: Mapping[str, tuple[int, Kind]]) -> tuple[list[BucketSpec], list[MatrixParam]]:
-    """Two buckets, each with a vector before and behind its matrices."""
+def drawn(kinds: Kinds, steps: int) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+    """Values in FP64, and gradients of so many steps, of which each is larger."""
+    random = torch.Generator().manual_seed(0)
+
+    def draw(size: int) -> dict[str, Tensor]:
+        return {
+            n: size * torch.randn(one.shape, generator=random, dtype=torch.float64) for n, (_, one) in kinds.items()
+        }
+
+    return draw(1), [draw(1 + step) for step in range(steps)]
+
+
+def params_of(kinds: Kinds) -> tuple[list[BucketSpec], list[MatrixParam]]:
+    """Two buckets, and where each parameter lies in its own."""
     buckets, params = [], []
     for bucket in (0, 1):
-        listed, at = [(f"norm {bucket}", 7)], 7
+        at = 0
         for name, (of, one) in kinds.items():
             if of == bucket:
                 params.append(MatrixParam(bucket, name, at, one.shape, one.dim, one.parts, one.heads))
-                listed.append((name, params[-1].numel))
                 at += params[-1].numel
-        buckets.append(BucketSpec(str(bucket), (*listed, (f"bias {bucket}", 5))))
+        own = [(param.name, param.numel) for param in params if param.bucket == bucket]
+        buckets.append(BucketSpec(str(bucket), tuple(own)))
     return buckets, params
+
+
+def ranks_of(kinds: Kinds, values: Mapping[str, Tensor], groups: Sequence[Sequence[str]]) -> list[Rank]:
+    """Masters of three ranks with these values, and what each has of every group, by names."""
+    made, buckets = [], params_of(kinds)[0]
+    for rank in range(RANKS):
+        masters = MasterShards(buckets, rank, RANKS, "cpu", next(iter(values.values())).dtype)
+        for name, (_, one) in kinds.items():
+            masters.load(name, to_flat(values[name], one.dim, one.parts))
+        parts = masters.param_groups([{"names": names} for names in groups])
+        masters.put_grads(None)
+        made.append((masters, [part["params"] for part in parts]))
+    return made
+
+
+def put_grads(masters: MasterShards, kinds: Kinds, grads: Mapping[str, Tensor]) -> None:
+    """Give a rank its part of whole gradients."""
+    for piece in masters.pieces():
+        _, one = kinds[piece.name]
+        masters.grad_of(piece).copy_(to_flat(grads[piece.name], one.dim, one.parts)[piece.start : piece.stop])
+
+
+def whole_values(ranks: Sequence[MasterShards], kinds: Kinds) -> dict[str, Tensor]:
+    """Parameters in the user's shape, element by element, by where each one lies."""
+    found = {}
+    for name, (_, one) in kinds.items():
+        flat = torch.cat([p.shard for masters in ranks for p in masters.pieces() if p.name == name])
+        order = to_flat(torch.arange(flat.numel()).view(one.shape), one.dim, one.parts)
+        value = torch.empty_like(flat)
+        value[order] = flat
+        found[name] = value.view(one.shape)
+    return found
 
 
 def _on_ranks(
     kind: Any,
     group: Mapping[str, Any],
-    kinds: Mapping[str, tuple[int, Kind]],
+    kinds: Kinds,
     values: Mapping[str, Tensor],
     grads: Sequence[Mapping[str, Tensor]],
 ) -> tuple[dict[str, Tensor], Counter[str]]:
     """Values after the steps, and how many matrices were orthogonalized of each."""
-    buckets, params = _params(kinds)
-    owned = deal([(p.batch[0], p.numel // p.batch[0], p.apart) for p in params], _RANKS)
-    rest = [f"{what} {bucket}" for bucket in (0, 1) for what in ("norm", "bias")]
-    names, post, dtype = [list(kinds), rest], Post(), next(iter(values.values())).dtype
+    params = [param for param in params_of(kinds)[1] if len(param.shape) > 1]
+    owned = deal([(p.batch[0], p.numel // p.batch[0], p.apart) for p in params], RANKS)
+    names = [param.name for param in params]
+    post, of = Post(), dict.fromkeys(names, 0)
     ranks = []
-    for rank in range(_RANKS):
-        masters = MasterShards(buckets, rank, _RANKS, "cpu", dtype)
-        for name, (_, one) in kinds.items():
-            masters.load(name, to_flat(values[name], one.dim, one.parts))
-        parts = masters.param_groups([{"names": names[0]}, {"names": names[1]}])
-        masters.put_grads(None)
-        optimizer = kind([{**group, "params": parts[0]["params"]}, {"params": parts[1]["params"]}])
-        of = dict.fromkeys(names[0], 0)
-        ranks.append((masters, optimizer, Exchange(masters, params, owned, InProcessTransport(post, rank), of)))
+    for masters, parts in ranks_of(kinds, values, [names, [name for name in kinds if name not in names]]):
+        optimizer = kind([{**group, "params": parts[0]}, {"params": parts[1]}])
+        transport = InProcessTransport(post, masters.rank)
+        ranks.append((masters, optimizer, Exchange(masters, params, owned, transport, of)))
     counted: Counter[str] = Counter()
     for given in grads:
         for masters, _, _ in ranks:
-            for piece in masters.pieces():
-                if piece.name in given:
-                    _, one = kinds[piece.name]
-                    whole = to_flat(given[piece.name], one.dim, one.parts)
-                    masters.grad_of(piece).copy_(whole[piece.start : piece.stop])
+            put_grads(masters, kinds, given)
         begun = [list(exchange.begin(optimizer.param_groups, optimizer.state)) for _, optimizer, exchange in ranks]
         coming = [exchange.owners_turn(own, optimizer.param_groups)
                   for own, (_, optimizer, exchange) in zip(begun, ranks, strict=True)]  # fmt: skip
@@ -128,24 +164,12 @@ def _on_ranks(
             exchange.finish(back, optimizer.param_groups)
             optimizer.step()
             counted += exchange.counts
-    found = {}
-    for name, (_, one) in kinds.items():
-        whole = torch.cat([p.shard for masters, _, _ in ranks for p in masters.pieces() if p.name == name])
-        found[name] = _as_user(whole, one)
-    return found, counted
-
-
-def _as_user(flat: Tensor, one: Kind) -> Tensor:
-    """A parameter in the user's shape, of its elements in flat order: element by element, by where each one lies."""
-    order = to_flat(torch.arange(flat.numel()).view(one.shape), one.dim, one.parts)
-    value = torch.empty_like(flat)
-    value[order] = flat
-    return value.view(one.shape)
+    return whole_values([masters for masters, _, _ in ranks], kinds), counted
 
 
 def _in_one_process(
     group: Mapping[str, Any],
-    kinds: Mapping[str, tuple[int, Kind]],
+    kinds: Kinds,
     values: Mapping[str, Tensor],
     grads: Sequence[Mapping[str, Tensor]],
 ) -> dict[str, Tensor]:

@@ -7,8 +7,8 @@ shard's gradient of the step exists twice, and it will until all ranks begin the
 complete if any survivor has the table: the others take it from that one and make the update, too (`complete`). If
 none has it, nobody has changed anything, and the step is run again.
 
-An optimizer of whole matrices fetches from other ranks what it updates its parts by, which changes nothing yet. There a
-rank has the table only when all have fetched theirs, so what follows needs nobody else either.
+An optimizer of whole parameters fetches from other ranks what it updates its parts by, which changes nothing yet. There
+a rank has the table only when all have fetched theirs, so what follows needs nobody else either.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from ds_hydra.zero_hetero.masters import clip_, norm_of, norm_table
 from ds_hydra.zero_hetero.norm_table import NormTable
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from ds_hydra.config.hydra_block import FaultsConfig
     from ds_hydra.pipe.model_plan import ModelPlan
     from ds_hydra.planner import StepPlan
@@ -65,18 +67,18 @@ class ModelNow(NamedTuple):
 
 
 class Exchanged(Protocol):
-    """How an optimizer of whole matrices brings them to their owners, and what those make of them back."""
+    """How an optimizer of whole parameters fetches what it needs of other ranks."""
 
     def connect(self) -> None:
-        """Send the first messages of all pairs that exchange anything. Every rank must call it."""
+        """Use all that will exchange anything once. Every rank must call it."""
 
     def follow(self, masters: MasterShards) -> None:
         """Fetch also for these masters, the copy of another rank's, what they are updated by."""
 
 
 @runtime_checkable
-class NeedsMatrices(Protocol):
-    """An optimizer whose step needs whole matrices, of which each rank has a part."""
+class NeedsWholes(Protocol):
+    """An optimizer whose step needs whole parameters, of which each rank has a part."""
 
     @property
     def exchange(self) -> Exchanged | None:
@@ -88,15 +90,16 @@ class NeedsMatrices(Protocol):
         masters: MasterShards,
         plan: ModelPlan,
         transport: Transport,
+        group: dist.ProcessGroup | None,
         shift: int = 0,
     ) -> None:
-        """Compile the exchange of this job's ranks; `groups` have the `names` of the parameters of each group, `shift`
-        says which rank's copy this one keeps. Every rank must call it."""
+        """Compile the exchange of this job's ranks, which are `group`; `groups` have the `names` of the parameters of
+        each group, `shift` says which rank's copy this one keeps. Every rank must call it."""
 
     def run_exchange(self) -> None:
-        """Fetch what the next step updates matrices by, by the gradients as they are now. Every rank must call it."""
+        """Fetch what the next step updates by, by the gradients as they are now. Every rank must call it."""
 
-    def keeps(self, options: Mapping[str, Any]) -> dict[str, Tensor] | None:
+    def keeps(self, options: Mapping[str, Any]) -> dict[str, Any] | None:
         """What is kept of one element of a group with these options; None where a trial of the step tells it."""
 
 
@@ -233,8 +236,8 @@ class Update:
         self.committed, self.last, self.table, self._scaled = self.committed + 1, self.table, None, False
 
     def _fetch(self, norm: Tensor) -> None:
-        """What an optimizer of whole matrices does first; no other does anything."""
-        if not isinstance(self.optimizer, NeedsMatrices):
+        """What an optimizer of whole parameters does first; no other does anything."""
+        if not isinstance(self.optimizer, NeedsWholes):
             return
         self._scale(norm)
         self.optimizer.run_exchange()

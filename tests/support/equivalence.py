@@ -39,8 +39,9 @@ from tests.support.strict import Rules, strict_world
 ADAMW = {"lr": 2e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 SGD = {"lr": 1.0, "momentum": 0.9, "weight_decay": 0.01}
 MOMENTS = {"AdamW": ("exp_avg", "exp_avg_sq"), "SGD": ("momentum_buffer",)}
-# Optimizers of capabilities by the name that a case has: their block of a config, and the same of a model.
-OTHERS: dict[str, tuple[dict[str, Any], Callable[[nn.Module], torch.optim.Optimizer]]] = {}
+# Optimizers of capabilities by the name that a case has: their block of a config, and the same of a model; without a
+# block the engine is given that one.
+OTHERS: dict[str, tuple[dict[str, Any] | None, Callable[[nn.Module], torch.optim.Optimizer]]] = {}
 MIXED_COSTS = Path(__file__).with_name("mixed_costs.json")
 
 
@@ -89,9 +90,10 @@ def optimizer_of(case: Case) -> Callable[[nn.Module], torch.optim.Optimizer]:
 def config_of(case: Case) -> dict[str, Any]:
     """The config a user would write for a case."""
     settings = ADAMW | {"torch_adam": True} if case.optimizer == "AdamW" else SGD
-    block = OTHERS[case.optimizer][0] if case.optimizer in OTHERS else None
+    plain = {"type": case.optimizer, "params": dict(settings)}
+    block = OTHERS[case.optimizer][0] if case.optimizer in OTHERS else plain
     return {
-        "optimizer": block or {"type": case.optimizer, "params": dict(settings)},
+        **({"optimizer": block} if block else {}),
         "gradient_clipping": case.clip,
         **({"bf16": {"enabled": True}} if case.dtype == BFLOAT16 else {}),
         **({"communication_data_type": case.wire} if case.wire else {}),
@@ -130,9 +132,10 @@ def make_engine(case: Case, data: Sequence[Sample]) -> Any:
     logging.getLogger("ds_hydra").setLevel(logging.ERROR)
     model = build_model(case.family, model_dtype(case))
     freeze(model, case.frozen)
+    given = optimizer_of(case)(model) if case.optimizer in OTHERS and OTHERS[case.optimizer][0] is None else None
     engine, *_ = ds_hydra.initialize(
         model=model, model_parameters=decay_groups(model), training_data=data, config=config_of(case),
-        loss_fn=OWN.get(case.own_loss),
+        loss_fn=OWN.get(case.own_loss), optimizer=given,
     )  # fmt: skip
     if case.slices or case.recompute or any(THEN in text for text in case.strategies):
         _replay(engine, case)

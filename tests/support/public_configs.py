@@ -139,8 +139,7 @@ CONFIGS: dict[str, Public] = {
                 "fp16": {"enabled": True}, "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}),
     "bing_bert": Public(CALLS, _BERT),
     "bing_bert, LAMB": Public(
-        CALLS, {**_BERT, "optimizer": {"type": "Lamb", "params": {"lr": 11e-3, "max_coeff": 0.3, "min_coeff": 0.01}}},
-        ("optimizer.type", "Lamb", "AdamW")),
+        CALLS, {**_BERT, "optimizer": {"type": "Lamb", "params": {"lr": 11e-3, "max_coeff": 0.3, "min_coeff": 0.01}}}),
     "bing_bert, 1-bit Adam": Public(
         CALLS, {**_BERT, "optimizer": {"type": "OneBitAdam", "params": {"lr": 4e-4, "freeze_step": 23000,
                                                                         "comm_backend_name": "nccl"}}},

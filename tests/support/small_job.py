@@ -191,7 +191,7 @@ def whole_state(engine: Any) -> dict[str, Tensor]:
     """Masters and moments in full, by name; every rank must call it."""
     masters, group = engine.crew.masters.trained, engine.crew.world.group
     found = {f"{name}/master": value for name, value in masters.gather_full(group).items()}
-    for key in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
+    for key in ("exp_avg", "exp_avg_sq", "momentum_buffer", "factored_sq", "step_avg"):
         source = masters.optimizer_state(engine.optimizer, key)
         values = masters.gather_full(group, source=source)
         if any(value.any() for value in values.values()):  # the optimizer has such
