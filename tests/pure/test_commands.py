@@ -431,6 +431,7 @@ def _missing(name: str) -> str:
     raise PackageNotFoundError(name)
 
 
+@pytest.mark.drawn  # each imports all that a host needs
 @pytest.mark.parametrize(
     ("imported", "older"),
     [
