@@ -122,6 +122,7 @@ def initialize(
             "collate_fn": collate_fn, "config": config, "mesh_param": mesh_param, "config_params": config_params,
         }  # fmt: skip
         return _plain_deepspeed(own, rank, model=model, **theirs, **shared)
+    model = _uncompiled(model, rank)
     _refuse_arguments(model, pre_step_callback, mpu=mpu, mesh_param=mesh_param)
     if rank == 0:
         for note in accepted.notes:
@@ -162,6 +163,17 @@ def _plain_deepspeed(own: Mapping[str, Any], rank: int, **arguments: Any) -> tup
     import deepspeed
 
     return deepspeed.initialize(**arguments)
+
+
+def _uncompiled(model: Any, rank: int) -> Any:
+    """What `torch.compile` wraps, for a module that it returned."""
+    own = getattr(model, "_orig_mod", None)
+    if own is None:
+        return model
+    if rank == 0:
+        logger.warning("the module that torch.compile returned is taken as the %s that it wraps: stages of it are not "
+                       "compiled, and its parameters go by their plain names", type(own).__name__)  # fmt: skip
+    return own
 
 
 def _refuse_arguments(model: Any, pre_step_callback: Any, **without_meaning: Any) -> None:

@@ -192,8 +192,7 @@ def test_client_optimizers_are_checked() -> None:
     used = torch.optim.SGD(model.parameters(), lr=1, momentum=0.9)
     next(model.parameters()).grad = torch.zeros(50, 4)
     used.step()
-    with pytest.raises(ConfigError, match="already made steps"):
-        optimizer_recipe(model, client=used)
+    assert list(optimizer_recipe(model, client=used).states) == [next(model.named_parameters())[0]]
 
 
 class _Scaled(torch.optim.SGD):

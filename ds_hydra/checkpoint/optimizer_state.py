@@ -23,8 +23,10 @@ from torch.optim import Optimizer
 
 from ds_hydra.checkpoint.format import MAX_STEP, OtherJobError, SavedGroup, SavedScalar
 from ds_hydra.host.optimizers import ELEMENT_WISE
+from ds_hydra.pipe.model_plan import ShardRule
+from ds_hydra.pipe.stage import to_flat
 from ds_hydra.step.update import NeedsWholes
-from ds_hydra.zero_hetero.errors import CheckpointError
+from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError
 from ds_hydra.zero_hetero.masters import MasterShards, OptimizerSpan
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -206,6 +208,40 @@ def build_state(
             state[key] = values.to(span.param.device, dtype)
         states.append((span.param, state))
     return NewState(states, options)
+
+
+def state_of_whole(
+    masters: MasterShards,
+    optimizer: Optimizer,
+    states: Mapping[str, Mapping[str, Any]],
+    groups: Sequence[Sequence[str]],
+    rules: Mapping[str, ShardRule],
+) -> NewState:
+    """The optimizer's new state of what it has kept of whole parameters, by name; `groups` are those of its parameter
+    groups. ConfigError where parameters of one group have made other numbers of steps."""
+    keys = {key for own in states.values() for key, value in own.items() if isinstance(value, Tensor) and value.dim()}
+    loaded = {key: [torch.zeros_like(shard) for shard in masters.shards] for key in keys}
+    for piece in masters.pieces():
+        rule, own = rules[piece.name], states.get(piece.name, {})
+        for key in keys & {key for key, value in own.items() if value is not None}:
+            flat = to_flat(own[key], rule.dim, rule.parts)[piece.start : piece.stop]
+            loaded[key][piece.bucket][piece.first : piece.first + len(flat)].copy_(flat)
+    saved = []
+    for names in groups:
+        scalars: dict[str, SavedScalar] | None = None
+        for name in names:
+            own = {key: value for key, value in states.get(name, {}).items() if key not in keys and value is not None}
+            found = {
+                key: SavedScalar(value.item() if isinstance(value, Tensor) else value) for key, value in own.items()
+            }
+            if scalars not in (None, found):
+                raise ConfigError(
+                    f"optimizer {type(optimizer).__name__} has made other steps for {name} than for {names[0]} of the "
+                    f"same group ({found}, {scalars}), and ranks count them for a group: give a fresh one"
+                )
+            scalars = found
+        saved.append(SavedGroup({}, scalars or {}))
+    return build_state(masters, optimizer, loaded, saved)
 
 
 def _check_keys(

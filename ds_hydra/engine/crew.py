@@ -41,6 +41,7 @@ from functools import partial
 from pathlib import Path
 
 from ds_hydra.checkpoint.checkpointer import Checkpointer
+from ds_hydra.checkpoint.optimizer_state import install_optimizer, state_of_whole
 from ds_hydra.checkpoint.write import Writer
 from ds_hydra.engine.away import GRAD, MODEL, Away
 from ds_hydra.engine.guard import Guard
@@ -180,6 +181,14 @@ class Crew:
             groups = self._masters.trained.param_groups(names)
             optimizer = host.install_optimizer([group["params"] for group in groups])
             keeps = self.shift if job.config.elastic is not None else 0
+            if (states := job.recipe.states) and job.config.elastic is not None:
+                raise ConfigError("the optimizer has made steps, and in an elastic job its state is not kept: give a "
+                                  "fresh one, or save a checkpoint and load it")  # fmt: skip
+            if states:
+                rules = {param.name: param.rule for bucket in self._masters.buckets for param in bucket.params}
+                named = [group.names for group in job.recipe.groups]
+                install_optimizer(optimizer, state_of_whole(self._masters.trained, optimizer, states, named, rules))
+                states.clear()
             if isinstance(optimizer, NeedsWholes):
                 optimizer.attach(names, self._masters.trained, job.source.plan, world.links, world.group, keeps)
             self.loss_scale = LossScale(host)

@@ -43,6 +43,7 @@ class Weights:
             device=host.device,
             dtype=host.types.compute,
             gradients_wait=lambda: gradients_wait() or calls.shows_gradients,
+            load=lambda whole: crew().masters.take(whole),
         )
         release(base_of(host.module), self.lent, source.aliases)
 

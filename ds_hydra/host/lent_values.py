@@ -39,12 +39,15 @@ class Values:
         dtype: torch.dtype,
         gradients_wait: Callable[[], bool] = lambda: False,
         wide: Collection[str] = (),
+        load: Callable[[Mapping[str, Tensor]], None] | None = None,
     ):
         """`buckets`: of each parameter those that are gathered with it. `gather` maps names to whole values on CPU.
         `revision`: differs whenever the values do. `dtype`: of floating values that are handed out, but for those that
-        are kept `wide`. `gradients_wait`: whether a plain parameter would have a gradient now."""
+        are kept `wide`. `gradients_wait`: whether a plain parameter would have a gradient now. `load` takes values that
+        all ranks have."""
         self._buckets, self._gather, self._revision = buckets, gather, revision
         self.device, self._dtype, self.gradients_wait, self._wide = device, dtype, gradients_wait, frozenset(wide)
+        self._load = load
         self._found: tuple[object, Mapping[str, Tensor]] = (None, {})
         self._held: tuple[object, Mapping[str, Tensor]] = (None, {})
         self._lent: list[tuple[str, weakref.ref[Tensor], int]] = []
@@ -65,6 +68,14 @@ class Values:
             value = self._found[1][name]
         narrow = value.is_floating_point() and name not in self._wide
         return value.to(self.device, dtype or (self._dtype if narrow else value.dtype), copy=True)
+
+    def load(self, given: Mapping[str, Tensor]) -> None:
+        """Take whole values, by name. All ranks call it with the same ones; RuntimeError on those that waited too long
+        for others."""
+        assert self._load is not None, "of an engine"
+        whole = {name: value.detach() for name, value in given.items()}  # of another engine's model it gathers them
+        meet(f"load_state_dict() of {len(whole)} parameters from {min(whole)} on")
+        self._load(whole)
 
     def _gathered(self, name: str) -> Tensor | None:
         """A parameter's present value where it is on this rank."""

@@ -15,8 +15,8 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -217,6 +217,8 @@ class OptimizerRecipe:
     name: str
     groups: tuple[ParameterGroup, ...]
     make: Callable[[list[dict[str, Any]]], Optimizer]
+    # What an optimizer that has made steps keeps of whole parameters, by name, until the masters have taken it.
+    states: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def build(self, shards: Sequence[Sequence[Tensor]]) -> Optimizer:
         """The optimizer over this rank's master shards; `shards[i]` are those of `groups[i]`, and may be empty."""
@@ -245,25 +247,52 @@ def optimizer_recipe(
 
     A model whose parameters are all frozen needs none. As in DeepSpeed a client optimizer goes before the block
     (`name`, `params`). A client object keeps its identity: its groups receive the shards in place of the parameters, so
-    LR schedulers made for it go on working. Raises ConfigError for optimizers that are not element-wise
-    (`allow_untested` admits unknown ones) and for parameters that are not the model's.
+    LR schedulers made for it go on working, and so does the state of one that has made steps. Parameters that are in no
+    group are frozen. Raises ConfigError for optimizers that are not element-wise (`allow_untested` admits unknown ones)
+    and for parameters that are not the model's.
     """
+    found = _recipe_of(model, name, params, client, model_parameters, allow_untested=allow_untested)
+    if found.name != "none":
+        _freeze_others(model, {own for group in found.groups for own in group.names})
+    return found
+
+
+def _freeze_others(model: nn.Module, named: Collection[str]) -> None:
+    """Freeze the parameters that no optimizer group has: none of them would change in plain torch."""
+    left = [name for name, own in model.named_parameters() if own.requires_grad and name not in named]
+    for name in left:
+        model.get_parameter(name).requires_grad_(False)
+    if left:
+        logger.warning(
+            "%d parameters are in no optimizer group, the first is %s: they are frozen, which saves their gradients",
+            len(left), left[0],
+        )  # fmt: skip
+
+
+def _recipe_of(
+    model: nn.Module, name: str | None, params: Mapping[str, Any] | None,
+    client: Optimizer | Callable[[Any], Optimizer] | None, model_parameters: Iterable[Any] | None, *,
+    allow_untested: bool,
+) -> OptimizerRecipe:  # fmt: skip
     if client is None and name is None and not any(own.requires_grad for own in model.parameters()):
         return OptimizerRecipe("none", (ParameterGroup((), {}),), lambda groups: torch.optim.SGD(groups, lr=0.0))
     if isinstance(client, Optimizer):
         whole = _needs_whole(client)
         if not whole:
             _check_class(client, allow_untested)
-        if any(float(state.get("step", 1.0)) for state in client.state.values()):  # Adagrad has some from the start
-            raise ConfigError(
-                f"optimizer {type(client).__name__} has already made steps, and its state is not kept: give a fresh one"
-            )
+        # Adagrad has some from the start.
+        steps = any(float(state.get("step", 1.0)) for state in client.state.values())
+        if steps and whole:
+            kind = type(client).__name__
+            raise ConfigError(f"optimizer {kind} has already made steps, and its state is not kept: give a fresh one")
         if (hooked := hooks_of_steps(client)) is not None:
             raise ConfigError(hooked)
         groups = parameter_groups(model, client.param_groups)
         names = [name for group in groups for name in group.names]
-        make = _of_matrices().of_client(client, names) if whole else _refill(client)
-        return OptimizerRecipe(type(client).__name__, groups, make)
+        make = _of_matrices().of_client(client, names) if whole else _refill(client, begins=not steps)
+        paths = {id(own): path for path, own in model.named_parameters()}
+        states = {paths[id(own)]: {**state} for own, state in client.state.items() if own.requires_grad and steps}
+        return OptimizerRecipe(type(client).__name__, groups, make, states)
     groups = parameter_groups(model, model_parameters)
     if client is None and name is not None and name.lower() in _WHOLE:
         given = [(group.names, group.settings) for group in groups]
@@ -389,12 +418,14 @@ def _refusal(name: str) -> ConfigError:
     )
 
 
-def _refill(client: Optimizer) -> Callable[[list[dict[str, Any]]], Optimizer]:
+def _refill(client: Optimizer, *, begins: bool) -> Callable[[list[dict[str, Any]]], Optimizer]:
     def make(groups: list[dict[str, Any]]) -> Optimizer:
         for own, shards in zip(client.param_groups, groups, strict=True):
             own["params"] = shards["params"]
             own.pop("param_names", None)
-        if client.state:
+        if not begins:
+            client.state.clear()
+        elif client.state:
             made = type(client)([dict(group) for group in client.param_groups], **client.defaults)
             client.state.clear()
             client.state.update(made.state)

@@ -88,6 +88,8 @@ class ReleasedParameter(nn.Parameter):
                 if args[1] is None or getattr(args[1], "_hydra_id", None) == first._hydra_id:
                     return None
                 return _on_plain(first, f"setting its .{attribute}", function, args, kwargs)
+            if name == "copy_" and len(args) > 1 and args[1] is first:  # loaded, and the masters have it
+                return first
             if name == "__get__" and attribute == "grad" and first._hydra_values.gradients_wait():
                 refuse_reading(first._hydra_name)
             if name in _CONVERSIONS and not any(isinstance(one, cls) for one in args[1:]):
@@ -236,7 +238,7 @@ def release(model: Any, values: Values, names: Mapping[str, str]) -> None:
             parameter.__class__ = FormerParameter
             vars(parameter).update(vars(now))
     for module in model.modules():
-        module.register_load_state_dict_pre_hook(_refuse_loading)
+        module.register_load_state_dict_pre_hook(_load)
     tied: dict[str, list[str]] = {}
     for path, _ in model.named_parameters(remove_duplicate=False):
         tied.setdefault(names.get(path, path), []).append(path)
@@ -275,14 +277,22 @@ def _tie(tied: Sequence[Sequence[str]], module: nn.Module, state: dict[str, Any]
         state.update({prefix + path: state[prefix + first] for path in others if prefix + path in state})
 
 
-def _refuse_loading(module: nn.Module, *_: Any) -> None:
-    """Before torch would collect an error for each parameter; copies with values of their own are loaded as ever."""
-    for parameter in module._parameters.values():
-        if isinstance(parameter, ReleasedParameter):
-            if parameter._hydra_values.training_is_over is None:
-                _refuse_writing(parameter, "load_state_dict()")
-            parameter._hydra_values.training_is_over()
-            return
+def _load(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before `load_state_dict` would write to a module's parameters: the masters take the values, if the shapes are
+    right, and the parameters stay. Copies with values of their own are loaded as ever."""
+    own = {path: one for path, one in module.named_parameters(remove_duplicate=False)
+           if isinstance(one, ReleasedParameter)}  # fmt: skip
+    if prefix or not own:  # of a child: all was taken when the call began
+        return
+    values = next(iter(own.values()))._hydra_values
+    if values.training_is_over is not None:
+        values.training_is_over()
+        return
+    fits = {path: one for path, one in own.items() if getattr(state.get(path), "shape", None) == one.shape}
+    found = {one._hydra_name: state[path] for path, one in fits.items() if state[path] is not one}
+    state.update(fits)
+    if found:
+        values.load(found)
 
 
 def _generate(model: nn.Module, values: Values, generate: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

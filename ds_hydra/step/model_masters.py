@@ -76,6 +76,15 @@ class ModelMasters:
                 dist.broadcast(flat, group_src=owner, group=group)
             masters.load(param.name, flat)
 
+    def take(self, whole: Mapping[str, Tensor]) -> None:
+        """Take some parameters' values, which every rank has, by name and in their own shapes."""
+        self.revision += 1
+        for bucket in self.buckets:
+            masters = self.trained if bucket.trainable else self.frozen
+            for param in bucket.params:
+                if param.name in whole:
+                    masters.load(param.name, to_flat(whole[param.name], param.rule.dim, param.rule.parts))
+
     def draw(self, drawn: Callable[[str], Tensor]) -> None:
         """Take initial values that any rank can make, by name: each makes what it owns a part of, one at a time."""
         self.revision += 1
