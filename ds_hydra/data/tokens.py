@@ -28,6 +28,7 @@ class TokenSequence(NamedTuple):
     labels: Int64Array  # at each position the token to predict; IGNORE_INDEX where nothing is learnt
     weight: float = 1.0  # its tokens' losses count this many times; the number of targets that divides them stays
     fields: Float64Array | None = None  # (tokens, columns) [Note: fields], shifted as labels are
+    images: Any = None  # of a job that trains images, what its capability keeps of them
 
 
 class LeftOut(NamedTuple):

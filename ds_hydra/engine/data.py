@@ -19,6 +19,7 @@ from ds_hydra.data.sequences import SequenceData, Share, Tally, read_share
 from ds_hydra.data.stream import StreamSampler, is_stream
 from ds_hydra.data.tokens import LeftOut, Limits, Reads, TokenSequence, merged, with_targets
 from ds_hydra.engine.crew import Crew
+from ds_hydra.engine.plugs import plugged
 from ds_hydra.pipe.rows import Field, FieldLayout
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.ranks.channel import Channel
@@ -182,14 +183,17 @@ class SequenceExchange:
         self._crew, self._limits = crew, limits
         self._check = ItemCheck(limits.inputs)
         self._tally = Tally()
+        images = crew.job.config.images
+        self._images = plugged("images", "hydra.images").ImageExchange(crew) if images else None
 
     def read(self, batches: Iterable[tuple[Any, float]], fields: Reads | None = None) -> Mine:
         """Read this rank's batches, with the factors of their losses."""
         read: list[tuple[Share, float]] = []
+        read_one = read_share if self._images is None else self._images.read
         try:
             for batch, factor in batches:
                 first = sum(share.num_items for share, _ in read)
-                share = read_share(batch, self._limits, first=first, check=self._check, fields=fields)
+                share = read_one(batch, self._limits, first=first, check=self._check, fields=fields)
                 read.append((share, factor))
                 for line in share.notes if self._crew.world.rank == 0 else ():
                     logger.warning("%s", line)
@@ -233,8 +237,12 @@ class SequenceExchange:
 
     def deliver(self, plan: StepPlan, mine: Sequence[TokenSequence], gathered: Gathered, columns: int = 0) -> Delivered:
         """The sequences of a plan where they run; their fields have so many columns."""
-        owned = enumerate(mine, start=gathered.begins[self._crew.world.rank])
-        return _deliver(self._crew, plan, gathered.owners, dict(owned), columns)
+        owned = dict(enumerate(mine, start=gathered.begins[self._crew.world.rank]))
+        delivered = _deliver(self._crew, plan, gathered.owners, owned, columns)
+        if self._images is None:
+            return delivered
+        with_images: Delivered = self._images.deliver(plan, gathered.owners, owned, delivered)
+        return with_images
 
 
 def _refuse_other_calls(what: str, calls: Sequence[str]) -> None:

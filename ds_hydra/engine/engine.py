@@ -146,6 +146,9 @@ class HydraEngine(HostEngine):
                 ))  # fmt: skip
             tried = try_loss(loss_fn, base, self.device, self.types.compute)
             self.job = Job(config, source, base, self.recipe, self.data, self.sampler, self.types, clipping)
+        if config.images:
+            proven = plugged("images", "hydra.images").proven(self.job.source, config, channel)
+            self.job = replace(self.job, source=proven)
         same_on_all(channel, tried)
         if self.data is not None:
             read_twice(self.data, channel)
@@ -174,7 +177,8 @@ class HydraEngine(HostEngine):
         """The model as a source of stages, with what is known of it. ConfigError if its layers cannot be found, or for
         a loss of its routers that hydra.loss_norm does not define."""
         config = self.hydra_config
-        source = model_source(
+        make = plugged("images", "hydra.images").source_of if config.images else model_source
+        source = make(
             model, config.stage_options, loss_fn=loss_fn, facts=facts, shapes=config.shapes,
             computed_in=self.types.compute,
         )  # fmt: skip

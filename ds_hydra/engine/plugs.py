@@ -17,6 +17,7 @@ PLUGS = {
     "going on": "ds_hydra.elastic.going_on:first_assembly",
     "keeper of copies": "ds_hydra.elastic.copies:keeper_of",
     "classes of devices": "ds_hydra.mixed.classes",
+    "images": "ds_hydra.images.job",
 }
 """What attaches -> the function, or the module of functions, by which it does."""
 

@@ -92,7 +92,7 @@ class RealSequences:
                 with torch._C.DisableTorchFunctionSubclass():  # to it a released parameter is one of the meta device
                     few = with_layers(self._job.model, path, kept)
                 # The shortest on both sides: what stands before a sequence may change it, and what comes after another.
-                data = RealData.of([load(at) for at in (0, fitting - 1, 0)])
+                data = RealData.of([load(at)._replace(images=None) for at in (0, fitting - 1, 0)])
                 given = {name: values[source.aliases[whole]] for name, whole in names.items()}
                 stages = partial(
                     copy.copy if len(kept) == num_layers else partial(stages_of_few, few, path, kept), source

@@ -6,6 +6,7 @@ Each rank makes a `row_of` these, all ranks gather the rows, and each reads them
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -150,10 +151,19 @@ def build_batches(
         row = _Row(spans, ids, keys, None if own is None else Chunk(first.start, first.stop, own))
         made, counted, padding = _build(row, place, load, loss_norm, device, objective)
         balance = _balance(row, made.pack, load, loss_norm, device) if balances else None
+        made = _with_images(made, row, place, load)
         built.append((replace(made, recompute=batch.recompute, balance=balance), counted, padding))
     return RankBatches(
         tuple(batch for batch, _, _ in built), sum(w for _, w, _ in built), sum(pad for _, _, pad in built), rows
     )
+
+
+def _with_images(batch: MicroBatch, row: _Row, place: StagePlace, load: Load) -> MicroBatch:
+    """A micro-batch with the images of its sequences, in a job that trains images: then all of them have some."""
+    offsets = batch.pack.offsets
+    first = min(bisect_right(offsets, batch.pack.local[0]), len(row.ids)) - 1  # which it holds tokens of, and has read
+    images = load(row.ids[first]).images
+    return batch if images is None else images.attach(batch, row.spans, [load(each) for each in row.ids], place)
 
 
 def rows_of(microbatches: Sequence[MicroBatchPlan]) -> tuple[tuple[Span, ...], ...]:
@@ -250,7 +260,7 @@ def _balance(row: _Row, pack: Pack, load: Load, loss_norm: str, device: torch.de
         # With the last slice of a sequence each rank counts what it held of all slices, of this one tokens or none.
         in_slices = index == 0 and pack.chunk is not None
         if in_slices or (offsets[index] < stop and offsets[index + 1] > start):
-            _, targets, weight, _ = load(sequence_id)
+            _, targets, weight, *_ = load(sequence_id)
             count = int((targets != IGNORED).sum())
             counts = count if loss_norm == "token" else min(1, count)
             weights[index] = weight * counts / pack.whole_lengths[index] ** 2
@@ -292,7 +302,7 @@ def _fill(
         # rank 0 holds the tokens 0..3 and reads the first sequence only, rank 1 reads both.
         if whole or (begin < stop and end > start):
             # Labels are cut after they were made: the target of a slice's last token is the next slice's first.
-            all_tokens, all_targets, weight, fields = load(sequence_id)
+            all_tokens, all_targets, weight, fields, *_ = load(sequence_id)
             tokens[begin:end] = all_tokens[span.start : span.stop]
             targets[begin:end] = all_targets[span.start : span.stop]
             scale[begin:end] = weight

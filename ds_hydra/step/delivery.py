@@ -95,7 +95,7 @@ def _pack(sequences: Sequence[TokenSequence]) -> Tensor:
     """The numbers of all these sequences, one after the other; FP64 numbers, of weights and fields, travel as bits."""
     parts = [
         part
-        for input_ids, labels, weight, fields in sequences
+        for input_ids, labels, weight, fields, *_ in sequences
         for part in (
             np.array([weight], dtype=np.float64).view(np.int64),
             input_ids,

@@ -152,7 +152,7 @@ class Update:
         """`clipping` is the largest norm of the gradient; 0 does not clip. Parameters that are `unread` have no
         gradient in torch, so that no optimizer touches them: nor does it here, while theirs are zeros."""
         self._masters, self.optimizer, self._clipping = masters, optimizer, clipping
-        self.loss_scale, self._world, self._faults, self._unread = loss_scale, world, faults, unread
+        self.loss_scale, self._world, self._faults, self.unread = loss_scale, world, faults, unread
         self.skipped_in_a_row = 0
         self.copy: Copied | None = (
             None  # of another rank's masters, which is updated like the own ones [Note: the vote]
@@ -275,7 +275,7 @@ class Update:
 
     def _idle(self, masters: MasterShards) -> set[str]:
         """Parameters that nothing learnt goes through, of which these masters have a part without a gradient."""
-        unread = (piece for piece in masters.pieces() if piece.name in self._unread) if self._unread else ()
+        unread = (piece for piece in masters.pieces() if piece.name in self.unread) if self.unread else ()
         return {piece.name for piece in unread if not bool(masters.grad_of(piece).any())}
 
     def _refuse(self, model: ModelNow) -> NoReturn:

@@ -30,7 +30,7 @@ def float64_throughout(model: nn.Module) -> Iterator[None]:
             # Of functions, those that stand in for kernels of packages, such as a delta rule's.
             functions = [(name, each) for name, each in vars(home).items() if inspect.isfunction(each)]
             kernels = [name for name, each in functions if inspect.unwrap(each) is not each]
-            of_home = [(home, name) for name in ("apply_rotary_pos_emb", "apply_rotary_emb", *kernels)]
+            of_home = [(home, name) for name in (*kernels, *(n for n, _ in functions if n.startswith("apply_rotary")))]
             for owner, name in ((cls, "forward"), (cls, "_norm"), (cls, "_attn"), *of_home):
                 method = vars(owner).get(name)
                 wide = _widened(method, owner)

@@ -35,7 +35,7 @@ LAYERS = (
     ("ds_hydra/checkpoint", "ds_hydra/self_check", "ds_hydra/simulate"),
     ("ds_hydra/rivals",),
     ("ds_hydra/engine",),
-    ("ds_hydra/elastic", "ds_hydra/emulate", "ds_hydra/mixed"),
+    ("ds_hydra/elastic", "ds_hydra/emulate", "ds_hydra/images", "ds_hydra/mixed"),
     ("ds_hydra",),
     ("ds_hydra/commands", "ds_hydra/hosts", "ds_hydra/hugging_face", "ds_hydra/testing"),
     ("ds_hydra/ray",),

@@ -13,7 +13,8 @@ import pytest
 from tools import aims, check, machine
 
 # Modules of the folder that print no figures.
-OTHERS = {"aims", "check", "count_pages", "deepspeed_baselines", "machine", "planner_parts", "profile_schemes"}
+OTHERS = {"aims", "check", "count_pages", "deepspeed_baselines", "image_classes", "machine", "planner_parts",
+          "profile_schemes"}  # fmt: skip
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -1,0 +1,1 @@
+"""Images in: models of text whose tokens may stand for rows of images."""

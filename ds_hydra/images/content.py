@@ -1,0 +1,172 @@
+"""The images of one sequence, and those of one micro-batch: what the encoder takes, and whose tokens its rows are.
+
+[Note: rows of images]
+A model's encoder makes some rows of features of each image, and its text has as many placeholders for them: tokens of
+one id, in the order of the images. So a row of features belongs to a token, and goes wherever that token goes: into a
+pack, into a slice, to one of the ranks that share a row. With two images of 2 and 3 rows, and a slice that ends behind
+the fifth token:
+
+    tokens of a sequence    a  #  #  b  #  #  #  c
+    its rows                   0  1     2  3  4
+    of the first slice         0  1     2             all of the first image, the first row of the second
+    of the second slice                    3  4       the second image is encoded once more, for its other rows
+
+A row of a pack counts its placeholders through, over all of its sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ds_hydra.data.columns import Int64Array
+from ds_hydra.data.tokens import TokenSequence
+from ds_hydra.pipe.rows import MicroBatch
+from ds_hydra.pipe.stage import StagePlace
+from ds_hydra.plan.step_plan import Span
+from ds_hydra.zero_hetero.errors import ConfigError
+
+Columns = Mapping[str, Tensor]
+"""What an encoder takes, by the names of its arguments."""
+
+
+class Unit(NamedTuple):
+    """What the encoder takes at once: an image, or all images of a sequence where they cannot be told apart."""
+
+    columns: Columns
+    first: int  # of its rows among those of its sequence
+    rows: int
+
+    @property
+    def work(self) -> int:
+        """Numbers that its encoder reads."""
+        return sum(column.numel() for column in self.columns.values() if column.is_floating_point())
+
+
+class Images(NamedTuple):
+    """The images of a sequence; one without any has some, too, in a job that trains images."""
+
+    token: int  # id of the placeholders
+    units: tuple[Unit, ...] = ()
+    positions: Tensor | None = None  # (axes, tokens), where the model counts them on several axes
+
+    def attach(
+        self, batch: MicroBatch, spans: Sequence[Span], sequences: Sequence[TokenSequence], place: StagePlace
+    ) -> MicroBatch:
+        """A micro-batch with the images of its row, which has these spans of these sequences."""
+        if not any(sequence.images.units for sequence in sequences):
+            return batch
+        return _Row(batch, tuple(zip(spans, sequences, strict=True)), self.token).shown(place)
+
+
+class ShownUnit(NamedTuple):
+    """A unit of which a micro-batch has the rows [start, stop); the first of them is its row `at`."""
+
+    unit: Unit
+    start: int
+    stop: int
+    at: int
+    owner: int  # which rank of the stage encodes it, by its number there
+
+
+class Shown(NamedTuple):
+    """The images of a micro-batch, as a rank sees them."""
+
+    units: tuple[ShownUnit, ...]  # of the whole row
+    rows: int  # of the whole row
+    own: tuple[int, int]  # which of these rows are of tokens that this rank holds
+    places: Tensor  # (own rows,) where their tokens stand among those that this rank holds
+    positions: Tensor | None  # (axes, 1, T_local)
+
+
+@dataclass(frozen=True)
+class ImageBatch(MicroBatch):
+    """A micro-batch with images."""
+
+    shown: Shown | None = None
+
+
+class _Row(NamedTuple):
+    """A packed row: spans with their sequences."""
+
+    batch: MicroBatch
+    parts: tuple[tuple[Span, TokenSequence], ...]
+    token: int
+
+    def shown(self, place: StagePlace) -> ImageBatch:
+        pack = self.batch.pack
+        start, stop = pack.local
+        marks = np.zeros(pack.num_tokens, dtype=np.bool_)
+        tokens = np.concatenate([sequence.input_ids[span.start : span.stop] for span, sequence in self.parts])
+        marks[: len(tokens)] = tokens == self.token
+        rows = int(marks.sum())
+        first = int(marks[:start].sum())
+        places = torch.from_numpy(np.flatnonzero(marks[start:stop]))
+        positions = self._positions()
+        local = None if positions is None else positions[:, None, start:stop].contiguous()
+        units = _dealt(list(self._units()), place.stage.tp * place.stage.sp)
+        shown = Shown(units, rows, (first, first + len(places)), places, local)
+        given = {name: getattr(self.batch, name) for name in self.batch.__dataclass_fields__}
+        return ImageBatch(**given, shown=shown)
+
+    def _units(self) -> Iterator[ShownUnit]:
+        at = 0
+        for span, sequence in self.parts:
+            marks = sequence.input_ids == self.token
+            before, held = int(marks[: span.start].sum()), int(marks[span.start : span.stop].sum())
+            for unit in sequence.images.units:
+                start, stop = max(unit.first, before), min(unit.first + unit.rows, before + held)
+                if start < stop:
+                    yield ShownUnit(unit, start - unit.first, stop - unit.first, at + start - before, 0)
+            at += held
+
+    def _positions(self) -> Tensor | None:
+        """Of the whole row, (axes, tokens); of text the same on all axes."""
+        axes = next((s.images.positions.shape[0] for _, s in self.parts if s.images.positions is not None), 0)
+        if not axes:
+            return None
+        found = torch.zeros(axes, self.batch.pack.num_tokens, dtype=torch.int64)
+        starts = accumulate((span.stop - span.start for span, _ in self.parts), initial=0)
+        for begin, (span, sequence) in zip(starts, self.parts, strict=False):
+            own = sequence.images.positions
+            numbers = torch.arange(len(sequence.input_ids)).expand(axes, -1) if own is None else own
+            found[:, begin : begin + span.stop - span.start] = numbers[:, span.start : span.stop]
+        return found
+
+
+def _dealt(units: Sequence[ShownUnit], ranks: int) -> tuple[ShownUnit, ...]:
+    """Each unit with the rank that encodes it: the largest first, to the one with the least to do."""
+    loads = [0] * ranks
+    owners = [0] * len(units)
+    for index in sorted(range(len(units)), key=lambda i: -units[i].unit.work):
+        owner = owners[index] = loads.index(min(loads))
+        loads[owner] += units[index].unit.work
+    return tuple(unit._replace(owner=owner) for unit, owner in zip(units, owners, strict=True))
+
+
+def together(units: Sequence[Columns], layout: str) -> dict[str, Tensor]:
+    """The columns of several units as one, as a processor puts them; of none there are none."""
+    axis = 1 if layout == "beside" else 0
+    return {name: torch.cat([unit[name] for unit in units], dim=axis) for name in units[0]} if units else {}
+
+
+def check_rows(images: Images, input_ids: Int64Array, place: str) -> None:
+    """ConfigError where a sequence has other placeholders than its images have rows."""
+    placeholders, rows = int((input_ids == images.token).sum()), sum(unit.rows for unit in images.units)
+    if placeholders != rows:
+        raise ConfigError(
+            f"{place} has {placeholders} tokens {images.token}, which stand for rows of images, but images of {rows} "
+            "rows: give the tokens and the images that one call of the processor returns, and none of them truncated "
+            "(hydra.too_long, max_length)"
+        )
+
+
+def shown_of(batch: MicroBatch) -> Shown | None:
+    """The images of a micro-batch, if it has any."""
+    return batch.shown if isinstance(batch, ImageBatch) else None

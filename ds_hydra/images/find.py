@@ -1,0 +1,342 @@
+"""The seam of a model [Note: the seam], found on a small copy of it.
+
+Every refusal says which class, what was tried and what came out, and what to do.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ds_hydra.images.content import Columns, together
+from ds_hydra.images.seam import COUNT, ENCODE, FORMS, GIVEN, Seam, arguments, encoder_of, leaves_of, numbered
+from ds_hydra.images.small import Maker, makers, placeholder, small_model
+from ds_hydra.pipe.models.meta_copy import copy_to_meta
+from ds_hydra.pipe.models.refusals import failing, find_layers
+from ds_hydra.self_check.precision import doubled
+from ds_hydra.zero_hetero.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+NEAR = 1e-9  # relative to the largest entry, in FP64
+_REMEDY = "leave hydra.images out to train its text alone"
+_TOLD = 200  # characters of an error
+
+
+class Sample(NamedTuple):
+    """A made-up sequence with its images, and how many rows each of them has."""
+
+    tokens: Tensor  # (tokens,)
+    units: tuple[Columns, ...]
+    rows: tuple[int, ...]
+
+
+class Subject:
+    """A small model and made-up sequences, of two images, of one and of none; `seam` is what was found of it."""
+
+    def __init__(self, model: Any, name: str):
+        self.model, self.name, self.token = model, name, self._placeholder(model, name)
+        self.owner, self._encode = self._encoder()
+        self.maker, self.samples = self._sampled()
+        seam = self._formed()
+        leaves = self._leaves(self.samples[0])
+        self._refuse_draws()
+        self._refuse_spans(seam, leaves)
+        seam = replace(seam, deepest=self._deepest(seam, leaves))
+        self.loss, self.gradients = self._learnt(self.samples)
+        self.seam = self._rooted(seam)
+
+    def refusal(self, what: str) -> ConfigError:
+        """An error for this class."""
+        return ConfigError(f"hydra.images: images of {self.name} are not trained: {what}; {_REMEDY}")
+
+    def _placeholder(self, model: Any, name: str) -> int:
+        self.name, token = name, placeholder(model.config)
+        if token is None:
+            raise self.refusal("its config names no token that stands for images")
+        return token
+
+    def _encoder(self) -> tuple[str, Callable[..., Any]]:
+        found = encoder_of(self.model)
+        if found is None:
+            raise self.refusal(f"it has no {ENCODE}, by which an encoder is called apart from the text")
+        if GIVEN not in arguments(type(self.model).forward):
+            raise self.refusal(f"its forward has no argument {GIVEN}, by which rows of images take the place of pixels")
+        return found
+
+    def _sampled(self) -> tuple[Maker, tuple[Sample, ...]]:
+        tried, taken = list[str](), arguments(self._encode)
+        for maker in makers(self.model.config, taken):
+            torch.manual_seed(1)
+            one, other, third = maker.make(0), maker.make(1), maker.make(0)
+            if any(one[key].shape[1:] != other[key].shape[1:] for key in one):
+                other = maker.make(0)  # those of one call have one size
+            try:
+                with torch.no_grad():
+                    alone = [self._rows([unit], maker) for unit in (one, other, third)]
+                    both = self._rows([one, other], maker)
+            except Exception as error:
+                tried.append(failing(error)[:_TOLD])
+                continue
+            for parts, whole in zip(zip(*alone[:2], strict=True), both, strict=True):
+                if not apart(torch.cat(parts), whole) < NEAR:
+                    raise self.refusal("what its encoder makes of an image depends on the images beside it")
+            counts = [len(leaves[0]) for leaves in alone]
+            of_each = (((one, other), counts[:2]), ((third,), counts[2:]), ((), ()))
+            samples = (Sample(self._tokens(rows, i), units, tuple(rows)) for i, (units, rows) in enumerate(of_each))
+            return maker, tuple(samples)
+        raise self.refusal(f"no image was found that its {ENCODE}({', '.join(taken)}) takes ({tried[0]})")
+
+    def _rows(self, units: Sequence[Columns], maker: Maker) -> list[Tensor]:
+        return leaves_of(self._encode(**together(units, maker.layout), return_dict=True))
+
+    def _leaves(self, sample: Sample) -> list[Tensor]:
+        with torch.no_grad():
+            return self._rows(sample.units, self.maker)
+
+    def _tokens(self, counts: Sequence[int], seed: int) -> Tensor:
+        draw = np.random.default_rng(seed)
+        most = min(self.token, self.model.get_input_embeddings().weight.shape[0], 96)
+
+        def plain(count: int) -> list[int]:
+            return [int(token) for token in draw.integers(8, most, count)]
+
+        tokens = plain(5)
+        for count in counts:
+            tokens += [self.token] * count + plain(3)
+        return torch.tensor(tokens + plain(6))
+
+    def pixels(self, sample: Sample) -> dict[str, Tensor]:
+        """What a processor makes of a sample's images."""
+        return together(sample.units, self.maker.layout)
+
+    def logits(self, sample: Sample, **beside: Any) -> Tensor:
+        """Of the model's own forward, (tokens, words)."""
+        for module in self.model.modules():
+            if "rope_deltas" in vars(module):  # stays from one call to the next
+                module.rope_deltas = None
+        marks = torch.eq(sample.tokens, self.token).long()[None]
+        known = {"attention_mask": torch.ones_like(marks), "mm_token_type_ids": marks, "token_type_ids": marks}
+        names = inspect.signature(type(self.model).forward).parameters
+        given = {key: value for key, value in known.items() if key in names}
+        out: Tensor = self.model(input_ids=sample.tokens[None], use_cache=False, **given, **beside).logits
+        return out[0]
+
+    def _formed(self) -> Seam:
+        """The seam as far as the forward's first layer: which form of rows it takes for the pixels' own logits."""
+        sample, leaves = self.samples[0], self._leaves(self.samples[0])
+        with torch.no_grad():
+            out = self._encode(**self.pixels(sample), return_dict=True)
+            right = self.logits(sample, **self.pixels(sample))
+        if any(len(leaf) != sum(sample.rows) for leaf in leaves):
+            raise self.refusal("its encoder makes other numbers of rows for the embeddings and for the layers behind")
+        patches = int(sample.units[0]["image_grid_thw"].prod()) if self.maker.layout == "grid" else 0
+        axes = self._counted(sample)
+        widths = tuple(leaf.shape[-1] for leaf in leaves)
+        seam = Seam(
+            self.owner, arguments(self._encode), self.maker.layout, patches // sample.rows[0], self.token, "",
+            type(out), widths, (), 1 if axes is None else axes.shape[0], (), frozenset(),
+        )  # fmt: skip
+        tried = list[str]()
+        for form in FORMS:
+            seam = replace(seam, form=form)
+            try:
+                with torch.no_grad():
+                    found = self._with_rows(seam, leaves)
+            except ConfigError:
+                raise
+            except Exception as error:
+                tried.append(failing(error)[:_TOLD])
+                continue
+            if apart(found, right) < NEAR:
+                return seam
+            tried.append(f"logits are {apart(found, right):.0e} of the largest off")
+        raise self.refusal(f"its forward does not take rows in place of pixels ({tried[0]})")
+
+    def _with_rows(self, seam: Seam, leaves: Sequence[Tensor]) -> Tensor:
+        """The first sample's logits by rows in place of pixels, and by positions as stages are given them."""
+        sample = self.samples[0]
+        positions = numbered(self.model, seam, sample.tokens, self.pixels(sample))
+        if positions is not None:
+            own = self._counted(sample)
+            if own is None or not torch.equal(own[:, 0], positions):
+                raise self.refusal(f"its text is numbered on {seam.axes} axes in a way that is not its {COUNT}")
+            return self.logits(sample, **seam.given(leaves), position_ids=positions[:, None])
+        return self.logits(sample, **seam.given(leaves))
+
+    def _counted(self, sample: Sample) -> Tensor | None:
+        """The positions on several axes that reach the text, (axes, 1, tokens), as the model makes them; else None."""
+        if not hasattr(self.model.get_submodule(self.owner), COUNT):
+            return None
+        found: list[Any] = []
+        text = self.model.get_submodule(find_layers(self.model).rpartition(".")[0])
+        handle = text.register_forward_pre_hook(
+            lambda _, __, kwargs: found.append(kwargs.get("position_ids")), with_kwargs=True
+        )
+        try:
+            with torch.no_grad():
+                self.logits(sample, **self.pixels(sample))
+        finally:
+            handle.remove()
+        several = found and found[0] is not None and found[0].dim() == 3
+        return found[0] if several else None
+
+    def _refuse_draws(self) -> None:
+        """In training an encoder may draw random numbers, which nobody draws by place [Note: draws by place]."""
+        self.model.train()
+        one, other = (self._leaves(self.samples[0]) for _ in range(2))
+        self.model.eval()
+        if any(apart(first, second) > 0 for first, second in zip(one, other, strict=True)):
+            raise self.refusal("its encoder draws random numbers in training: set its dropout to 0 in the config")
+
+    def _refuse_spans(self, seam: Seam, leaves: Sequence[Tensor]) -> None:
+        """Tokens of an image may see those behind them: a change of its last row then shows before that."""
+        sample = self.samples[0]
+        last = sample.rows[0] - 1
+        marks = torch.eq(sample.tokens, self.token).nonzero().flatten()
+        changed = leaves[0].clone()
+        changed[last] += changed.abs().max()
+        with torch.no_grad():
+            before, after = (self._with_rows(seam, [one, *leaves[1:]]) for one in (leaves[0], changed))
+        moved = ((before - after).abs().amax(-1) > NEAR * float(before.abs().max())).nonzero().flatten()
+        if len(moved) and int(moved[0]) < int(marks[last]):
+            what = "of one image" if int(moved[0]) >= int(marks[0]) else "before the answer"
+            raise self.refusal(
+                f"the tokens {what} see each other in both directions (a change of an image's row {last} shows at "
+                f"token {int(moved[0])}, its own is {int(marks[last])}), and stages attend causally"
+            )
+
+    def _deepest(self, seam: Seam, leaves: Sequence[Tensor]) -> tuple[int, ...]:
+        """The last layer that each leaf enters, before it or in it: hidden states are cut at each, so that what a leaf
+        is behind there has come to it at that layer."""
+        layers: Any = self.model.get_submodule(find_layers(self.model))
+        given = [leaf.detach().requires_grad_() for leaf in leaves]
+        with _cut_at(layers) as values:
+            values.append((len(layers) - 1, self._with_rows(seam, given)))
+        deepest = [0] * len(given)
+        for index, value in values:
+            if not value.requires_grad:
+                continue
+            found = torch.autograd.grad(value.sum(), given, allow_unused=True, retain_graph=True)
+            for leaf, gradient in enumerate(found):
+                if gradient is not None and bool(gradient.any()):
+                    deepest[leaf] = max(deepest[leaf], index)
+        if any(one > other for one, other in pairwise(deepest)):
+            raise self.refusal(f"leaves of its rows enter at layers {deepest}, one behind a later one")
+        return tuple(deepest)
+
+    def _learnt(self, samples: Iterable[Sample]) -> tuple[float, dict[str, Tensor]]:
+        """The loss of samples, each by itself, and the gradients that there are."""
+        self.model.zero_grad(set_to_none=True)
+        total = 0.0
+        for sample in samples:
+            logits = self.logits(sample, **self.pixels(sample))
+            loss = F.cross_entropy(logits[:-1], sample.tokens[1:], reduction="sum")
+            loss.backward()
+            total += float(loss.detach())
+        found = {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
+        self.model.zero_grad(set_to_none=True)
+        return total, found
+
+    def _rooted(self, seam: Seam) -> Seam:
+        """With what is used for images alone, and which parameters of it have no gradient in spite of one."""
+        layers, names = f"{find_layers(self.model)}.", [name for name, _ in self.model.named_parameters()]
+        _, text = self._learnt(self.samples[-1:])
+        own = {name for name in names if name not in text and not name.startswith(layers)}
+        roots = tuple(_outermost(own, set(names) - own))
+        return replace(seam, roots=roots, silent=frozenset(own - self.gradients.keys()))
+
+
+@contextmanager
+def _cut_at(layers: Sequence[nn.Module]) -> Iterator[list[tuple[int, Tensor]]]:
+    """Within it what enters and leaves each layer is noted with its number, and goes on without its graph."""
+    noted: list[tuple[int, Tensor]] = []
+
+    def cut(index: int, hidden: Tensor) -> Tensor:
+        noted.append((index, hidden))
+        return hidden.detach().requires_grad_()
+
+    def enter(index: int) -> Callable[..., Any]:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if args:
+                return (cut(index, args[0]), *args[1:]), kwargs
+            return args, {**kwargs, "hidden_states": cut(index, kwargs["hidden_states"])}
+
+        return hook
+
+    def leave(index: int) -> Callable[..., Any]:
+        def hook(_: nn.Module, __: Any, out: Any) -> Any:
+            return cut(index, out) if isinstance(out, Tensor) else type(out)((cut(index, out[0]), *out[1:]))
+
+        return hook
+
+    handles = [layer.register_forward_pre_hook(enter(i), with_kwargs=True) for i, layer in enumerate(layers)]
+    handles += [layer.register_forward_hook(leave(i)) for i, layer in enumerate(layers)]
+    try:
+        yield noted
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _outermost(wanted: set[str], others: set[str]) -> list[str]:
+    """The outermost modules all of whose parameters are wanted, and wanted parameters beside them, by path."""
+    found: list[str] = []
+    for name in sorted(wanted):
+        if any(name.startswith(f"{root}.") for root in found):
+            continue
+        parts = name.split(".")
+        paths = (".".join(parts[:depth]) for depth in range(1, len(parts)))
+        found.append(next((path for path in paths if not any(one.startswith(f"{path}.") for one in others)), name))
+    return found
+
+
+def apart(one: Tensor, other: Tensor) -> float:
+    """The largest difference of two tensors, relative to the largest entry."""
+    if one.shape != other.shape:
+        return float("inf")
+    if not one.numel():
+        return 0.0
+    return float((one - other).abs().max()) / max(float(one.abs().max()), float(other.abs().max()), 1e-300)
+
+
+def subject_of(model: Any) -> Subject:
+    """A small copy of a model, on which its seam is found. ConfigError for a class whose images are not trained."""
+    small = small_model(model)
+    with torch.random.fork_rng(devices=[]), doubled():
+        try:
+            return Subject(small, type(model).__name__)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"hydra.images: images of {type(model).__name__} are not trained: trying a small copy of it ends with "
+                f"{failing(error)[:_TOLD]}; {_REMEDY}"
+            ) from error
+
+
+def rows_of_one(model: Any, seam: Seam) -> int:
+    """Rows that a model's encoder makes of an image of its size, found without values; 0 where that is not known."""
+    for maker in makers(model.config, seam.columns):
+        if maker.layout != seam.layout or seam.layout == "whole":
+            continue
+        try:
+            copied = copy_to_meta(model).to("meta")
+            dtype = next(parameter.dtype for parameter in copied.parameters())
+            columns = {n: c.to("meta", dtype if c.is_floating_point() else None) for n, c in maker.make(0).items()}
+            with torch.device("meta"), torch.no_grad():
+                encode = getattr(copied.get_submodule(seam.owner), ENCODE)
+                return len(leaves_of(encode(**columns, return_dict=True))[0])
+        except Exception as error:  # of an encoder that looks at its pixels
+            logger.debug("rows of an image are not known before: %s", failing(error))
+    return 0

@@ -1,0 +1,79 @@
+"""What the engine asks for where a job trains images: a source of stages, what of it is proven, how sequences come."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ds_hydra.images.exchange import ImageExchange
+from ds_hydra.images.find import Subject, rows_of_one, subject_of
+from ds_hydra.images.source import ImageText
+from ds_hydra.images.trial import KINDS, SLICES, verdicts
+from ds_hydra.pipe.models.adapted import base_of
+from ds_hydra.zero_hetero.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ds_hydra.config.hydra_block import HydraConfig
+    from ds_hydra.pipe.loss import TokenLoss
+    from ds_hydra.pipe.models.facts import ModelFacts
+    from ds_hydra.pipe.shape import StrategyShape
+    from ds_hydra.pipe.stage_options import StageOptions
+    from ds_hydra.ranks.channel import Channel
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["ImageExchange", "proven", "source_of"]
+
+
+def source_of(
+    model: Any, options: StageOptions, *, loss_fn: TokenLoss | None = None, facts: ModelFacts | None = None,
+    shapes: Iterable[StrategyShape] = (), computed_in: torch.dtype = torch.float32,
+) -> ImageText:  # fmt: skip
+    """As `model_source`, of a model with an encoder of images. ConfigError for a class whose images are not trained."""
+    base = base_of(model)
+    if any(stage.ep > 1 for shape in shapes for pipeline in shape.pipelines for stage in pipeline.stages):
+        raise ConfigError("hydra.images: whole experts are not spread over ranks (ep) beside images: list no ep")
+    subject = subject_of(base)
+    seam = subject.seam
+    if seam.layout != "grid":
+        seam = replace(seam, per_row=rows_of_one(base, seam))
+    source = ImageText(base, seam, options, token_loss=loss_fn, facts=facts, computed_in=computed_in)
+    source.subject = subject
+    return source
+
+
+def proven(source: ImageText, config: HydraConfig, channel: Channel) -> ImageText:
+    """The source, without the kinds of pipelines under which a small copy with images is not equal to its own forward.
+    Every rank must call it: rank 0 tries. ConfigError on all of them where no kind is."""
+    subject, source.subject = source.subject, None
+    if config.self_check == "off":
+        return source
+    text = channel.tell(json.dumps(_tried(subject, config)) if channel.rank == 0 and subject is not None else None)
+    found: dict[str, str] = json.loads(text)
+    for kind in ("tp1", "sp2"):
+        if why := found.get(kind):
+            raise ConfigError(
+                f"hydra.images: images of {source.name} are not trained: under {kind} a small copy is not equal to "
+                f"its own forward ({why}); leave hydra.images out to train its text alone"
+            )
+    if channel.rank == 0:
+        equal = ", ".join(kind for kind, why in found.items() if not why)
+        other = "".join(f"; not under {kind}: {why}" for kind, why in found.items() if why)
+        logger.info("images: a small copy trains as by its own forward, to 1e-9, under %s%s", equal, other)
+    return source.refusing(found)
+
+
+def _tried(subject: Subject, config: HydraConfig) -> dict[str, str]:
+    """What the job's strategies are made of, tried with images; all kinds where none are listed."""
+    kinds = [kind for kind in KINDS if config.chunks != "off" or kind != SLICES]
+    stages = [stage for shape in config.shapes for pipeline in shape.pipelines for stage in pipeline.stages]
+    if stages:
+        uses = {"tp2": any(stage.tp > 1 for stage in stages), "sp2": any(stage.sp > 1 for stage in stages),
+                "pp2": any(len(p.stages) > 1 for shape in config.shapes for p in shape.pipelines)}  # fmt: skip
+        kinds = [kind for kind in kinds if uses.get(kind, True)]
+    return verdicts(subject, kinds)

@@ -1,0 +1,121 @@
+"""The seam between a model's encoder of images and its text: how the one is called, and how the other takes its rows.
+
+[Note: the seam]
+Nothing of it is told by a class's name. Of a small copy of the model (`small.py`) it is found by trying: with which
+arguments its `get_image_features` makes rows for an image; that the rows of several images are those of each; in which
+form its forward takes rows in place of pixels; which parameters they go through; between which layers they enter; how
+its tokens are numbered. What does not come out equal there is refused, with the first step that did not.
+
+Rows may be of several leaves. Qwen3-VL's encoder makes rows for the embeddings, and others of the same tokens that are
+added between the first layers; a leaf goes to the stages up to the one that reads it last, with the hidden states:
+
+  leaf 0   enters layer 0                        stays on the first stage
+  leaf 1   is added between layers 0 and 1       reaches the stage that runs layer 1
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_hydra.images.content import Columns
+
+ENCODE = "get_image_features"  # what transformers' models call it
+COUNT = "get_rope_index"  # by which those that number tokens on several axes do it
+GIVEN = "mm_encoder_outputs"  # the argument of their forwards by which rows take the place of pixels
+_MORE = "deepstack_features"
+FORMS: Mapping[str, Callable[[Tensor], Any]] = {
+    "tuple": lambda rows: (rows,),
+    "tensor": lambda rows: rows,
+    "row": lambda rows: rows[None],
+}
+
+
+@dataclass(frozen=True)
+class Seam:
+    """What was found of a model [Note: the seam]."""
+
+    owner: str  # path of the module that encodes
+    columns: tuple[str, ...]  # what its encoder takes
+    layout: str  # how a column's entries belong to images [Note: which rows are whose]
+    per_row: int  # of "grid": patches of a row of features; else rows of an image, 0 where that is not known
+    token: int  # id of the placeholders
+    form: str  # in which the forward takes rows
+    output: type  # of the encoder
+    widths: tuple[int, ...]  # features of a row, by leaf
+    deepest: tuple[int, ...]  # the last layer that each leaf enters; the number of layers: any
+    axes: int  # on which tokens are numbered; 1: as text is
+    roots: tuple[str, ...]  # modules and parameters that are used for images alone
+    silent: frozenset[str]  # their parameters that have no gradient all the same
+
+    def of(self, name: str) -> bool:
+        """Whether a parameter is used for images alone."""
+        return any(name == root or name.startswith(f"{root}.") for root in self.roots)
+
+    def given(self, leaves: Sequence[Tensor]) -> dict[str, Any]:
+        """What the model's forward is given for the rows (rows, width) of all leaves, in the order of placeholders."""
+        first, *more = leaves
+        value = FORMS[self.form](first)
+        made = {"pooler_output": value, "last_hidden_state": value}
+        return {GIVEN: {"image": self.output(**made, **({_MORE: [[leaf] for leaf in more]} if more else {}))}}
+
+
+def leaves_of(out: Any) -> list[Tensor]:
+    """The rows of each leaf of what an encoder returns, (rows, width)."""
+    found = [_flat(pooled(out))]
+    more = out.get(_MORE) if hasattr(out, "get") else None
+    return found + [_flat(leaf) for leaf in more or ()]
+
+
+def pooled(out: Any) -> Any:
+    """Of what an encoder returns, what takes the place of embeddings."""
+    if isinstance(out, Tensor | tuple | list) and not hasattr(out, "keys"):
+        return out
+    return next(out[key] for key in ("pooler_output", "last_hidden_state") if out.get(key) is not None)
+
+
+def _flat(rows: Any) -> Tensor:
+    return rows.reshape(-1, rows.shape[-1]) if isinstance(rows, Tensor) else torch.cat([_flat(part) for part in rows])
+
+
+def encoder_of(model: nn.Module) -> tuple[str, Callable[..., Any]] | None:
+    """The path of the module that encodes images, the innermost that has text beside it, and what does; None: none."""
+    having = [path for path, module in model.named_modules() if callable(getattr(type(module), ENCODE, None))]
+    if not having:
+        return None
+    with_text = [path for path in having if any("text" in n or "language" in n for n, _ in _child(model, path))]
+    path = (with_text or having)[-1]
+    return path, getattr(model.get_submodule(path), ENCODE)
+
+
+def _child(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
+    return list(model.get_submodule(path).named_children())
+
+
+def arguments(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The names that a function takes, without those that it hands on."""
+    parameters = inspect.signature(function).parameters.values()
+    return tuple(p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.name != "self")
+
+
+def encoded(model: nn.Module, seam: Seam, columns: Columns) -> list[Tensor]:
+    """The rows of some units that are put together, by leaf."""
+    encode = getattr(model.get_submodule(seam.owner), ENCODE)
+    return leaves_of(encode(**columns, return_dict=True))
+
+
+def numbered(model: Any, seam: Seam, input_ids: Tensor, columns: Columns) -> Tensor | None:
+    """How a model numbers the tokens (tokens,) of a sequence with images, (axes, tokens); None: as text."""
+    if seam.axes == 1:
+        return None
+    find = getattr(model.get_submodule(seam.owner), COUNT)
+    marks = (input_ids == seam.token).long()[None]
+    known = {"input_ids": input_ids[None], "attention_mask": torch.ones_like(marks), "mm_token_type_ids": marks}
+    taken = arguments(find)
+    positions: Tensor = find(**{k: v for k, v in {**known, **columns}.items() if k in taken})[0]
+    return positions[:, 0]

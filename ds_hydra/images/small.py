@@ -1,0 +1,175 @@
+"""A small copy of an image-text model, and images made up for it."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ds_hydra.images.content import Columns
+from ds_hydra.images.seam import COUNT
+from ds_hydra.self_check.precision import doubled
+from ds_hydra.self_check.shrink import shrunk_config
+from ds_hydra.zero_hetero.errors import ConfigError
+
+_SMALL = 2_000_000  # parameters of a model that is copied as it is
+LAYERS = 6
+_POSITIONS, _VOCABULARY = 256, 512
+_HIDDEN, _HEADS, _PATCHES = 32, 4, 4  # of the encoder: features, heads, patches of an image along a side
+_WIDTHS = re.compile(r"^(hidden_size|embed_dim|d_model|dim)$")
+_OUT = re.compile(r"^(out_hidden_size|output_dim|projection_dim|text_hidden_size)$")
+_INNER = re.compile(r"(intermediate|ffn|mlp)_?(hidden_)?(size|dim)$")
+
+
+def small_model(model: Any) -> Any:
+    """A model of the same class in FP64, of small widths, with values at which every part matters. ConfigError where
+    none can be made."""
+    try:
+        config = copy.deepcopy(model.config)
+        if sum(parameter.numel() for parameter in model.parameters()) > _SMALL:
+            config = _small_config(model, model.config)
+        with doubled(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            with torch.device("cpu"):
+                made = type(model)(config).double().eval()
+            _draw(made)
+    except Exception as error:
+        raise ConfigError(
+            f"hydra.images: no small copy of {type(model).__name__} can be made to try images on "
+            f"({type(error).__name__}: {error}): leave hydra.images out to train its text alone"
+        ) from error
+    return made
+
+
+def _draw(model: Any) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() < 2:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+            elif float(parameter.abs().max()) == 0 or float(parameter.std()) < 0.01:
+                parameter.normal_(0, 0.05)
+            elif float(parameter.std()) < 0.05:
+                parameter.mul_(3.0)
+
+
+def _small_config(model: Any, config: Any) -> Any:
+    text = config.get_text_config()
+    heads, kv_heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    common = math.gcd(heads, kv_heads)
+    small = shrunk_config(config, LAYERS, next(n for n in range(max(1, heads // 4), 0, -1) if common % n == 0),
+                          _POSITIONS, _VOCABULARY)  # fmt: skip
+    hidden = small.get_text_config().hidden_size
+    rotary = getattr(small.get_text_config(), "rope_parameters", None)
+    if isinstance(rotary, dict) and any(hasattr(type(module), COUNT) for module in model.modules()):
+        rotary.setdefault("mrope_section", [2, 1, 1])
+    vars(small).update({key: _PATCHES for key in vars(small) if key == "mm_tokens_per_image"})
+    seen = 200
+    for key, value in vars(config).items():
+        if re.search(r"(image|video|audio|vision|img).*token_(id|index)$", key) and isinstance(value, int):
+            setattr(small, key, seen)
+            seen += 1
+    old, new = vision_config(config), vision_config(small)
+    for key, value in vars(old).items():
+        if key.startswith("_") or isinstance(value, bool) or not isinstance(value, int | list | tuple):
+            continue
+        vars(new)[key] = _of_encoder(key, value, old, hidden)
+    if pinpoints := getattr(small, "image_grid_pinpoints", None):
+        one, two = _size(old), _size(new)
+        small.image_grid_pinpoints = [[side * two // one for side in each] for each in pinpoints]
+    return small
+
+
+def _size(config: Any) -> int:
+    return _number(config, ("image_size",), 1)
+
+
+def _of_encoder(key: str, value: Any, old: Any, hidden: int) -> Any:
+    """The size of a small encoder; its depth and its patches stay."""
+    one = value[0] if isinstance(value, list | tuple) and value else value
+    if key == "image_size" and isinstance(one, int):
+        patch = getattr(old, "patch_size", 14)
+        size = _PATCHES * (patch[0] if isinstance(patch, list | tuple) else patch)
+        return type(value)([size] * len(value)) if isinstance(value, list | tuple) else size
+    if not isinstance(value, int):
+        return value
+    if key == "head_dim":
+        return _HIDDEN // _HEADS
+    if _OUT.search(key):
+        return hidden
+    if _WIDTHS.search(key):
+        # Qwen2-VL calls so what leaves its encoder, whose own features are embed_dim.
+        return hidden if key == "hidden_size" and hasattr(old, "embed_dim") else _HIDDEN
+    if _INNER.search(key):
+        return 2 * _HIDDEN
+    return _HEADS if re.search(r"(num_heads|num_attention_heads)$", key) else value
+
+
+def vision_config(config: Any) -> Any:
+    """The part of a config that is of the encoder of images; itself where there is none."""
+    named = [key for key, value in vars(config).items() if hasattr(value, "to_dict") and re.search("vis|vit", key)]
+    return getattr(config, named[0]) if named else config
+
+
+def placeholder(config: Any) -> int | None:
+    """The id of the tokens that stand for rows of images, as configs call it."""
+    keys = ("image_token_id", "image_token_index", "img_token_id", "image_patch_id", "image_placeholder_token_id")
+    found = (getattr(part, key, None) for part in (config, config.get_text_config()) for key in keys)
+    return next((each for each in found if isinstance(each, int)), None)
+
+
+class Maker(NamedTuple):
+    """Makes an image of one of the sizes 0, 1, as an encoder may take it."""
+
+    layout: str  # [Note: which rows are whose]
+    make: Callable[[int], Columns]
+
+
+def makers(config: Any, taken: Mapping[str, Any] | tuple[str, ...]) -> Iterator[Maker]:
+    """Ways to make an image for an encoder that takes these arguments, the likeliest first."""
+    part = vision_config(config)
+    patch = _number(part, ("patch_size", "spatial_patch_size"), 7)
+    size = _number(part, ("image_size",), 28)
+    channels = _number(part, ("in_channels", "num_channels", "in_chans"), 3)
+    merge = _number(part, ("spatial_merge_size", "merge_size"), _number(config, ("spatial_merge_size",), 1))
+    frames = _number(part, ("temporal_patch_size",), 1)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64)
+
+    def patches(of: tuple[int, ...]) -> Callable[[int], Columns]:
+        def make(which: int) -> Columns:
+            h, w = 2 * merge, (2 + 2 * which) * merge
+            return {"pixel_values": noise(h * w, *of), "image_grid_thw": torch.tensor([[1, h, w]])}
+
+        return make
+
+    if "image_grid_thw" in taken:
+        for count in dict.fromkeys((frames, 2, 1)):
+            yield Maker("grid", patches((channels * count * patch * patch,)))
+        yield Maker("grid", patches((channels, patch, patch)))
+    if "pixel_attention_mask" in taken and "spatial_shapes" not in taken:
+        mask = torch.ones(1, 1, size, size, dtype=torch.bool)
+        yield Maker(
+            "beside", lambda _: {"pixel_values": noise(1, 1, channels, size, size), "pixel_attention_mask": mask}
+        )
+    if "image_sizes" in taken:
+        yield Maker("whole", lambda which: {
+            "pixel_values": noise(1, channels, 2 * merge * patch, (2 + 2 * which) * merge * patch),
+            "image_sizes": torch.tensor([[2 * merge * patch, (2 + 2 * which) * merge * patch]])})  # fmt: skip
+        yield Maker("whole", lambda _: {"pixel_values": noise(1, 3, channels, size, size),
+                                        "image_sizes": torch.tensor([[size, size]])})  # fmt: skip
+    yield Maker("each", lambda _: {"pixel_values": noise(1, channels, size, size)})
+
+
+def _number(config: Any, keys: tuple[str, ...], default: int) -> int:
+    for key in keys:
+        value = getattr(config, key, None)
+        value = value[0] if isinstance(value, list | tuple) and value else value
+        if isinstance(value, int):
+            return value
+    return default

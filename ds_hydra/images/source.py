@@ -1,0 +1,115 @@
+"""A language model with an encoder of images as a source of stages: the text as ever, and the encoder on the first."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ds_hydra.images.seam import Seam
+from ds_hydra.images.stage import ImageStage
+from ds_hydra.pipe.attention import interface as attention
+from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec, ShardRule
+from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.models.flow import Flow
+from ds_hydra.pipe.models.token_rules import without
+from ds_hydra.pipe.stage import StageModule, StagePlace
+from ds_hydra.pipe.stage_options import StageOptions
+from ds_hydra.zero_hetero.errors import ConfigError
+
+_WHY = "rows of images stand at whole rows of tokens"
+
+
+class ImageText(CausalLM):
+    """A `CausalLM` whose tokens may stand for rows of images [Note: rows of images]."""
+
+    def __init__(self, model: Any, seam: Seam, options: StageOptions, **given: Any):
+        """`seam` is what was found of it; other arguments as of `CausalLM`. ConfigError for what is not trained."""
+        self.seam = seam
+        self.subject: Any = None  # the small copy that it was found on, until stages of it are compared
+        self._refused: Mapping[str, str] = {}
+        self._attends = {root: name for root in seam.roots if (name := _attention_of(model, root))}
+        super().__init__(model, replace(options, token_sharding=False), **given)
+        if self.boxes:
+            raise ConfigError(
+                f"{self.name} has modules in which tokens meet otherwise than by Hugging Face's attention interface "
+                f"({self.boxes.told(self.layers_path)}): images are not trained with them; leave hydra.images out to "
+                "train its text alone"
+            )
+        for root, name in self._attends.items():
+            attention.let_attend_alone(self.template.get_submodule(root), name)
+
+    def _plan(self) -> None:
+        """As for the text; what is used for images alone is held whole by the ranks of the first stage, and each of
+        them has a part of its gradient [Note: where images are encoded]."""
+        own = frozenset(name for name in self.aliases.values() if self.seam.of(name))
+        self.flow = _with_encoder(self.flow, own)
+        self._published_plan = without(self._published_plan, self.seam.roots)
+        super()._plan()
+        self.specs = {name: _partial(spec) if name in own else spec for name, spec in self.specs.items()}
+        self.plan = _planned(self.plan, self.specs, own, self._refused)
+
+    def refusing(self, verdicts: Mapping[str, str]) -> ImageText:
+        """The same model, which is not trained under the kinds of pipelines of which `verdicts` have a difference."""
+        other = copy.copy(self)
+        other._refused = verdicts
+        other._plan()
+        return other
+
+    @property
+    def encoder(self) -> frozenset[str]:
+        """Parameters that have a gradient only in steps with images."""
+        return frozenset(name for name in self.specs if self.seam.of(name)) - self.seam.silent
+
+    def build(self, place: StagePlace, device: torch.device, dtype: torch.dtype) -> StageModule:
+        """One rank's share of a stage, on the meta device but for its buffers."""
+        return ImageStage(self, place, device, dtype)
+
+    def beside(self, layer: int) -> int:
+        """Features of rows that reach a layer with its hidden states: of the leaves from the first that enters it or
+        one behind it."""
+        widths, deepest = self.seam.widths, self.seam.deepest
+        first = next((leaf for leaf, last in enumerate(deepest) if last >= max(1, layer)), len(widths))
+        return sum(widths[first:]) if 0 < layer < self.plan.num_layers else 0
+
+    def width(self, layer: int) -> int:
+        """Features that enter a layer: of its hidden states, and of rows of images beside them."""
+        return super().width(layer) + self.beside(layer)
+
+
+def _with_encoder(flow: Flow, own: Collection[str]) -> Flow:
+    """A flow traced without images, with the encoder before the first layer. Its gradients are never put off: what a
+    micro-batch's images keep goes with its backward."""
+    readers = {**flow.readers, **{name: frozenset[str]() for name in own if name not in flow.readers}}
+    return replace(flow, first=flow.first | frozenset(own), last=flow.last - frozenset(own), readers=readers,
+                   unread=flow.unread | frozenset(own))  # fmt: skip
+
+
+def _partial(spec: ParamSpec) -> ParamSpec:
+    return replace(spec, rule=ShardRule(gradient="partial"))
+
+
+def _planned(
+    plan: ModelPlan, specs: Mapping[str, ParamSpec], own: Collection[str], refused: Mapping[str, str]
+) -> ModelPlan:
+    buckets = tuple(replace(b, params=tuple(specs[param.name] for param in b.params)) for b in plan.buckets)
+    told = "with images a small copy is not equal under {}: {}; use strategies without it, or leave hydra.images out"
+    why = {kind: told.format(kind, text) for kind, text in refused.items() if text}
+    return replace(
+        plan, buckets=buckets, last=plan.last - frozenset(own), no_token_sharding=_WHY,
+        no_tp=plan.no_tp or why.get("tp2", ""), no_pp=plan.no_pp or why.get("pp2", ""),
+        no_slices=plan.no_slices or why.get("slices", ""),
+    )  # fmt: skip
+
+
+def _attention_of(model: Any, root: str) -> str:
+    """By what a part of the user's model attends; empty: it is no module, or says nothing."""
+    try:
+        part = model.get_submodule(root)
+    except AttributeError:
+        return ""
+    configs: list[Any] = [getattr(module, "config", None) for module in part.modules()]
+    return next((c._attn_implementation for c in configs if getattr(c, "_attn_implementation", None)), "")

@@ -1,0 +1,171 @@
+"""What scripts hand in, with columns of images: tokens without them, and the images of each item.
+
+[Note: which rows are whose]
+Processors put the images of a call into columns, and what is of which image follows from the layout that the seam was
+found with. Two images of 640 x 480 and 1,024 x 1,536, and what a row of features takes of them:
+
+  grid     pixel_values (1200 + 3800, 1176), image_grid_thw (2, 3): as many patches as the numbers of its grid multiply
+           to, and always as many patches for a row of features
+  each     pixel_values (13 + 7, 3, 448, 448): an entry is an image, or a tile of one; all have as many rows
+  beside   pixel_values (1, 13 + 7, 3, 364, 364), and a mask: the same, on the axis behind that of the sequences; an
+           image that is all zeros fills up
+  whole    pixel_values (2, 3, 1540, 1036), image_sizes (2, 2): what an image has of the rows cannot be told without
+           running its encoder, so the images of a sequence stay together
+
+The images of a batch are those of its sequences, one after the other: each takes as many as its placeholders have rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ds_hydra.data.columns import as_array
+from ds_hydra.data.sequences import items_of
+from ds_hydra.images.content import Columns, Unit
+from ds_hydra.images.seam import Seam
+from ds_hydra.zero_hetero.errors import ConfigError
+
+_TYPES = ("mm_token_type_ids", "token_type_ids")  # which tokens are placeholders, as processors say it
+_OTHERS = ("pixel_values_videos", "video_grid_thw", "input_features", "input_audio_embeds", "feature_attention_mask")
+_AHEAD = "one call of the processor for each sequence, and a list of its results"
+
+
+@dataclass(frozen=True)
+class HandedImages:
+    """A share without its columns of images, item by item, and the units of each."""
+
+    items: list[Any]
+    units: list[tuple[Unit, ...]]
+
+
+def taken(handed: Any, seam: Seam) -> HandedImages:
+    """A share of a step, taken apart. ConfigError where it is not known whose an image is."""
+    found = HandedImages([], [])
+    for items, units in _parts(handed, seam, 0):
+        found.items.extend(items)
+        found.units.extend(units)
+    return found
+
+
+def _parts(handed: Any, seam: Seam, first: int) -> Iterator[tuple[list[Any], list[tuple[Unit, ...]]]]:
+    if isinstance(handed, Mapping) and "input_ids" in handed:
+        yield _of_mapping(handed, seam, first)
+    elif isinstance(handed, list | tuple) and any(isinstance(part, Mapping) for part in handed):
+        for part in handed:
+            for items, units in _parts(part, seam, first):
+                first += len(items)
+                yield items, units
+    else:
+        items = list(items_of(handed))
+        yield items, [()] * len(items)
+
+
+def _of_mapping(handed: Mapping[Any, Any], seam: Seam, first: int) -> tuple[list[Any], list[tuple[Unit, ...]]]:
+    """A batch, or one item."""
+    given = {name: value for name, value in handed.items() if value is not None}
+    for name in _OTHERS:
+        if name in given and name not in seam.columns:
+            raise ConfigError(f"item {first} of the data has {name!r}: images are trained, but no videos and no audio")
+    columns = {name: torch.as_tensor(given.pop(name)) for name in seam.columns if name in given}
+    types = next((given[name] for name in _TYPES if name in given), None)
+    rest = {name: value for name, value in given.items() if name not in _TYPES}
+    items = list(items_of(rest))
+    marks = [as_array(item["input_ids"] if isinstance(item, Mapping) else item) == seam.token for item in items]
+    if types is not None:
+        _check_types(as_array(types), marks, seam, first)
+    counts = [int(mark.sum()) for mark in marks]
+    if not columns:
+        return items, [()] * len(items)
+    if seam.layout == "beside":
+        own = next(iter(columns.values()))
+        if len(own) != len(items):
+            raise ConfigError(f"items {first} to {first + len(items) - 1} of the data: the images are of {len(own)} "
+                              f"sequences, but there are {len(items)}: give {_AHEAD}")  # fmt: skip
+        of_items = ({name: column[i : i + 1] for name, column in columns.items()} for i in range(len(items)))
+        found = [_beside(one, count) for one, count in zip(of_items, counts, strict=True)]
+        for number, (units, count) in enumerate(zip(found, counts, strict=True), start=first):
+            if sum(unit.rows for unit in units) != count or (units and seam.per_row not in (0, units[0].rows)):
+                raise ConfigError(_told(f"item {number}", count, len(units), seam))
+        return items, found
+    return items, _one_after_the_other(columns, counts, seam, first)
+
+
+def _check_types(types: Any, marks: Sequence[Any], seam: Seam, first: int) -> None:
+    """ConfigError where the placeholders are others than what the processor calls an image's tokens."""
+    rows = types.reshape(len(marks), -1)
+    for number, (row, mark) in enumerate(zip(rows, marks, strict=True)):
+        if len(row) == len(mark) and not np.array_equal(row == 1, mark):
+            at = int(np.flatnonzero((row == 1) != mark)[0])
+            raise ConfigError(
+                f"item {first + number} of the data calls token {at} of the type {row[at]}, where 1 is an image's, but "
+                f"images stand at the tokens {seam.token}: only images are trained, no videos"
+            )
+
+
+def _beside(columns: Columns, rows: int) -> tuple[Unit, ...]:
+    """The images of one sequence on the axis behind."""
+    pixels = max(columns.values(), key=Tensor.numel)
+    some = [i for i in range(pixels.shape[1]) if bool(pixels[0, i].any())]
+    if not some:
+        return ()
+    each = rows // len(some)
+    return tuple(
+        Unit({name: column[:, i : i + 1] for name, column in columns.items()}, each * n, each)
+        for n, i in enumerate(some)
+    )
+
+
+def _one_after_the_other(columns: Columns, counts: Sequence[int], seam: Seam, first: int) -> list[tuple[Unit, ...]]:
+    if seam.layout == "whole":
+        holders = [number for number, count in enumerate(counts) if count]
+        if len(holders) > 1:
+            raise ConfigError(
+                f"items {first} to {first + len(counts) - 1} of the data are one batch, in which it cannot be told "
+                f"whose an image is: give {_AHEAD}"
+            )
+        return [(Unit(columns, 0, count),) if number in holders else () for number, count in enumerate(counts)]
+    sizes = _sizes(columns, counts, seam)
+    units, found = 0, list[tuple[Unit, ...]]()
+    starts = np.concatenate(([0], np.cumsum([patches for patches, _ in sizes])))
+    for count in counts:
+        own, held = list[Unit](), 0
+        while held < count and units < len(sizes):
+            part = {name: _share(column, len(sizes), starts, units) for name, column in columns.items()}
+            own.append(Unit(part, held, sizes[units][1]))
+            held, units = held + sizes[units][1], units + 1
+        found.append(tuple(own))
+    rows = [sum(unit.rows for unit in own) for own in found]
+    if units < len(sizes) or rows != list(counts):
+        where = f"items {first} to {first + len(counts) - 1}" if len(counts) > 1 else f"item {first}"
+        raise ConfigError(_told(where, sum(counts), len(sizes), seam, sum(rows for _, rows in sizes)))
+    return found
+
+
+def _told(where: str, tokens: int, images: int, seam: Seam, rows: int = 0) -> str:
+    of = f" of {rows or images * seam.per_row} rows" if rows or seam.per_row else ""
+    return (
+        f"{where} of the data: {tokens} tokens {seam.token} stand for rows of images, but there are {images} images"
+        f"{of}: give the tokens and the images that one call of the processor returns, and none of them truncated "
+        "(hydra.too_long, max_length)"
+    )
+
+
+def _sizes(columns: Columns, counts: Sequence[int], seam: Seam) -> list[tuple[int, int]]:
+    """Of each image its entries in the largest column, and its rows of features."""
+    if seam.layout == "grid":
+        grid = next(column for name, column in columns.items() if "grid" in name)
+        patches = [int(one) for one in grid.prod(-1)]
+        return [(one, one // seam.per_row) for one in patches]
+    number = len(max(columns.values(), key=Tensor.numel))
+    return [(1, seam.per_row or sum(counts) // number)] * number
+
+
+def _share(column: Tensor, number: int, starts: Any, unit: int) -> Tensor:
+    """What an image has of a column: one entry, or its patches."""
+    return column[unit : unit + 1] if len(column) == number else column[starts[unit] : starts[unit + 1]]

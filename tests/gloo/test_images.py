@@ -1,0 +1,318 @@
+"""Images in: batches with pixels trained on ranks, and in one process by the model's own forward."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import runpy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import deepspeed  # noqa: F401  (before forking: the ranks share it)
+import pytest
+import torch
+from torch import Tensor
+
+import ds_hydra
+import ds_hydra.engine.engine
+from ds_hydra.images.exchange import ImageExchange
+from ds_hydra.pipe.loss import IGNORED
+from ds_hydra.testing import float64_throughout, rank_environment, run_ranks, whole_gradients
+from ds_hydra.zero_hetero.errors import ConfigError
+from tests.support.image_models import ImageSample, batch_of, image_model, plain_loss, sample
+from tests.support.pages import blocks
+from tests.support.planner_cases import in_slices
+from tests.support.strict import Rules, strict_world
+
+SGD: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}
+NEAR = 1e-9  # of the largest entry
+Widths = tuple[int, ...]  # of the images of a sequence; (): it has none
+
+
+class Row(NamedTuple):
+    """A training of a model with images."""
+
+    name: str
+    model: str
+    strategies: tuple[str, ...]
+    ranks: int
+    # Of each step, of each rank: the images of its sequences.
+    steps: tuple[tuple[tuple[Widths, ...], ...], ...]
+    frozen: tuple[str, ...] = ()  # parameters with these words in their names
+    slices: bool = False
+    recomputed: bool = False
+    strict: bool = False
+    lora: tuple[str, ...] = ()
+
+
+MIXED = (((0, 1), ()), ((1,), (0, 0, 2)))
+NONE = (((), ()), ((),))
+ONE = (((0,),), ((), (0,)))
+TWO_STEPS = (MIXED, (((), (2,)), ((0,),)))
+ROWS = [
+    Row("packed", "qwen2_vl", ("tp1",), 1, (MIXED[:1], NONE[:1], (((0, 0, 0, 0, 0),),))),
+    Row("tensor parallel", "qwen2_vl", ("tp2",), 2, TWO_STEPS),
+    Row("sequence parallel", "qwen2_vl", ("sp2",), 2, TWO_STEPS),
+    Row("deepstack in stages", "qwen3_vl", ("pp2",), 2, (MIXED, NONE, MIXED)),
+    Row("deepstack, tensor parallel", "qwen3_vl", ("tp2",), 2, TWO_STEPS),
+    Row("deepstack in four stages", "qwen3_vl", ("pp4",), 4, TWO_STEPS),
+    Row("a mix", "qwen3_vl", ("tp2 + pp2", "tp2sp2", "sp2 + 2*tp1"), 4, (MIXED, TWO_STEPS[1], ONE)),
+    Row("a mix of stages", "qwen2_vl", ("sp2pp2", "tp2pp2/v", "tp2pp2/zb-h1"), 4, (MIXED, TWO_STEPS[1], ONE)),
+    Row("images on one rank's batch", "llava", ("2*tp1",), 2, ((((0,), (0, 0)), ((),)), ONE)),
+    Row("frozen encoder", "llava", ("sp2",), 2, (MIXED, ONE), frozen=("vision_tower",)),
+    Row("frozen encoder and text", "llava", ("tp2",), 2, (MIXED, ONE), frozen=("vision_tower", "language_model")),
+    Row("frozen text", "internvl", ("pp2",), 2, (MIXED, ONE), frozen=("language_model", "lm_head")),
+    Row("frozen projector", "internvl", ("tp2",), 2, (MIXED, ONE), frozen=("projector",)),
+    Row("images on an axis behind", "smolvlm", ("2*tp1", "sp2"), 2, (MIXED, ONE)),
+    Row("images on an axis behind, in stages", "smolvlm", ("pp2",), 2, (MIXED, ONE)),
+    Row("slices", "qwen2_vl", ("pp2/list",), 2, TWO_STEPS, slices=True),
+    Row("slices of deepstack", "qwen3_vl", ("tp2pp2/list",), 4, (MIXED, MIXED), slices=True),
+    Row("slices, sequence parallel", "llava", ("sp2/list",), 2, (MIXED, ONE), slices=True),
+    Row("recomputed", "qwen3_vl", ("pp2",), 2, TWO_STEPS, recomputed=True),
+    Row("LoRA of text and encoder", "qwen2_vl", ("tp2",), 2, TWO_STEPS, lora=("q_proj", "qkv", "fc1")),
+    Row("LoRA of text", "llava", ("pp2",), 2, (MIXED, ONE), lora=("language_model.*q_proj",)),
+    Row("strict, tensor parallel", "qwen2_vl", ("tp2",), 2, TWO_STEPS, strict=True),
+    Row("strict, sequence parallel", "llava", ("sp2",), 2, (MIXED, NONE, ONE), strict=True),
+    Row("strict, in stages", "qwen3_vl", ("pp2",), 2, (MIXED, NONE), strict=True),
+    Row("strict, frozen encoder", "llava", ("tp2",), 2, (MIXED, ONE), frozen=("vision_tower",), strict=True),
+    Row("strict, a mix", "qwen3_vl", ("tp2 + pp2", "tp2sp2"), 4, (MIXED, ONE), strict=True),
+    Row("strict, slices", "qwen2_vl", ("pp2/list",), 2, TWO_STEPS, slices=True, strict=True),
+]  # fmt: skip
+
+
+def samples_of(row: Row, step: int, rank: int) -> list[ImageSample]:
+    of_rank = row.steps[step][rank % len(row.steps[step])]
+    return [
+        sample(row.model, widths, 5 + 4 * i + rank, 1000 * step + 10 * rank + i) for i, widths in enumerate(of_rank)
+    ]
+
+
+def model_of(row: Row) -> Any:
+    model = image_model(row.model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(word in name for word in row.frozen))
+    if row.lora:
+        from peft import LoraConfig, get_peft_model
+
+        target: Any = row.lora[0] if len(row.lora) == 1 and "*" in row.lora[0] else list(row.lora)
+        target = f".*{target}" if isinstance(target, str) else target
+        model = get_peft_model(model, LoraConfig(r=2, lora_alpha=4, target_modules=target))
+        torch.manual_seed(3)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_" in name:
+                    parameter.copy_(0.2 * torch.randn(parameter.shape, dtype=torch.float64))
+        model = model.double()
+    return model
+
+
+def config_of(row: Row, **hydra: Any) -> dict[str, Any]:
+    return {
+        "optimizer": {"type": "SGD", "params": SGD},
+        "gradient_clipping": 0.0,
+        "gradient_accumulation_steps": 1,
+        "hydra": {
+            "images": True, "tokens_per_step": 200, "context_length": 160, "strategies": list(row.strategies),
+            "choose": "cycle", "self_check": "off", "steps_file": None, "planner": {"ahead": 0},
+            "timeout_seconds": 150, "activation_checkpointing": "all" if row.recomputed else False, **hydra,
+        },
+    }  # fmt: skip
+
+
+Found = tuple[list[tuple[float, dict[str, Tensor]]], dict[str, Tensor]]
+
+
+def train(rank: int, row: Row) -> Found:
+    """Each step's loss and gradients, and the parameters at the end; on rank 0."""
+    rank_environment(rank)
+    logging.getLogger("ds_hydra").setLevel(logging.ERROR)
+    model = model_of(row)
+    with contextlib.ExitStack() as stack:
+        if row.strict:
+            stack.enter_context(strict_world(Rules(stall_s=100)))
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        engine, *_ = ds_hydra.initialize(model=model, model_parameters=trained, config=config_of(row))
+        if row.slices:
+            _cut(engine)
+        steps: list[tuple[float, dict[str, Tensor]]] = []
+        for step in range(len(row.steps)):
+            batch = batch_of(row.model, samples_of(row, step, rank))
+            if row.strict:  # which sees all operators, so that no code of a script may run within it
+                engine.train_batch(batch)
+            else:
+                engine.backward(engine(batch))
+                engine.step()
+            steps.append((engine.last_step.loss, whole_gradients(engine)))
+        masters = engine.crew.masters
+        values = masters.gather(engine.crew.world.group, set(engine.job.source.aliases.values()), [0])
+        shapes = {param.name: param.shape for b in engine.job.source.plan.buckets for param in b.params}
+    return steps, {name: value.detach().view(shapes[name]) for name, value in values.items()}
+
+
+def _cut(engine: Any) -> None:
+    """Let its plans cut the longer sequences into slices."""
+    given, plans = engine.crew.plans.given, engine.crew.plans
+
+    def sliced(*args: Any) -> Any:
+        planned = given(*args)
+        return replace(planned, plan=in_slices(planned.plan, plans.table))
+
+    plans.given = sliced
+
+
+def reference(row: Row) -> Found:
+    model = model_of(row)
+    base = model.get_base_model() if row.lora else model
+    trained = [parameter for parameter in base.parameters() if parameter.requires_grad]
+    optimizer, steps = torch.optim.SGD(trained, **SGD), list[tuple[float, dict[str, Tensor]]]()
+    for step in range(len(row.steps)):
+        samples = [one for rank in range(row.ranks) for one in samples_of(row, step, rank)]
+        targets = sum(int((one.labels[1:] != IGNORED).sum()) for one in samples)
+        optimizer.zero_grad(set_to_none=True)
+        loss = plain_loss(base, row.model, samples, 1 / targets)
+        gradients = {n: p.grad.clone() for n, p in base.named_parameters() if p.grad is not None}
+        steps.append((loss, gradients))
+        optimizer.step()
+    return steps, {name: parameter.detach() for name, parameter in base.named_parameters()}
+
+
+def differences(found: Found, right: Found) -> list[str]:
+    """What is further apart than rounding explains."""
+    wrong = []
+    for number, ((loss, gradients), (own, expected)) in enumerate(zip(found[0], right[0], strict=True)):
+        if not abs(loss - own) <= NEAR * abs(own):
+            wrong.append(f"step {number}: the loss is {loss}, not {own}")
+        wrong += [f"step {number}: {text}" for text in _apart(gradients, expected)]
+    return wrong + _apart(found[1], right[1])
+
+
+def _apart(found: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> list[str]:
+    floor = 1e-3 * max(float(one.abs().max()) for one in right.values())
+    told = []
+    for name, value in found.items():
+        expected = right.get(name, torch.zeros_like(value))
+        off = float((value - expected).abs().max())
+        if not off <= NEAR * max(floor, float(expected.abs().max())):
+            told.append(f"{name} is {off:.1e} off")
+    return told + [f"{name} is missing" for name in right.keys() - found.keys()]
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in ROWS])
+def test_same_as_one_process(row: Row) -> None:
+    with float64_throughout(image_model(row.model)):
+        found = run_ranks(train, row.ranks, row, timeout=240)[0]
+        assert not differences(found, reference(row))
+
+
+def test_an_encoder_is_left_alone_in_a_step_without_images() -> None:
+    """Broken, it decays: the comparison sees that."""
+    row = Row("decay", "llava", ("tp1",), 1, (MIXED[:1], NONE[:1]))
+
+    def broken(rank: int) -> Found:
+        def tell(_: ImageExchange, update: Any, **__: Any) -> None:
+            update.unread = frozenset()
+
+        with mock.patch.object(ImageExchange, "_tell", tell):
+            return train(rank, row)
+
+    with float64_throughout(image_model(row.model)):
+        wrong = differences(run_ranks(broken, 1, timeout=200)[0], reference(row))
+    assert any("vision_tower" in text for text in wrong)
+
+
+def refused(rank: int, model: str, batches: Sequence[Mapping[str, Any]], images: bool) -> list[str]:
+    rank_environment(rank)
+    logging.getLogger("ds_hydra").setLevel(logging.ERROR)
+    row = Row("refused", model, ("tp1",), 1, ())
+    try:
+        engine, *_ = ds_hydra.initialize(model=image_model(model), config=config_of(row, images=images))
+    except ConfigError as error:
+        return [str(error)]
+    told = []
+    for batch in batches:
+        try:
+            engine.train_batch(batch)
+            told.append("")
+        except ConfigError as error:
+            told.append(str(error))
+    return told
+
+
+def test_what_cannot_be_trained_is_refused_by_name() -> None:
+    two = batch_of("llava", [sample("llava", (0,), 4, 1), sample("llava", (0, 0), 4, 2)])
+    fewer = {**two, "pixel_values": two["pixel_values"][:2]}
+    more = {**two, "pixel_values": torch.cat([two["pixel_values"], two["pixel_values"]])}
+    video = {**two, "pixel_values_videos": two["pixel_values"]}
+    cut = {key: value[:, :12] if value.dim() == 2 else value for key, value in two.items()}
+    told = run_ranks(refused, 1, "llava", [fewer, more, video, cut, two], True, timeout=200)[0]
+    words = ("2 images of 32 rows", "6 images of 96 rows", "no videos", "truncated", "")
+    for text, expected in zip(told, words, strict=True):
+        assert expected in text
+    assert not told[-1]
+    (spans,) = run_ranks(refused, 1, "gemma3", [], True, timeout=200)[0]
+    assert "Gemma3ForConditionalGeneration" in spans
+    assert "see each other in both directions" in spans
+    (off,) = run_ranks(refused, 1, "llava", [two], False, timeout=200)[0]
+    assert "pixel_values" in off
+
+
+# --- Trainer, by one changed import; and the page's script.
+def _trained_by_trainer(rank: int, num_ranks: int, folder: str) -> tuple[list[float], dict[str, Tensor]]:
+    rank_environment(rank)
+    logging.getLogger("ds_hydra").setLevel(logging.ERROR)
+    if num_ranks == 1:
+        del os.environ["LOCAL_RANK"]  # by which Accelerate tells a job of several processes
+    from transformers import TrainingArguments
+    from transformers.trainer import Trainer
+
+    from ds_hydra.hugging_face import HydraTrainer
+
+    widths: list[Widths] = [(0,), (), (1, 0), (0, 2), (), (), (2,), (0, 0, 0)]
+    data: Any = [sample("qwen2_vl", one, 5 + number, number) for number, one in enumerate(widths)]
+    row = Row("trainer", "qwen2_vl", ("tp2", "pp2"), num_ranks, ())
+    config = {"train_micro_batch_size_per_gpu": "auto", "hydra": config_of(row)["hydra"]}
+    arguments = TrainingArguments(
+        folder, max_steps=3, per_device_train_batch_size=4 // num_ranks, optim="sgd", learning_rate=0.05,
+        weight_decay=0.1, max_grad_norm=1.0, logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True,
+        use_cpu=True, remove_unused_columns=False, deepspeed=config if num_ranks > 1 else None,
+    )  # fmt: skip
+    trainer: Any = (HydraTrainer if num_ranks > 1 else Trainer)(
+        image_model("qwen2_vl"), arguments, train_dataset=data, data_collator=partial(batch_of, "qwen2_vl")
+    )
+    trainer.train()
+    values = trainer.deepspeed.fp32_state_dict() if num_ranks > 1 else trainer.model.state_dict()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, {name: value.detach().clone() for name, value in values.items()}
+
+
+@pytest.mark.drawn
+def test_trainer_on_two_ranks_is_its_own_in_one_process(tmp_path: Path) -> None:
+    with float64_throughout(image_model("qwen2_vl")):
+        (losses, found), (expected, plain) = (
+            run_ranks(_trained_by_trainer, ranks, ranks, f"{tmp_path}/{ranks}", timeout=300)[0] for ranks in (2, 1)
+        )
+    assert losses == pytest.approx(expected, abs=1e-3)
+    assert not _apart(found, plain)
+
+
+def _page(rank: int, script: str) -> None:
+    rank_environment(rank)
+    logging.getLogger("ds_hydra").setLevel(logging.ERROR)
+    runpy.run_path(script, run_name="__main__")
+
+
+@pytest.mark.drawn
+def test_the_page_prints_what_its_script_does(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script, printed = (
+        block.text for block in blocks() if block.page == "docs/images.md" and block.comment.startswith("run by")
+    )
+    (tmp_path / "images.py").write_text(script)
+    run_ranks(_page, 2, str(tmp_path / "images.py"), timeout=300)
+    told = [line for line in capfd.readouterr().out.splitlines() if line.startswith("step ")]
+    assert told == printed.splitlines()

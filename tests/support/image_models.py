@@ -1,0 +1,161 @@
+"""Tiny models with an encoder of images, and batches of sequences with some: a name in, all of it out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoConfig
+
+from ds_hydra.pipe.loss import IGNORED
+
+WIDTH, WORDS, IMAGE = 32, 128, 120
+_TEXT: dict[str, Any] = {
+    "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": WORDS, "max_position_embeddings": 512, "head_dim": 8,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+_VIT: dict[str, Any] = {
+    "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 28,
+    "patch_size": 7,
+}  # fmt: skip
+_QWEN: dict[str, Any] = {"depth": 2, "num_heads": 4, "patch_size": 4, "spatial_merge_size": 2, "in_channels": 3}
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+_TOKENS = {"image_token_id": IMAGE, "video_token_id": 121, "vision_start_token_id": 122, "vision_end_token_id": 123}
+
+# Name -> (class, model type, settings).
+MODELS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
+    "qwen2_vl": ("Qwen2VLForConditionalGeneration", "qwen2_vl", {
+        **_TOKENS, "text_config": {**_TEXT, "rope_parameters": _MROPE, "model_type": "qwen2_vl_text"},
+        "vision_config": {**_QWEN, "embed_dim": WIDTH, "hidden_size": WIDTH, "mlp_ratio": 2}}),
+    "qwen3_vl": ("Qwen3VLForConditionalGeneration", "qwen3_vl", {
+        **_TOKENS, "text_config": {**_TEXT, "rope_parameters": {**_MROPE, "mrope_interleaved": True}},
+        "vision_config": {**_QWEN, "hidden_size": WIDTH, "intermediate_size": 48, "out_hidden_size": WIDTH,
+                          "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64}}),
+    "llava": ("LlavaForConditionalGeneration", "llava", {
+        "image_token_index": IMAGE, "image_seq_length": 16, "text_config": {**_TEXT, "model_type": "llama"},
+        "vision_config": {**_VIT, "model_type": "clip_vision_model", "projection_dim": WIDTH}}),
+    "internvl": ("InternVLForConditionalGeneration", "internvl", {
+        "image_token_id": IMAGE, "image_seq_length": 4, "text_config": {**_TEXT, "model_type": "qwen2"},
+        "vision_config": {**_VIT, "image_size": [28, 28], "patch_size": [7, 7], "hidden_dropout_prob": 0.0}}),
+    "smolvlm": ("SmolVLMForConditionalGeneration", "smolvlm", {
+        "image_token_id": IMAGE, "scale_factor": 2, "pad_token_id": 0, "text_config": {**_TEXT, "model_type": "llama"},
+        "vision_config": {**_VIT, "model_type": "smolvlm_vision"}}),
+    "gemma3": ("Gemma3ForConditionalGeneration", "gemma3", {
+        "image_token_index": IMAGE, "image_token_id": IMAGE, "mm_tokens_per_image": 4,
+        "text_config": {**_TEXT, "layer_types": ["full_attention"] * 4, "query_pre_attn_scalar": 8},
+        "vision_config": {**_VIT, "model_type": "siglip_vision_model"}}),
+}  # fmt: skip
+
+
+def image_model(name: str, dtype: torch.dtype = torch.float64) -> Any:
+    """A freshly made model, the same in every process, at values at which every part matters."""
+    of_class, kind, settings = MODELS[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, of_class)(AutoConfig.for_model(kind, **settings)).to(dtype)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(0.15 * noise if parameter.dim() > 1 else parameter.double() + 0.1 * noise)
+    return model.train()
+
+
+class Picture(NamedTuple):
+    """An image as a processor gives it, and its rows of features."""
+
+    columns: Mapping[str, Tensor]
+    rows: int
+
+
+def picture(name: str, generator: torch.Generator, wide: int = 0) -> Picture:
+    """An image for a model; where sizes may differ, one that is `wide` steps wider than the smallest."""
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    if name.startswith("qwen"):
+        h, w = 4, 4 + 2 * wide
+        return Picture(
+            {"pixel_values": noise(h * w, 3 * 2 * 16), "image_grid_thw": torch.tensor([[1, h, w]])}, h * w // 4
+        )
+    if name == "smolvlm":
+        return Picture({"pixel_values": noise(1, 3, 28, 28),
+                        "pixel_attention_mask": torch.ones(1, 28, 28, dtype=torch.bool)}, 4)  # fmt: skip
+    return Picture({"pixel_values": noise(1, 3, 28, 28)}, 16 if name == "llava" else 4)
+
+
+class ImageSample(NamedTuple):
+    """A sequence with its images."""
+
+    input_ids: Tensor
+    labels: Tensor
+    pictures: tuple[Picture, ...]
+
+
+def sample(name: str, widths: Sequence[int], text: int, seed: int) -> ImageSample:
+    """A sequence of so much text between images of these widths."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def words(count: int) -> list[int]:
+        return torch.randint(5, 100, (count,), generator=generator).tolist()
+
+    pictures = tuple(picture(name, generator, wide) for wide in widths)
+    tokens = words(3)
+    for one in pictures:
+        tokens += [*([122] if name.startswith("qwen") else []), *[IMAGE] * one.rows, *words(2)]
+    ids = torch.tensor(tokens + words(text))
+    return ImageSample(ids, ids.masked_fill(ids == IMAGE, IGNORED), pictures)
+
+
+def columns_of(name: str, samples: Sequence[ImageSample]) -> dict[str, Tensor]:
+    """The columns of images of a batch, as its processor collates them."""
+    if name == "smolvlm":
+        most = max((len(one.pictures) for one in samples), default=0)
+        if not most:
+            return {}
+        rows = []
+        for one in samples:
+            empty = picture(name, torch.Generator().manual_seed(0))
+            blank = {key: torch.zeros_like(column) for key, column in empty.columns.items()}
+            parts = [p.columns for p in one.pictures] + [blank] * (most - len(one.pictures))
+            rows.append({key: torch.cat([part[key] for part in parts]) for key in blank})
+        return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+    pictures = [one for each in samples for one in each.pictures]
+    return {key: torch.cat([p.columns[key] for p in pictures]) for key in pictures[0].columns} if pictures else {}
+
+
+def batch_of(name: str, samples: Sequence[ImageSample]) -> dict[str, Tensor]:
+    """A batch as a collator makes it, padded behind."""
+    longest = max(len(one.input_ids) for one in samples)
+
+    def padded(of: Callable[[ImageSample], Tensor], value: int) -> Tensor:
+        return torch.stack([torch.nn.functional.pad(of(s), (0, longest - len(of(s))), value=value) for s in samples])
+
+    batch = {
+        "input_ids": padded(lambda s: s.input_ids, 0), "labels": padded(lambda s: s.labels, IGNORED),
+        "attention_mask": padded(lambda s: torch.ones_like(s.input_ids), 0), **columns_of(name, samples),
+    }  # fmt: skip
+    if name.startswith("qwen"):
+        batch["mm_token_type_ids"] = (batch["input_ids"] == IMAGE).long()
+    return batch
+
+
+def plain_loss(model: Any, name: str, samples: Sequence[ImageSample], weight: float) -> float:
+    """The summed losses of sequences times `weight`, by the model's own forward with pixels, one at a time; its
+    gradients add up in the parameters."""
+    total = 0.0
+    for one in samples:
+        batch = batch_of(name, [one])
+        labels = batch.pop("labels")
+        logits = model(**batch, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(
+            logits[0, :-1].double(), labels[0, 1:], ignore_index=IGNORED, reduction="sum"
+        )
+        if loss.requires_grad:  # not of text that is frozen as a whole
+            (loss * weight).backward()
+        total += float(loss.detach()) * weight
+    return total

@@ -1,0 +1,156 @@
+"""Images in, in one process: what is found of a model, which classes are equal, and that each fault shows."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from ds_hydra.images import content, stage
+from ds_hydra.images.find import Subject, subject_of
+from ds_hydra.images.seam import Seam
+from ds_hydra.images.stage import ImageStage
+from ds_hydra.images.trial import Trial, verdicts
+from ds_hydra.images.units import taken
+from ds_hydra.zero_hetero.errors import ConfigError
+from tests.support.image_models import MODELS, batch_of, image_model, sample
+from tools.image_classes import verdict_of
+
+
+@functools.cache
+def subject(name: str) -> Subject:
+    """A tiny model with what was found of it."""
+    return subject_of(image_model(name))
+
+
+def test_the_seam_is_found_by_trying() -> None:
+    qwen, llava, internvl, smolvlm = (subject(name).seam for name in ("qwen3_vl", "llava", "internvl", "smolvlm"))
+    assert (qwen.layout, qwen.form, qwen.axes, qwen.per_row) == ("grid", "tuple", 3, 4)
+    assert qwen.deepest == (0, 1, 2)  # each leaf enters one layer behind the one before
+    assert qwen.roots == ("model.visual",)
+    assert (llava.layout, llava.form, llava.axes, llava.deepest) == ("each", "tuple", 1, (0,))
+    assert llava.roots == ("model.multi_modal_projector", "model.vision_tower")
+    assert any("layers.1." in name for name in llava.silent)  # its features are those of the layer before
+    assert (internvl.form, smolvlm.layout) == ("tensor", "beside")
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "gemma3"])
+def test_stages_are_equal_to_the_models_own_forward(name: str) -> None:
+    assert verdicts(subject(name)) == dict.fromkeys(("tp1", "tp2", "sp2", "pp2", "slices"), "")
+
+
+def test_images_whose_tokens_see_each_other_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"Gemma3ForConditionalGeneration .* see each other in both directions"):
+        subject("gemma3")
+
+
+def test_a_model_without_an_encoder_is_refused() -> None:
+    text = LlamaForCausalLM(image_model("llava").config.text_config)
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM .* names no token that stands for images"):
+        subject_of(text)
+
+
+# --- Each fault is one that a comparison must see.
+def _neighbours(self: Any, of: Any = content._Row._units) -> Iterator[Any]:
+    units = list(of(self))
+    turned = units[1:] + units[:1]
+    yield from (one._replace(unit=one.unit._replace(columns=other.unit.columns))
+                for one, other in zip(units, turned, strict=True))  # fmt: skip
+
+
+def _shifted(self: Any, of: Any = content._Row._positions) -> Tensor | None:
+    positions = of(self)
+    if positions is not None:
+        positions[1] = positions[1].roll(1)  # by one and the same number, nothing would be another
+    return positions
+
+
+def _over_tp(ctx: Any, grad: Tensor, of: Any = stage._Everybodys.backward) -> Any:
+    total = of(ctx, grad)[0].clone()
+    dist.all_reduce(total, group=ctx.tp_group)
+    return total, None
+
+
+def _dealt_twice(units: Any, ranks: int, of: Any = content._dealt) -> Any:
+    return (*of(units, ranks), *(one._replace(owner=(one.owner + 1) % ranks) for one in of(units, ranks)))
+
+
+def _dropped(self: Any, shown: Any, of: Any = ImageStage._rows) -> Tensor:
+    rows: Tensor = of(self, shown)
+    return rows.detach()
+
+
+@contextmanager
+def _one_stage_off(trial: Trial) -> Iterator[None]:
+    source = trial.source
+    seam = source.seam
+    source.seam = Seam(**{**vars(seam), "deepest": tuple(max(0, last - 1) for last in seam.deepest)})
+    try:
+        yield
+    finally:
+        source.seam = seam
+
+
+def _patch(owner: Any, name: str, value: Any) -> Callable[[Trial], AbstractContextManager[Any]]:
+    return lambda _: mock.patch.object(owner, name, value)
+
+
+MUTANTS = {
+    "features of the neighbour's image": ("llava", "tp1", _patch(content._Row, "_units", _neighbours)),
+    "features' gradient is dropped": ("llava", "tp1", _patch(ImageStage, "_rows", _dropped)),
+    "an axis of positions is shifted": ("qwen2_vl", "tp1", _patch(content._Row, "_positions", _shifted)),
+    "an image is encoded twice": ("llava", "tp2", _patch(content, "_dealt", _dealt_twice)),
+    "features' gradient is summed over tensor parallel ranks": (
+        "llava", "tp2", _patch(stage._Everybodys, "backward", staticmethod(_over_tp))),
+    "a deepstack leaf stops one stage before": ("qwen3_vl", "pp4", _one_stage_off),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_fault_shows(name: str) -> None:
+    model, kind, broken = MUTANTS[name]
+    trial = Trial(subject(model))
+    with broken(trial):
+        assert trial.difference(kind)
+
+
+def test_images_of_a_batch_go_to_the_sequences_that_have_their_placeholders() -> None:
+    samples = [sample("qwen2_vl", (0, 1), 4, 1), sample("qwen2_vl", (), 4, 2), sample("qwen2_vl", (2,), 4, 3)]
+    found = taken(batch_of("qwen2_vl", samples), subject("qwen2_vl").seam)
+    assert [len(units) for units in found.units] == [2, 0, 1]
+    for one, units in zip(samples, found.units, strict=True):
+        for picture, unit in zip(one.pictures, units, strict=True):
+            assert unit.rows == picture.rows
+            assert torch.equal(unit.columns["pixel_values"], picture.columns["pixel_values"])
+    assert not any("pixel_values" in item or "mm_token_type_ids" in item for item in found.items)
+    behind = taken([batch_of("smolvlm", [sample("smolvlm", (0, 0), 4, 1), sample("smolvlm", (0,), 4, 2)])],
+                   subject("smolvlm").seam)  # fmt: skip
+    assert [len(units) for units in behind.units] == [2, 1]  # what is all zeros fills up
+    with pytest.raises(ConfigError, match="no videos"):
+        taken({**batch_of("qwen2_vl", samples), "pixel_values_videos": torch.zeros(1)}, subject("qwen2_vl").seam)
+
+
+# Of the table that `python -m tools.image_classes` prints: model types, and how its line begins.
+TABLE = {
+    "llava": "equal: tp1",
+    "smolvlm": "equal: tp1",
+    "llava_next": "equal: tp1",
+    "gemma3": "refused: the tokens of one image see each other",
+    "git": "refused: its config names no token",
+    "florence2": "refused: ",
+}
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("kind", TABLE)
+def test_a_class_is_equal_or_refused_with_its_reason(kind: str) -> None:
+    assert verdict_of(kind, ("tp1",)).startswith(TABLE[kind])

@@ -1,0 +1,73 @@
+"""Prints which image-text classes of transformers train with images, and why others do not.
+
+    python -m tools.image_classes [--kinds tp1,tp2] [CLASS ...]
+
+A class is tried as a job tries it before step 0: its default config on the meta device, and a small copy with
+made-up images. A line is `NAME equal: KINDS` with what differs elsewhere, or `NAME refused: REASON`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ds_hydra.images.find import subject_of
+from ds_hydra.images.trial import KINDS, verdicts
+from ds_hydra.zero_hetero.errors import ConfigError
+
+
+def classes() -> dict[str, str]:
+    """Model types and the classes that transformers has for image and text."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES as NAMES
+
+    return {kind: name if isinstance(name, str) else name[0] for kind, name in NAMES.items()}
+
+
+def default_model(kind: str) -> Any:
+    """A model of the class's default config, on the meta device."""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    with torch.device("meta"):
+        return getattr(transformers, classes()[kind])(CONFIG_MAPPING[kind]())
+
+
+def verdict_of(kind: str, kinds: Sequence[str] = KINDS) -> str:
+    """What is said of a class."""
+    try:
+        model = default_model(kind)
+    except Exception as error:
+        return f"not tried: its default config makes no model ({type(error).__name__}: {str(error)[:120]})"
+    try:
+        found = verdicts(subject_of(model), kinds)
+    except ConfigError as error:
+        text = str(error).removeprefix("hydra.images: ").partition(": ")[2] or str(error)
+        return f"refused: {text.rpartition('; ')[0] or text}"
+    off = "; ".join(f"{one}: {why}" for one, why in found.items() if why)
+    equal = ", ".join(one for one, why in found.items() if not why)
+    if found.get("tp1"):
+        return f"refused: {off}"
+    return f"equal: {equal}" + (f" (not {off})" if off else "")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table, and how many are equal."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("classes", nargs="*")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="of pipelines, such as tp1,pp2")
+    given = parser.parse_args(arguments)
+    kinds = given.kinds.split(",")
+    said = []
+    for kind in given.classes or classes():
+        said.append(verdict_of(kind, kinds))
+        print(f"{kind:24} {said[-1]}".replace("\n", " "), flush=True)
+    print(f"{sum(one.startswith('equal') for one in said)} of {len(said)} classes train with images")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
