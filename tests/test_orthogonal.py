@@ -207,6 +207,19 @@ def test_small_matrices_show_that_it_is_muon(own: dict[str, Any]) -> None:
     proof.prove(Muon, options(**own, weight_decay=0.1))
 
 
+@pytest.mark.parametrize("own", [{}, {"ns_method": "standard"}])
+def test_of_the_same_gradients_an_update_has_the_same_bits_on_any_number_of_ranks(own: dict[str, Any]) -> None:
+    """Strategies sum gradients in other orders, so that theirs differ in the last bits; nothing behind them does."""
+    values, grads = proof.drawn(proof.KINDS, 2)
+    narrow = [{name: value.float() for name, value in one.items()} for one in (values, *grads)]
+    found = []
+    for ranks in (1, 2, 5):
+        with mock.patch.object(proof, "RANKS", ranks):
+            found.append(proof._on_ranks(Muon, options(**own), proof.KINDS, narrow[0], narrow[1:])[0])
+    for name, value in found[0].items():
+        assert all(torch.equal(value, other[name]) for other in found[1:]), name
+
+
 def turned_lies_as_it_is(flat: Tensor, shape: tuple[int, ...], dim: int | None, parts: int) -> Tensor:
     """A square matrix is taken as it lies."""
     return flat.view(shape) if len(shape) == 2 and shape[0] == shape[1] else FROM_FLAT(flat, shape, dim, parts)

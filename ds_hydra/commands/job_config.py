@@ -27,6 +27,7 @@ class JobConfig:
     make_optimizer: Callable[[list[dict[str, Any]]], Optimizer]  # of parameter groups; AdamW where none is named
     grad_dtype: torch.dtype | None = None  # as data_types.grad_accum_dtype says; None: it does not
     wire_dtype: torch.dtype | None = None  # as communication_data_type says
+    optimizer: str = "AdamW"  # its type
 
     @property
     def stage_options(self) -> StageOptions:
@@ -59,4 +60,5 @@ def job_of(raw: Mapping[str, Any]) -> JobConfig:
         optimizer_of_block(block.get("type", "AdamW"), dict(block.get("params") or {})),
         DTYPES.get(asked),
         DTYPES.get(str(settings.get("communication_data_type"))),
+        block.get("type", "AdamW"),
     )

@@ -21,6 +21,7 @@ from ds_hydra.commands.figures import figures_parser, finish, guarded, print_tab
 from ds_hydra.commands.job_config import DTYPES, read_job
 from ds_hydra.costs.memory import EXPERT_IMBALANCE, JobMemory, Shape
 from ds_hydra.engine.costs import job_memory, rank_memory
+from ds_hydra.host.optimizers import update_bytes
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.plan.schemes import feasible_schemes
@@ -60,6 +61,7 @@ def run(args: argparse.Namespace, name: str) -> int:
     memory = job_memory(
         source, schemes, args.gpus, memory_bytes, dtype, grad_dtype=job.grad_dtype, wire_dtype=job.wire_dtype,
         node_size=node, expert_imbalance=job.hydra.expert_imbalance if job.hydra else EXPERT_IMBALANCE,
+        for_update=update_bytes(job.optimizer),
     )  # fmt: skip
     if args.measure:
         tokens = 128 if args.quick else 512

@@ -232,6 +232,7 @@ class Needs:
     layer: float  # bytes per token of one layer, which it keeps while it is computed again
     sent: float  # per token, held only because it is on its way to another stage
     state: float = 0.0  # bytes of one layer, that a slice which others follow keeps of states and their gradients
+    update: int = 0  # while the optimizer makes one, when activations are gone
 
     @property
     def states(self) -> int:
@@ -244,9 +245,8 @@ class Needs:
 
     def held(self, kept_tokens: float, num_tokens: int) -> int:
         """All bytes with so many tokens kept at once, while one of micro-batches of up to `num_tokens` computes."""
-        return self.states + math.ceil(
-            self.per_token / self.alive * kept_tokens + self.on_top(num_tokens) + self.head_kept
-        )
+        computing = math.ceil(self.per_token / self.alive * kept_tokens + self.on_top(num_tokens) + self.head_kept)
+        return self.states + max(self.update, computing)
 
     def on_top(
         self, num_tokens: int, *, again: bool = False, given_back: float = 0.0, head: bool = True, logits: bool = True
@@ -299,6 +299,7 @@ class JobMemory:
     param_bytes: int  # of an element in the compute dtype
     master_bytes: int = 4
     optimizer_states: int = 2  # tensors of the masters' size, such as Adam's two moments
+    update_bytes: int = 0  # of a trained element, while an update is made, beside these
     device_bytes: float = math.inf
     class_bytes: Mapping[str, float] = field(default_factory=dict)  # of devices of classes that differ
     cluster: Cluster | None = None  # where devices are of several classes: which rank has which
@@ -406,7 +407,6 @@ class JobMemory:
         of_head, of_first = self._width_of(self.plan.last, outputs), self._width_of(self.plan.first, self.vocab)
         rows, words = math.ceil(outputs / stage.tp), math.ceil(self.vocab / stage.tp)
         tied = shape.pp == 1 and bool(self.plan.first & self.plan.last)
-        shards = stage.tp if self.plan.token_sharding else 1
         head = rows * of_head.trained * (wide if self.plain_head else 2 * self.param_bytes) if last else 0
         # Several forwards before a backward: never where whole micro-batches run under 1F1B and its like.
         waits = self.plain_head and (self.slices or any(weighs(one.schedule) for one in alike))
@@ -432,8 +432,9 @@ class JobMemory:
             context=kept.context,
             recomputed=kept.recomputed,
             layer=kept.layer,
-            sent=sent * of_head.width * self.param_bytes / (stage.sp * shards),
+            sent=sent * of_head.width * self.param_bytes / (stage.sp * (stage.tp if self.plan.token_sharding else 1)),
             state=kept.state,
+            update=self.update_bytes * share,
         )
 
     def _blocks(self, rows: int, wide: int) -> tuple[tuple[int, int], ...]:

@@ -22,6 +22,7 @@ from ds_hydra.costs.job_fingerprint import JobFingerprint
 from ds_hydra.costs.memory import EXPERT_IMBALANCE, Activations, JobMemory, Shape, gibibytes
 from ds_hydra.costs.shape_costs import of_one_kind, spreading_rows, used_schemes, with_shapes
 from ds_hydra.engine.plugs import plugged
+from ds_hydra.host.optimizers import update_bytes
 from ds_hydra.pipe.attention.backends import NAME as FLASH_3
 from ds_hydra.pipe.attention.backends import choose_backend, flash_3_runs, torch_varlen
 from ds_hydra.pipe.model_plan import ModelPlan
@@ -113,6 +114,7 @@ def job_memory(
     wire_dtype: torch.dtype | None = None,
     node_size: NodeSize | None = None,
     optimizer_states: int = 2,
+    for_update: int = 0,
     measured: Mapping[tuple[int, int], Activations] | None = None,
     serial: bool = True,
     phases: bool = False,
@@ -124,7 +126,8 @@ def job_memory(
 
     `dtype` is computed in, gradients add up in `grad_dtype` (None: FP32 or wider) and travel in `wire_dtype` (None: as
     computed in); `serial` as in `Transport`; `phases`: whether a step may have several; `copies`: whether a rank keeps
-    another one's masters, too, and whether on its host; `expert_imbalance` as in `JobMemory`. The layers of a pipeline
+    another one's masters, too, and whether on its host; `expert_imbalance`, and `for_update` as `update_bytes`, as in
+    `JobMemory`. The layers of a pipeline
     module do not say what is inside them, so their activations count as 0 bytes.
     """
     config, functions = (getattr(source, name, None) for name in ("text_config", "functions"))
@@ -146,7 +149,7 @@ def job_memory(
             node_size=node_size,
         )  # fmt: skip
     return JobMemory(
-        source.plan, num_ranks, figures, dtype.itemsize, max(4, dtype.itemsize), optimizer_states,
+        source.plan, num_ranks, figures, dtype.itemsize, max(4, dtype.itemsize), optimizer_states, for_update,
         device_bytes=device_bytes, vocab=source.vocab_size or 1, outputs=1 if source.valued else None,
         grad_bytes=grad_dtype.itemsize if grad_dtype else None,
         wire_bytes=wire_dtype.itemsize if wire_dtype else None, node_size=node_size,
@@ -367,6 +370,7 @@ def _memory(job: Job, world: World, found: TableFile, device_bytes: float) -> Jo
         copies=elastic is not None and elastic.redundancy != "off" and world.num_ranks > 1,
         copies_on_host=on_host,
         expert_imbalance=job.config.expert_imbalance,
+        for_update=update_bytes(job.recipe.name),
     )
 
 

@@ -169,7 +169,8 @@ ELEMENT_WISE: dict[str, type[Optimizer]] = {
     "rprop": torch.optim.Rprop,
     "sgd": torch.optim.SGD,
 }
-_WHOLE = ("adafactor", "lamb", "muon")  # types in a config that need whole parameters, by `ds_hydra.matrices`
+_MUON = "muon"
+_WHOLE = ("adafactor", "lamb", _MUON)  # types in a config that need whole parameters, by `ds_hydra.matrices`
 _WHOLE_OF_TORCH = (torch.optim.Muon, torch.optim.Adafactor)
 _WHOLE_CLASSES = frozenset({"transformers.optimization.Adafactor", "deepspeed.ops.lamb.fused_lamb.FusedLamb"})
 _OTHER_MUON = (
@@ -451,6 +452,11 @@ def _checked_callable(
         return optimizer
 
     return make
+
+
+def update_bytes(name: str) -> int:
+    """Bytes of a trained element that an update by this optimizer takes, beside masters and two states of 4 bytes."""
+    return 8 if name.lower() == _MUON else 0  # at most 12, and it has one state: [Note: an exchange]
 
 
 def is_known(name: str) -> bool:

@@ -72,6 +72,9 @@ def test_states_follow_the_real_split() -> None:
     alone, copied = (job(2, copies=copies).needs(ParallelScheme(), 0) for copies in (False, True))
     more = copied.masters + copied.optimizer - alone.masters - alone.optimizer
     assert more == 16 * math.ceil(total / 2)  # another rank's masters, gradient and two moments
+    for_update = job(1, update_bytes=8).needs(ParallelScheme(), 0)
+    assert for_update.total(1) == for_update.states + 8 * total, "one token keeps less than an update takes"
+    assert for_update.total(4000) == job(1).needs(ParallelScheme(), 0).total(4000), "when it is made they are gone"
     on_host = job(2, copies=True, copies_on_host=True).needs(ParallelScheme(), 0)
     more = on_host.masters + on_host.optimizer - alone.masters - alone.optimizer
     largest = max(bucket.numel for bucket in job(2).plan.buckets)
