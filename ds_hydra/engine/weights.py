@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ds_hydra.engine.crew import Crew
@@ -33,6 +36,8 @@ class Weights:
     ):
         """Free the model's own parameters; in their place stand some that ask the masters for their values."""
         self._host, self._aliases, self._calls, self._crew = host, source.aliases, calls, crew
+        self._source: Any = source
+        self._moved: dict[str, Tensor] = {}  # buffers of layers that a script has written to, by path
         buckets = {param.name: [other.name for other in bucket.params]
                    for bucket in crew().masters.buckets for param in bucket.params}  # fmt: skip
         self.lent = Values(
@@ -49,17 +54,25 @@ class Weights:
 
     def watch_model(self) -> None:
         """From now on every update asks what a script has changed in its model since."""
-        update, module = self._crew().update, self._host.module
+        update, module, layers = self._crew().update, self._host.module, getattr(self._source, "layers_path", "")
         optimizer = update.optimizer
         kept = KeptModel(base_of(module), self._aliases,
                          steps_differ=lambda: any("step" in state for state in optimizer.state.values()))  # fmt: skip
 
+        def moved() -> Mapping[str, Tensor]:
+            found = kept.moved(layers) if layers else {}
+            for path, buffer in found.items():
+                self._source.template.get_buffer(path).copy_(buffer)  # of which later stages are made
+                self._moved[path] = buffer
+            return self._moved
+
         def now() -> ModelNow:
             written, found = self.lent.problem(), kept.now()
+            found = found._replace(moved=_digest(self._moved))
             problem = written or found.problem or hooks_of_steps(optimizer) or self._set_by_hand(optimizer, module)
             return found._replace(problem=problem)
 
-        update.model = now
+        update.model, self._crew().stepper.runtimes.moved = now, moved
         guard_updates(optimizer, updating=lambda: self._crew().update.is_updating,
                       before_dropping=self._calls.refuse_dropping)  # fmt: skip
 
@@ -83,3 +96,10 @@ class Weights:
             f"{moved} were changed after the engine was made: they are parts of the ranks' masters. Give the "
             "optimizer its groups before ds_hydra.initialize(); freeze by requires_grad_(False) of engine.module's"
         )
+
+
+def _digest(moved: Mapping[str, Tensor]) -> str:
+    whole = hashlib.sha256()
+    for path, buffer in sorted(moved.items()):
+        whole.update(path.encode() + buffer.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
+    return whole.hexdigest() if moved else ""

@@ -75,6 +75,19 @@ class KeptModel:
         self._trained = self._trained_now(modules)
         self._frozen: frozenset[str] = frozenset()  # since when this was made
 
+    def moved(self, layers: str) -> dict[str, Tensor]:
+        """Buffers below the path of the layers that a script has written to since this was asked last, by path: stages
+        take them over, and they count as changes no more."""
+        found = {}
+        for path, module in self._model.get_submodule(layers).named_modules(prefix=layers):
+            parts = self._before.get(path, {})
+            for key, buffer in module._buffers.items():
+                before, now = parts.get(f"the buffer {key}"), _of_tensor(buffer)
+                if buffer is not None and before and before != now and before[4:7] == now[4:7]:  # alike but in value
+                    parts[f"the buffer {key}"] = now
+                    found[f"{path}.{key}"] = buffer
+        return found
+
     def now(self) -> ModelNow:
         """What has changed since, and which trained parameters require no gradient any more."""
         modules = list(self._model.named_modules())

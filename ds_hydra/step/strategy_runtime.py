@@ -493,6 +493,7 @@ class Runtimes:
         self.communicators = 0  # bytes of the device that groups and pairs have taken
         # Which pushes wait for which where the model is a small one that stands for another: the other's.
         self.turns_of: Callable[[Strategy], Sequence[int]] | None = None
+        self.moved: Callable[[], Mapping[str, Tensor]] = dict  # buffers that a script has moved, by path
 
     def connect(self, beside: Collection[tuple[int, int]] = ()) -> None:
         """Connect what steps under the candidates use, and the pairs `beside` them over which masters travel otherwise;
@@ -532,6 +533,9 @@ class Runtimes:
                 wire_dtype=self._wire_dtype,
                 turns=None if self.turns_of is None else self.turns_of(strategy),
             )
+        for path, value in self.moved().items():
+            for part in self.built[name].parts:
+                part.module.get_buffer(path).copy_(value)
         return self.built[name]
 
     def _connect(self, strategies: Collection[Strategy], beside: Collection[tuple[int, int]] = ()) -> None:

@@ -64,6 +64,7 @@ class ModelNow(NamedTuple):
 
     problem: str = ""  # what was changed in it that has no effect, in words
     frozen: frozenset[str] = frozenset()  # parameters with masters that are not to be trained now
+    moved: str = ""  # what buffers were moved to, equal where they are
 
 
 class Exchanged(Protocol):
@@ -282,7 +283,11 @@ class Update:
         """Raise what the ranks have found in their models, on all of them."""
         texts = self._world.channel.texts(model.problem)
         found = next((f"rank {rank}: {text}" for rank, text in enumerate(texts) if text), None)
-        raise ConfigError(found or "the ranks have frozen different parameters: call requires_grad_ on all ranks alike")
+        raise ConfigError(
+            found
+            or "the ranks have frozen different parameters, or moved buffers of the model's layers to different "
+            "values: call requires_grad_ on all ranks alike, and write the same values on all of them"
+        )
 
     def compare(self, step: int, runtime: StrategyRuntime) -> None:
         """Every `compare_every` steps, compare the parameters that each rank used in a phase with the masters.
@@ -334,10 +339,11 @@ class Update:
 
 
 def _word(model: ModelNow) -> float:
-    """What a rank says of its model to the others: equal numbers for equal sets of frozen parameters, or -1."""
+    """What a rank says of its model to the others: equal numbers for equal sets of frozen parameters and buffers, or
+    -1."""
     if model.problem:
         return -1.0
-    text = "\n".join(sorted(model.frozen))
+    text = "\n".join(sorted(model.frozen)) + model.moved
     return float(int.from_bytes(hashlib.sha256(text.encode()).digest()[:6]) if text else 0)
 
 

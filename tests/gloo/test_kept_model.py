@@ -16,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 from ds_hydra.host.kept_model import KeptModel
+from ds_hydra.step.update import ModelNow
 from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.small_job import small_engine, small_model, whole_state
@@ -93,7 +94,7 @@ def changed_model() -> Any:
 def test_a_change_is_told_by_name(name: str) -> None:
     model, (change, words) = changed_model(), CHANGES[name]
     watched = kept(model)
-    assert watched.now() == ("", frozenset())
+    assert watched.now() == ModelNow()
     change(model)
     assert words in watched.now().problem
 
@@ -122,9 +123,9 @@ def test_what_changes_no_number_is_no_change() -> None:
     model.eval()
     model.gradient_checkpointing_enable()
     model.model._num_params = 12  # as DeepSpeed-Chat's scripts note it down
-    assert watched.now() == ("", frozenset())
+    assert watched.now() == ModelNow()
     model.train()
-    assert watched.now() == ("", frozenset())
+    assert watched.now() == ModelNow()
 
 
 def test_a_model_with_parts_in_training_is_switched_as_a_whole_and_a_part_of_it_is_told() -> None:
@@ -132,7 +133,7 @@ def test_a_model_with_parts_in_training_is_switched_as_a_whole_and_a_part_of_it_
     model.model.layers[0].self_attn.train()
     watched = kept(model)
     for switch in (model.train, model.eval, model.train):
-        assert watched.now() == ("", frozenset())
+        assert watched.now() == ModelNow()
         switch()
     for path in ("model.layers.0.self_attn", "model.layers.1.mlp"):
         model.train()
@@ -145,7 +146,7 @@ def test_a_parameter_may_be_frozen_and_trained_again_where_no_steps_are_counted(
     for steps_differ in (False, True):
         watched = kept(model, steps_differ)
         model.lm_head.weight.requires_grad_(False)
-        assert watched.now() == ("", frozenset({"lm_head.weight"}))
+        assert watched.now() == ModelNow("", frozenset({"lm_head.weight"}))
         model.lm_head.weight.requires_grad_(True)
         assert bool(watched.now().problem) is steps_differ
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import ds_hydra
-from ds_hydra.testing import OneProcess, float64_throughout, rank_environment, run_ranks
+from ds_hydra.testing import OneProcess, Sample, float64_throughout, rank_environment, run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.small_job import shared_source, small_model
 
@@ -74,13 +74,75 @@ def test_an_optimizer_trains_as_in_one_process(name: str) -> None:
         source = shared_source(frozen) if name != "of a part" else contextlib.nullcontext()
         reference = OneProcess(model(), OPTIMIZERS[name], clip=0.0)
         for batches in BATCHES:
-            whole = sum(len(ids) - 1 for ids in batches)
-            weights = [torch.full((len(ids) - 1,), 1 / whole, dtype=torch.float64) for ids in batches]
-            reference.step([{"input_ids": ids, "labels": ids} for ids in batches], weights)
+            reference.step(*in_one(batches))
         with source:
             (found, _) = run_ranks(run, 2)
     for path, value in reference.parameters.items():
         assert torch.allclose(found[path], value, rtol=1e-9, atol=1e-9 * float(value.abs().max())), path
+
+
+class Balanced(nn.Module):
+    """Features that are scaled by a buffer."""
+
+    scale: Tensor
+
+    def __init__(self, mlp: nn.Module):
+        super().__init__()
+        self.mlp = mlp
+        self.register_buffer("scale", torch.ones(32, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.mlp(x) * self.scale
+        return out
+
+
+def balanced() -> Any:
+    own = model()
+    for layer in own.model.layers:
+        layer.mlp = Balanced(layer.mlp)
+    return own
+
+
+def move(own: Any, step: int) -> None:
+    """In place, and by another tensor."""
+    for layer in own.model.layers[1:]:
+        layer.mlp.scale += torch.linspace(-0.3, 0.3, 32) * (step + 1)
+    own.model.layers[0].mlp.scale = own.model.layers[0].mlp.scale * 0.8
+
+
+def moving(rank: int) -> tuple[dict[str, Tensor], str]:
+    own = balanced()
+    engine = engine_of(rank, own, torch.optim.SGD(own.parameters(), lr=1.0))
+    for step in range(len(BATCHES)):
+        engine.backward(engine([BATCHES[step][rank]]).loss)
+        engine.step()
+        move(engine.module, step)
+    engine.module.model.layers[0].mlp.scale += rank
+    engine.backward(engine([BATCHES[0][rank]]).loss)
+    with pytest.raises(ConfigError) as error:
+        engine.step()
+    return engine.fp32_state_dict(), str(error.value)
+
+
+@pytest.mark.drawn
+def test_buffers_of_layers_that_a_script_moves_are_taken_over() -> None:
+    with float64_throughout(balanced()):
+        reference = OneProcess(balanced(), lambda own: torch.optim.SGD(own.parameters(), lr=1.0), clip=0.0)
+        for step, batches in enumerate(BATCHES):
+            reference.step(*in_one(batches))
+            move(reference.model, step)
+        with shared_source(balanced()):
+            results = run_ranks(moving, 2)
+    for found, text in results:
+        assert "moved buffers of the model's layers to different values" in text
+        for path, value in reference.parameters.items():
+            assert torch.allclose(found[path], value, rtol=1e-9, atol=1e-9 * float(value.abs().max())), path
+
+
+def in_one(batches: list[Tensor]) -> tuple[list[Sample], list[Tensor]]:
+    whole = sum(len(ids) - 1 for ids in batches)
+    weights = [torch.full((len(ids) - 1,), 1 / whole, dtype=torch.float64) for ids in batches]
+    return [{"input_ids": ids, "labels": ids} for ids in batches], weights
 
 
 def counts_differ(rank: int) -> str:
