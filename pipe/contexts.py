@@ -63,6 +63,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_hydra.pipe.on_host import HostRows, HostStore
 from ds_hydra.pipe.rows import ALL, Reach
 from ds_hydra.zero_hetero.errors import PlanError
 
@@ -163,6 +164,11 @@ def computed_again() -> Iterator[None]:
         _pass.again = before
 
 
+def runs_again() -> bool:
+    """Whether such a layer runs in this thread."""
+    return getattr(_pass, "again", False)
+
+
 class Context:
     """Keys and values of a sequence in one layer, and the sums of their gradients [Note: contexts].
 
@@ -170,8 +176,9 @@ class Context:
     parallelism its own heads too.
     """
 
-    def __init__(self, total: int):
-        self.total = total
+    def __init__(self, total: int, away: Away | None = None):
+        """`away`: where rows that all later slices attend to wait for them on the host, if they do."""
+        self.total, self._away = total, away
         self._rows: tuple[Tensor, ...] = ()  # keys and values (tokens, kv_heads, d) that lie together
         self._rows_from, self._rows_to = 0, 0  # the first of these tokens, and the end of those that are there
         self._before: dict[int, tuple[Tensor, ...]] = {}  # what a slice that begins at a token is handed
@@ -183,7 +190,9 @@ class Context:
 
     def of_group(self, number: int) -> Context:
         """That of one group of key/value heads, where they are computed group by group [Note: exchange in groups]."""
-        return self._groups.setdefault(number, Context(self.total)) if number else self
+        if number and number not in self._groups:
+            self._groups[number] = Context(self.total, None if self._away is None else self._away.beside())
+        return self._groups[number] if number else self
 
     def join(self, k: Tensor, v: Tensor, start: int, reach: Reach = ALL) -> tuple[Tensor, Tensor]:
         """Keep the keys and values of a slice, and return those that its tokens may attend to.
@@ -204,10 +213,12 @@ class Context:
             )
         is_first = stop > self._written
         self._written = max(self._written, stop)  # a layer that is recomputed writes the same rows again
+        if reach.most is None and self._away is not None:
+            return self._away.written(own, start, self.total, is_first=is_first)
         if reach.most is None:
             return self._placed(own, start, 0, self.total)
         before = self._before.get(start, ()) if backward else self._before.pop(start, ())
-        stays = backward and not getattr(_pass, "again", False)
+        stays = backward and not runs_again()
         if stays or (is_first and len(own[0]) <= reach.most):
             rows = self._placed(
                 own, start, first, max(stop - first, min(self.total - first, _PIECE * reach.most)), before
@@ -248,6 +259,8 @@ class Context:
             )
         self._open = start
         # In FP32 at least: many slices may add to a row, and each sum in 16 bit would lose bits.
+        if self._away is not None and self._away.used:
+            return self._away.added(gradients, start, self.total)
         sums, before = self._sums, self._sums_from
         if not sums or before != first:  # with a window: of the rows that this slice saw, and no others
             sums = tuple(
@@ -271,6 +284,61 @@ class Context:
         return own
 
 
+class Away:
+    """Rows of one context on the host [Note: fetched layers]: keys and values of earlier slices, and the sums of their
+    gradients. They come back while the layer before computes, in whichever direction the layers run."""
+
+    def __init__(self, store: HostStore, order: list[Away]):
+        """`order`: of all contexts of a sequence, in that in which a forward comes to them."""
+        self._store, self._order, self._place = store, order, len(order)
+        self._rows, self._sums = HostRows(store), HostRows(store)
+        self.used = False
+        order.append(self)
+
+    def beside(self) -> Away:
+        """Another one of the same sequence."""
+        return Away(self._store, self._order)
+
+    def written(self, own: tuple[Tensor, ...], start: int, total: int, *, is_first: bool) -> tuple[Tensor, ...]:
+        """All rows up to a slice's end, of which its own are kept for later slices in its first run."""
+        self.used = True
+        before = self._rows.take(start) if start else []
+        self._next(1 if is_first else -1, start, start + len(own[0]))
+        if is_first and start + len(own[0]) < total:
+            self._rows.keep([x.detach() for x in own], start, total)
+        return tuple(map(torch.cat, zip(before, own, strict=True))) if before else tuple(x.clone() for x in own)
+
+    def added(self, gradients: tuple[Tensor, ...], start: int, total: int) -> tuple[Tensor, ...]:
+        """As `Context.add`."""
+        stop = len(gradients[0])
+        sums = self._sums.take(stop) if stop < total else []
+        if not sums:
+            sums = [x.to(torch.promote_types(x.dtype, torch.float32), copy=True) for x in gradients]
+        else:
+            for one, x in zip(sums, gradients, strict=True):
+                one += x
+        if start:
+            self._sums.keep([one[:start] for one in sums], 0, total)
+        else:
+            self.free()
+        return tuple(one[start:].to(x.dtype) for one, x in zip(sums, gradients, strict=True))
+
+    def free(self) -> None:
+        """Give all memory back."""
+        self._rows.free()
+        self._sums.free()
+
+    def _next(self, side: int, start: int, stop: int) -> None:
+        """Begin to bring what the neighbour needs, if it is there: a neighbour in the other part of a V may be behind,
+        and a sum is complete when the slice that follows has just added to it."""
+        if 0 <= self._place + side < len(self._order):
+            other = self._order[self._place + side]
+            if other._rows.end >= start:
+                other._rows.fetch(start)
+            if side < 0 and other._sums.end == stop:
+                other._sums.fetch(stop)
+
+
 class _Join(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -290,6 +358,8 @@ class Contexts:
     def __init__(self, total: int):
         """`total` tokens has the sequence."""
         self.total = total
+        self.store: HostStore | None = None  # where keys and values wait for later slices, if they do
+        self._order: list[Away] = []
         self._of: dict[Hashable, Context] = {}
         self._beside: dict[Hashable, dict[int, Tensor]] = {}
         self._carried: dict[Hashable, Carried] = {}
@@ -300,7 +370,7 @@ class Contexts:
     def of(self, module: Hashable) -> Context:
         """The context of a module, which must attend once in each forward of a slice."""
         if module not in self._of:
-            self._of[module] = Context(self.total)
+            self._of[module] = Context(self.total, None if self.store is None else Away(self.store, self._order))
         return self._of[module]
 
     def carried(self, module: Hashable) -> Carried:
@@ -313,6 +383,9 @@ class Contexts:
 
     def free(self) -> None:
         """Give all memory back: no slice of the sequence will run any more."""
+        for away in self._order:
+            away.free()
         self._of.clear()
+        self._order.clear()
         self._beside.clear()
         self._carried.clear()

@@ -14,7 +14,9 @@ from typing import Any
 
 FUNCTIONS = ("auto", "recompute", "off")
 RECOMPUTE_MLP = "recompute_mlp"  # the path of functions="recompute"
-_NEVER_GIVEN_UP = frozenset({"activation_checkpointing"})  # asked for to save memory: without it a job may not fit
+# Asked for to save memory: without it a job may not fit.
+_NEVER_GIVEN_UP = frozenset({"activation_checkpointing", "host_activations"})
+_SETTINGS = {"host_activations": "hydra.offload"}
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ class StageOptions:
     functions: str = "off"  # one of FUNCTIONS [Note: functions]
     token_sharding: bool = False  # among tensor parallel ranks, where the model allows it [Note: token sharding]
     sp_overlap: bool = False  # of messages and attention [Note: exchange in groups]
+    tiles: bool = False  # of rows, where layers are computed again [Note: tiles]
+    host_activations: bool = False  # what layers that are computed again keep lies on the host [Note: fetched layers]
 
     @classmethod
     def paths(cls) -> tuple[str, ...]:
@@ -32,11 +36,14 @@ class StageOptions:
         return (*(one.name for one in fields(cls) if one.name not in _NEVER_GIVEN_UP), RECOMPUTE_MLP)
 
     @classmethod
-    def of_settings(cls, activation_checkpointing: bool, paths: Collection[str]) -> StageOptions:
+    def of_settings(
+        cls, activation_checkpointing: bool, paths: Collection[str], host_activations: bool = False
+    ) -> StageOptions:
         """From a config's settings."""
         on: dict[str, Any] = {name: True for name in cls.paths() if name in paths}
         functions = "recompute" if on.pop(RECOMPUTE_MLP, False) else "auto" if "functions" in on else "off"
-        return cls(activation_checkpointing=activation_checkpointing, **{**on, "functions": functions})
+        on |= {"activation_checkpointing": activation_checkpointing, "host_activations": host_activations}
+        return cls(**{**on, "functions": functions})
 
     def as_paths(self) -> tuple[str, ...]:
         """`hydra.fast_paths` that asks for these."""
@@ -54,8 +61,11 @@ class StageOptions:
 
     def differences(self, other: StageOptions) -> list[tuple[str, Any, Any, str]]:
         """Name, own value, the other's and the setting that says which of all that differ."""
+        again = self.activation_checkpointing or other.activation_checkpointing
+        if not again and self.tiles != other.tiles:  # which are of layers that are computed again
+            return self.differences(replace(other, tiles=self.tiles))
         both = ((one.name, getattr(self, one.name), getattr(other, one.name)) for one in fields(self))
-        settings = dict.fromkeys(self.paths(), "hydra.fast_paths")
+        settings = dict.fromkeys(self.paths(), "hydra.fast_paths") | _SETTINGS
         return [(name, own, others, settings.get(name, f"hydra.{name}")) for name, own, others in both if own != others]
 
     def fallbacks(self) -> tuple[StageOptions, ...]:

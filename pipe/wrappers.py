@@ -25,6 +25,7 @@ WRAPPERS: Mapping[str, str] = {
     "put off": "of linear layers that are plain so far: what wraps them hands its input to it and reads its output",
     "packed": "after it, since layers that are computed together put their gradients off together",
     "tensor parallel": "after all that computes: it moves what enters and leaves",
+    "in tiles": "of modules that look at no other token: around the messages that one tile needs",
     "by length": "of rotary embeddings and of attention that counts tokens: it needs the pack that runs",
     "handed on": "last: a layer of another stage runs nothing, whatever it has",
 }

@@ -61,7 +61,7 @@ def test_a_new_option_travels_from_the_config_to_the_table_and_back() -> None:
     parsed = parse_config({"hydra": {"tokens_per_step": 1, "fast_paths": "auto"}})
     assert parsed is not None
     asked = parsed.hydra.stage_options
-    assert asked == Options(functions="auto", token_sharding=True, sp_overlap=True, halved=True)
+    assert asked == Options(functions="auto", token_sharding=True, sp_overlap=True, tiles=True, halved=True)
     job, other = (
         describe_job(jobs.model_source(small_model(), options), torch.device("cpu"), torch.float32, 2)
         for options in (asked, replace(asked, halved=False))

@@ -1,32 +1,39 @@
 """Memory that each parallel scheme of a model needs on a rank, activations included, before anything is started.
 
   ds-hydra memory --model my_model/ --gpus 8 [--device-memory GIB] [--tokens N] [--strategies TEXT ...]
-      [--deepspeed-config FILE] [--measure] [--quick] [--json FILE]
+      [--host-memory GIB] [--deepspeed-config FILE] [--measure] [--quick] [--json FILE]
 
 Like DeepSpeed's estimators, for every scheme: master shards, optimizer state, pulled parameters, gradients, scratch
 memory of messages, activations of the fullest stage, and MaxLen. Activations are an estimate for Llama-like layers, or
 with --measure counted by running one layer's local shapes. With strategies, given or in the config, a second table
-shows what their pipelines need when all of them are candidates of one job. Exits with 1 when no scheme fits.
+shows what their pipelines need when all of them are candidates of one job. A last one has the longest sequence by what
+becomes of what layers keep: all kept; computed again, whole and in slices; fetched from the host, with what the hosts
+then hold. Exits with 1 when no scheme fits.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 
 from ds_hydra.commands.figures import figures_parser, finish, guarded, print_table
 from ds_hydra.commands.job_config import DTYPES, read_job
 from ds_hydra.costs.memory import EXPERT_IMBALANCE, JobMemory, Shape
-from ds_hydra.engine.costs import job_memory, rank_memory
+from ds_hydra.engine.costs import HOST_SHARE, job_memory, rank_memory
 from ds_hydra.host.optimizers import update_bytes
+from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
+from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.plan.schemes import feasible_schemes
 from ds_hydra.profiling.stage_memory import measure_activations
 from ds_hydra.profiling.stage_timer import hollow_source
+from ds_hydra.ranks.host_memory import available_bytes
 from ds_hydra.zero_hetero.errors import ConfigError
 
 
@@ -37,6 +44,7 @@ def main(arguments: Sequence[str] | None = None, *, name: str = "ds-hydra memory
     parser.add_argument("--gpus", type=int, required=True, help="ranks of the job")
     parser.add_argument("--gpus-per-node", type=int, help="TP and SP stay inside a node (default: 8 at most)")
     parser.add_argument("--device-memory", type=float, metavar="GIB", help="of one rank (default: what is here)")
+    parser.add_argument("--host-memory", type=float, metavar="GIB", help="of a node (default: what is free here)")
     parser.add_argument("--tokens", type=int, default=4096, help="of a micro-batch, for the column of activations")
     parser.add_argument("--strategies", nargs="+", metavar="TEXT", help="candidates of one job (default: the config's)")
     parser.add_argument("--dtype", choices=DTYPES, help="of computing (default: the config, or bf16)")
@@ -58,11 +66,14 @@ def run(args: argparse.Namespace, name: str) -> int:
     schemes = feasible_schemes(source.plan, args.gpus, node)
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     memory_bytes = args.device_memory * 2**30 if args.device_memory else rank_memory(device, node)
-    memory = job_memory(
-        source, schemes, args.gpus, memory_bytes, dtype, grad_dtype=job.grad_dtype, wire_dtype=job.wire_dtype,
-        node_size=node, expert_imbalance=job.hydra.expert_imbalance if job.hydra else EXPERT_IMBALANCE,
+    host_bytes = args.host_memory * 2**30 if args.host_memory else HOST_SHARE * available_bytes()
+    memory_of = partial(
+        job_memory, schemes=schemes, num_ranks=args.gpus, device_bytes=memory_bytes, dtype=dtype,
+        grad_dtype=job.grad_dtype, wire_dtype=job.wire_dtype, node_size=node, host_bytes=host_bytes / node,
+        expert_imbalance=job.hydra.expert_imbalance if job.hydra else EXPERT_IMBALANCE,
         for_update=update_bytes(job.optimizer),
     )  # fmt: skip
+    memory = memory_of(source)
     if args.measure:
         tokens = 128 if args.quick else 512
         for tp, sp in dict.fromkeys((scheme.tp, scheme.sp) for scheme in schemes):
@@ -82,10 +93,43 @@ def run(args: argparse.Namespace, name: str) -> int:
     if together:
         print("the same in a job that has all of these strategies as candidates")
         _print(together)
+    choices = [] if args.measure else _choices(source, memory_of, schemes, node)
+    if choices:
+        print(f"the longest sequence by what becomes of what layers keep; slices have {_SLICE} tokens, and each host "
+              f"{host_bytes / 2**30:.0f} GiB")  # fmt: skip
+        _print(choices)
     limits = {scheme: memory.max_length(scheme) for scheme in schemes}
     missed = [] if any(limits.values()) else [f"no scheme holds one token in {memory_bytes / 2**30:.1f} GiB"]
     summary = "; ".join(_which(limits, args.tokens, args.gpus, bool(job.hydra and job.hydra.activation_checkpointing)))
-    return finish(name, summary, {"rows": rows, "together": together}, missed, args.json)
+    return finish(name, summary, {"rows": rows, "together": together, "longest": choices}, missed, args.json)
+
+
+_SLICE = 4096
+
+
+def _choices(
+    source: ModelSource, memory_of: Callable[[ModelSource], JobMemory], schemes: Sequence[ParallelScheme], node: int
+) -> list[dict[str, object]]:
+    """For each scheme the longest sequence by each choice, and GiB of a node's memory for the last; none for a model of
+    which no layers are computed again."""
+    if not isinstance(source, CausalLM):
+        return []
+
+    def by(again: bool, host: bool) -> JobMemory:
+        options = replace(source.options, activation_checkpointing=again, host_activations=host)
+        return memory_of(source.with_options(options, "layers are kept or recomputed"))
+
+    kept, again, fetched = by(False, False), by(True, False), by(True, True)
+    rows = []
+    for scheme in schemes:
+        longest = fetched.max_length(scheme)
+        on_host = max(needs.on_host(longest) for needs in fetched.stages(scheme))
+        in_slices = 0 if source.plan.no_slices else again.longest_in_slices(scheme, _SLICE)
+        rows.append({
+            "scheme": str(scheme), "kept": kept.max_length(scheme), "computed again": again.max_length(scheme),
+            "again, in slices": in_slices, "fetched": longest, "GiB of a host": f"{node * on_host / 2**30:.0f}",
+        })  # fmt: skip
+    return rows
 
 
 def _which(limits: Mapping[ParallelScheme, int], tokens: int, gpus: int, recomputed: bool) -> Iterator[str]:

@@ -69,7 +69,8 @@ def make_request(args: argparse.Namespace) -> Request:
     job = read_job(args.deepspeed_config, torch.float32)
     named = [StrategyShape.parse(text) for text in args.schemes or ()] or (job.hydra.shapes if job.hydra else ())
     # Where layers may be recomputed they are kept if they fit, by costs of layers that are.
-    options = replace(job.stage_options, activation_checkpointing=job.hydra is not None and job.hydra.recomputes_all)
+    again, asked = job.hydra is not None and job.hydra.recomputes_all, job.stage_options
+    options = replace(asked, activation_checkpointing=again, host_activations=again and asked.host_activations)
     source = hollow_source(args.model, options, named)
     num_gpus = args.gpus or _ranks_of(job.hydra) or _world_size()
     node_size = args.gpus_per_node or (job.hydra and job.hydra.node_size) or num_gpus

@@ -57,7 +57,8 @@ _ALL_SUMS = "gradients are summed in FP32"
 _OWN_CHECKPOINTS = "checkpoints have one layout for any number of ranks; hydra.checkpoint says when they are written"
 
 TOLD = {
-    "activation_checkpointing": "use hydra.activation_checkpointing, or the model's gradient_checkpointing_enable()",
+    "activation_checkpointing": "use hydra.activation_checkpointing, or the model's gradient_checkpointing_enable(); "
+    "cpu_checkpointing alone is taken, as hydra.offload",
     "aio": "nothing is read from or written to NVMe",
     "allgather_size": "parameters move by pull and push",
     "autotuning": "the planner searches the strategies",

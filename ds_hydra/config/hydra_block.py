@@ -5,11 +5,11 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ds_hydra.config.checks import AUTO, choice, flag, integer, number, parse_block, setting, text, whole_numbers
-from ds_hydra.config.deepspeed_settings import KNOWN_SETTINGS, screen_deepspeed_settings
+from ds_hydra.config.deepspeed_settings import KNOWN_SETTINGS, is_on, screen_deepspeed_settings
 from ds_hydra.config.hosts import filled_in
 from ds_hydra.costs.memory import EXPERT_IMBALANCE
 from ds_hydra.pipe.schedules.registry import NAME
@@ -305,6 +305,17 @@ def _fast_paths(value: Any, place: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(check(name, f"{place}[{index}]") for index, name in enumerate(value)))
 
 
+ACTIVATIONS = "activations"
+OFFLOADED = (ACTIVATIONS,)
+
+
+def _offload(value: Any, place: str) -> tuple[str, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise ConfigError(f"config: {place} must be a list of {', '.join(OFFLOADED)}, but is {value!r}")
+    check = choice(*OFFLOADED)
+    return tuple(dict.fromkeys(check(name, f"{place}[{index}]") for index, name in enumerate(value)))
+
+
 @dataclass(frozen=True, slots=True)
 class HydraConfig:
     """The block "hydra"."""
@@ -354,10 +365,15 @@ class HydraConfig:
     """Whether backwards may compute layers again, as `model.gradient_checkpointing_enable()` allows it too. True: they
     do where no layout holds the longest sequence otherwise, where that is clearly the faster way, or where the cost
     table was measured so; "all": each layer in every step. Results are equal."""
+    offload: tuple[str, ...] = setting(_offload, ())
+    """What may lie in hosts' memory, for long sequences on few devices. "activations": what recomputed layers keep
+    meanwhile, where no layout holds the longest sequence otherwise, or always where `activation_checkpointing` is
+    "all"."""
     fast_paths: tuple[str, ...] = setting(_fast_paths, _fast_paths(AUTO, ""))
     """How stages compute faster, or keep less, than as the model's code is written, where the model is found to allow
     it: "auto", "off" for none, or a list of names; "auto" is all but "recompute_mlp".
 
+    "tiles": in recomputed layers MLPs run on some thousand rows at a time, forward and backward.
     "token_sharding": tensor parallel ranks share the tokens between the blocks; then all that a layer keeps for the
     backward is divided by tp, and else each of them holds all tokens there.
     "sp_overlap": of long rows, sequence parallel ranks exchange the heads of attention in up to eight groups, and
@@ -439,9 +455,15 @@ class HydraConfig:
         return self.activation_checkpointing == "all"
 
     @property
+    def may_recompute(self) -> bool:
+        """Whether all layers are computed again if that is what it takes."""
+        return not self.recomputes_all and bool(self.activation_checkpointing or ACTIVATIONS in self.offload)
+
+    @property
     def stage_options(self) -> StageOptions:
         """How stages are to compute, where all layers are computed again that may be."""
-        return StageOptions.of_settings(bool(self.activation_checkpointing), self.fast_paths)
+        asked = self.activation_checkpointing or ACTIVATIONS in self.offload
+        return StageOptions.of_settings(bool(asked), self.fast_paths, ACTIVATIONS in self.offload)
 
     @property
     def _highs(self) -> str:
@@ -491,10 +513,18 @@ def parse_config(raw: Mapping[str, Any], host: str | None = None) -> ParsedConfi
         block = {"timeout_seconds": _ELASTIC_TIMEOUT_S, **block}
     hydra = parse_block(HydraConfig, block, BLOCK, gone=_GONE)
     settings = filled_in({key: value for key, value in raw.items() if key != BLOCK}, host)
+    hydra = replace(hydra, offload=tuple(dict.fromkeys((*hydra.offload, *_offloaded(settings)))))
     deepspeed, notes = screen_deepspeed_settings(settings, hydra.total_steps, host)
     if hydra.lengths and hydra.strategies:
         notes = (*notes, "hydra.lengths has no effect: strategies are proposed for lengths where none are listed")
     return ParsedConfig(hydra, deepspeed, notes, dict(raw))
+
+
+def _offloaded(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """What DeepSpeed's own settings ask to have in the host's memory, by the names of `hydra.offload`."""
+    checkpointing = settings.get("activation_checkpointing")
+    asked = checkpointing.get("cpu_checkpointing") if isinstance(checkpointing, Mapping) else False
+    return (ACTIVATIONS,) if is_on(asked) else ()
 
 
 def _refuse_near_misses(raw: Mapping[str, Any]) -> None:

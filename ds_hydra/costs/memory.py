@@ -71,6 +71,8 @@ class Activations:
     computed again keeps the share `recomputed`. `state`: bytes of a layer, not per token, that a slice which others
     follow keeps of states that are carried on, and of their gradients. `experts`: what whole experts keep of `layer`,
     which counts as many tokens for each rank's; 0 where none are spread over ranks, or nothing is known of them.
+    `tile`: bytes that a tile of rows takes while it computes, however many tokens there are [Note: tiles]; `host`: per
+    token, of a layer, on the host [Note: fetched layers].
     """
 
     layer: float
@@ -82,6 +84,9 @@ class Activations:
     recomputed: float = RECOMPUTED
     state: float = 0.0
     experts: float = 0.0
+    tile: float = 0.0
+    host: float = 0.0
+    tile_tokens: float = 0.0  # of a micro-batch, that fill a tile
 
     def shares(self, forward: Terms, weight: Terms) -> Shares:
         """Of a cost table's row, with these shares of its time."""
@@ -233,6 +238,11 @@ class Needs:
     sent: float  # per token, held only because it is on its way to another stage
     state: float = 0.0  # bytes of one layer, that a slice which others follow keeps of states and their gradients
     update: int = 0  # while the optimizer makes one, when activations are gone
+    tile: float = 0.0  # bytes that a tile of rows takes while it computes [Note: tiles]
+    tile_tokens: float = 0.0  # that fill it
+    gone: float = 0.0  # per token, of what is kept: what follows the layers, free when they compute their backward
+    host: float = 0.0  # per token, of all micro-batches under way, on the host
+    host_states: int = 0  # bytes on the host that do not depend on micro-batches
 
     @property
     def states(self) -> int:
@@ -258,14 +268,29 @@ class Needs:
         """
         made = head * self.head
         layer = self.transient + again * self.layer * (1.0 - self.recomputed)
+        tile = self.tile * min(1.0, num_tokens / self.tile_tokens) if self.tile_tokens else 0.0
         # Logits are made block by block, so they grow with the tokens only until one block is full.
         blocks = sum(min(at_once, self.logits * num_tokens) * size for at_once, size in self.blocks)
-        later = max(layer * num_tokens, self.embeddings - given_back) + made * self.tied
+        later = max((layer - self.gone) * num_tokens + tile, self.embeddings - given_back) + made * self.tied
         return max(made + logits * blocks, later) + self.sent * num_tokens
 
-    def max_length(self, capacity: float) -> int:
-        """Most tokens of a micro-batch within `capacity` bytes; 0 when the states alone do not fit."""
-        if self.total(1) > capacity:
+    def on_host(self, num_tokens: int) -> int:
+        """Bytes on the host with micro-batches of this many tokens."""
+        return self.host_states + math.ceil(self.host * num_tokens)
+
+    def longest_in_slices(self, size: int, capacity: float) -> int:
+        """Tokens of the longest sequence in slices of so many, all layers of which are computed again."""
+        fixed = self.states + self.head_kept + self.on_top(size, again=True)
+        each = self.per_token / self.alive * (min(1.0, self.recomputed) + self.context)
+        return max(0, int((capacity - fixed) / each)) if each else 0
+
+    def max_length(self, capacity: float, host_capacity: float = math.inf) -> int:
+        """Most tokens of a micro-batch within `capacity` bytes, and `host_capacity` of the host; 0 when the states
+        alone do not fit."""
+        if self.host and host_capacity < math.inf:
+            within = self.max_length(capacity)
+            return max(0, min(within, int((host_capacity - self.host_states) / self.host)))
+        if self.total(1) > capacity or self.host_states > host_capacity:
             return 0
         # Needs grow with the tokens: double until it is too much, then halve the interval between.
         fits, too_many = 1, 2
@@ -301,6 +326,7 @@ class JobMemory:
     optimizer_states: int = 2  # tensors of the masters' size, such as Adam's two moments
     update_bytes: int = 0  # of a trained element, while an update is made, beside these
     device_bytes: float = math.inf
+    host_bytes: float = math.inf  # of the host's memory, for one rank
     class_bytes: Mapping[str, float] = field(default_factory=dict)  # of devices of classes that differ
     cluster: Cluster | None = None  # where devices are of several classes: which rank has which
     margin: float = 0.05  # share of the device left for fragmentation and what is not counted
@@ -366,7 +392,15 @@ class JobMemory:
         """MaxLen in tokens: the least of the stages'; 0 when the model states of one do not fit."""
         if math.isinf(self.device_bytes):
             raise ConfigError("memory model: there is no MaxLen without device_bytes; give the device's memory")
-        return min(needs.max_length(self.capacity_of(scheme, needs.stage)) for needs in self.stages(scheme))
+        return min(
+            needs.max_length(self.capacity_of(scheme, needs.stage), self.host_bytes) for needs in self.stages(scheme)
+        )
+
+    def longest_in_slices(self, scheme: Shape, size: int) -> int:
+        """The same in slices of so many tokens, all layers of which are computed again."""
+        return min(
+            needs.longest_in_slices(size, self.capacity_of(scheme, needs.stage)) for needs in self.stages(scheme)
+        )
 
     @property
     def _copied(self) -> tuple[int, int]:
@@ -397,12 +431,9 @@ class JobMemory:
         layers = max(stage.num_layers for stage in placed)
         last = any(stage.ranges[-1].last == self.plan.num_layers for stage in placed)
         per_batch = layers * kept.layer + (kept.first if index == 0 else 0.0) + (kept.last if last else 0.0)
-        counts = (most_alive(one.schedule, shape.pp, 1, kept.until_weight)[index] for one in alike)
-        alive = max(shape.pp if self.slices else 1.0, *counts)
-        sent = max(
-            most_sent(one.schedule, shape.pp, one.parts, serial=self.serial)[index] if shape.pp > 1 else 0
-            for one in alike
-        )
+        # What has come from another stage stays on the device [Note: fetched layers].
+        per_batch += kept.host if index else 0.0
+        alive, sent = self._at_once(shape, alike, index, kept.until_weight)
         outputs, wide, (copied, updated) = self.outputs or self.vocab, max(4, self.param_bytes), self._copied
         of_head, of_first = self._width_of(self.plan.last, outputs), self._width_of(self.plan.first, self.vocab)
         rows, words = math.ceil(outputs / stage.tp), math.ceil(self.vocab / stage.tp)
@@ -434,8 +465,19 @@ class JobMemory:
             layer=kept.layer,
             sent=sent * of_head.width * self.param_bytes / (stage.sp * (stage.tp if self.plan.token_sharding else 1)),
             state=kept.state,
+            tile=kept.tile, tile_tokens=kept.tile_tokens,
+            gone=kept.last if last and kept.tile else 0.0,
+            host=alive * (layers - (index > 0)) * kept.host,
             update=self.update_bytes * share,
-        )
+        )  # fmt: skip
+
+    def _at_once(
+        self, shape: PipelineShape, alike: Collection[PipelineShape], index: int, until_weight: float
+    ) -> tuple[float, int]:
+        """Micro-batches that a stage keeps at once at most, and that are on their way from it."""
+        counts = (most_alive(one.schedule, shape.pp, 1, until_weight)[index] for one in alike)
+        sent = (most_sent(one.schedule, shape.pp, one.parts, serial=self.serial)[index] for one in alike)
+        return max(shape.pp if self.slices else 1.0, *counts), max(sent) if shape.pp > 1 else 0
 
     def _blocks(self, rows: int, wide: int) -> tuple[tuple[int, int], ...]:
         if self.plain_head:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import math
 import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,9 +29,11 @@ from ds_hydra.pipe.attention.backends import choose_backend, flash_3_runs, torch
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.shape import ParallelScheme, StageShape, StrategyShape
 from ds_hydra.pipe.stage import ModelSource
+from ds_hydra.pipe.tiles import TILE_ROWS
 from ds_hydra.plan.schemes import feasible_schemes
 from ds_hydra.planner.cutting import counts_more, longest_of
 from ds_hydra.ranks.groups import ROOM_FOR_COMMUNICATORS
+from ds_hydra.ranks.host_memory import available_bytes
 from ds_hydra.zero_hetero.errors import ConfigError
 from ds_hydra.zero_hetero.nodes import Cluster, NodeSize, largest_node
 
@@ -41,6 +44,8 @@ if TYPE_CHECKING:
     from ds_hydra.step.stepper import Running
 
 logger = logging.getLogger(__name__)
+
+HOST_SHARE = 0.9  # of what a host has free; data, checkpoints and the system take the rest
 
 
 def describe_job(source: ModelSource, device: torch.device, dtype: torch.dtype, num_ranks: int) -> JobFingerprint:
@@ -121,14 +126,15 @@ def job_memory(
     copies: bool = False,
     copies_on_host: bool = False,
     expert_imbalance: float = EXPERT_IMBALANCE,
+    host_bytes: float = math.inf,
 ) -> JobMemory:
     """The memory model of a job for all (tp, sp) of the schemes, with activations measured or else estimated.
 
     `dtype` is computed in, gradients add up in `grad_dtype` (None: FP32 or wider) and travel in `wire_dtype` (None: as
     computed in); `serial` as in `Transport`; `phases`: whether a step may have several; `copies`: whether a rank keeps
-    another one's masters, too, and whether on its host; `expert_imbalance`, and `for_update` as `update_bytes`, as in
-    `JobMemory`. The layers of a pipeline
-    module do not say what is inside them, so their activations count as 0 bytes.
+    another one's masters, too, and whether on its host; `expert_imbalance`, `host_bytes`, and `for_update` as
+    `update_bytes`, as in `JobMemory`. The layers of a pipeline module do not say what is inside them, so their
+    activations count as 0 bytes.
     """
     config, functions = (getattr(source, name, None) for name in ("text_config", "functions"))
     figures: dict[tuple[int, int], Activations] = {}
@@ -146,7 +152,8 @@ def job_memory(
             width=sizes.width, boxes=source.plan.boxes,
             checkpointing=source.options.activation_checkpointing, token_sharding=source.plan.token_sharding,
             short_norms=bool(getattr(functions, "norms", None)), short_gates=bool(getattr(functions, "gates", None)),
-            node_size=node_size,
+            node_size=node_size, fetched=source.options.host_activations,
+            tile_rows=TILE_ROWS if source.options.tiles and bool(getattr(functions, "by_rows", None)) else 0,
         )  # fmt: skip
     return JobMemory(
         source.plan, num_ranks, figures, dtype.itemsize, max(4, dtype.itemsize), optimizer_states, for_update,
@@ -154,7 +161,7 @@ def job_memory(
         grad_bytes=grad_dtype.itemsize if grad_dtype else None,
         wire_bytes=wire_dtype.itemsize if wire_dtype else None, node_size=node_size,
         plain_head=getattr(source, "token_loss", None) is None, serial=serial, phases=phases,
-        copies=copies, copies_on_host=copies_on_host, expert_imbalance=expert_imbalance,
+        copies=copies, copies_on_host=copies_on_host, expert_imbalance=expert_imbalance, host_bytes=host_bytes,
     )  # fmt: skip
 
 
@@ -287,8 +294,22 @@ def least_memory(world: World) -> tuple[float, dict[str, float]]:
     return least - later, {device: held - later for device, held in by_class.items()}
 
 
+def least_host_memory(world: World) -> float:
+    """Bytes of the host's memory that every rank may use: no more than its share of what is free on its node."""
+    if world.device.type == "cpu":
+        return math.inf  # counted as the device's
+    mine = available_bytes() / world.cluster.ranks_beside(world.rank)
+    return float(world.channel.rows(torch.tensor([mine], dtype=torch.float64)).min())
+
+
 def costs_and_memory(
-    job: Job, world: World, shape: ModelShape, longest: int, device_bytes: float, class_bytes: Mapping[str, float]
+    job: Job,
+    world: World,
+    longest: int,
+    shape: ModelShape,
+    device_bytes: float,
+    class_bytes: Mapping[str, float],
+    host_bytes: float,
 ) -> tuple[TableFile, JobMemory]:
     """The cost table, its MaxLen within memory, and the memory model; `class_bytes` as `least_memory`."""
     config, cluster = job.config, world.cluster
@@ -300,7 +321,7 @@ def costs_and_memory(
     fingerprint = describe_job(job.source, world.device, job.types.compute, world.num_ranks)
     own = cluster.devices[world.rank] if cluster.devices else ""
     found = job_cost_table(config, shape, schemes, longest, fingerprint, own, cluster)
-    memory = _memory(job, world, found, device_bytes)
+    memory = _memory(job, world, found, device_bytes, host_bytes)
     if classes:
         mixed.check_rows(found.table, cluster, repr(config.cost_table))
         memory = mixed.of_cluster(memory, cluster, class_bytes)
@@ -351,7 +372,7 @@ def job_cost_table(
     return replace(found, table=table)
 
 
-def _memory(job: Job, world: World, found: TableFile, device_bytes: float) -> JobMemory:
+def _memory(job: Job, world: World, found: TableFile, device_bytes: float, host_bytes: float) -> JobMemory:
     elastic = job.config.elastic
     # A CPU rank's device memory is the host's.
     on_host = elastic is not None and elastic.redundancy == "host" and world.device.type != "cpu"
@@ -371,6 +392,7 @@ def _memory(job: Job, world: World, found: TableFile, device_bytes: float) -> Jo
         copies_on_host=on_host,
         expert_imbalance=job.config.expert_imbalance,
         for_update=update_bytes(job.recipe.name),
+        host_bytes=host_bytes * HOST_SHARE,
     )
 
 

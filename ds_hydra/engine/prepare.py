@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ds_hydra.config.hydra_block import HydraConfig
+from ds_hydra.config.hydra_block import ACTIVATIONS, HydraConfig
 from ds_hydra.costs.analytic import ModelShape, model_shape
 from ds_hydra.costs.cost_table import CostTable, TableFile, read_table_file, told
 from ds_hydra.costs.memory import JobMemory
@@ -21,6 +21,7 @@ from ds_hydra.engine.checked import check_candidates, listed_for_others, taught
 from ds_hydra.engine.costs import (
     check_memory,
     costs_and_memory,
+    least_host_memory,
     least_memory,
     limited,
     planned_whole,
@@ -136,6 +137,7 @@ class _Given(NamedTuple):
     shape: ModelShape
     device_bytes: float
     class_bytes: Mapping[str, float]
+    host_bytes: float
 
 
 def prepare(job: Job, world: World) -> PreparedJob:
@@ -147,25 +149,32 @@ def prepare(job: Job, world: World) -> PreparedJob:
     if config.elastic is not None:
         job = taught(job, world.channel)
     given = _given(job, world)
-    if config.activation_checkpointing is not True or not isinstance(job.source, CausalLM):
+    if not config.may_recompute or not isinstance(job.source, CausalLM):
         return _prepared(job, world, given)
-    kept, again = (_recomputing(job, flag) for flag in (False, True))
+    choices = _choices(job)
     with together(world.channel, "finding out whether layers are recomputed"):
-        ways = _ways(kept, again, world, given) if world.rank == 0 else ""
+        ways = _ways(choices, world, given) if world.rank == 0 else ""
     ways = world.channel.tell(ways)
-    if ways != "again":
+    why = ""
+    for name, one in choices.items() if ways in ("", KEPT) else [*choices.items()][1:]:
         try:
-            found = _prepared(kept, world, given)
+            found = _prepared(one, world, given)
         except (ConfigError, PlanError) as error:
-            if ways == "kept":
+            if ways == KEPT:
                 anew = 'with "activation_checkpointing": "all", measured anew, layers are recomputed'
                 raise type(error)(f"{error}. The costs were measured with layers kept; {anew}") from None
-            ways = f"again: with layers kept, {error}"
+            if one is [*choices.values()][-1]:
+                raise
+            why += f": with layers {name}, {error}"
         else:
-            _tell_recomputing(world, "activation_checkpointing: all layers are kept, which holds the longest sequence")
+            holds = ", which holds the longest sequence" if name == KEPT else why
+            _tell_recomputing(world, f"activation_checkpointing: all layers are {name}{holds}")
             return found
-    _tell_recomputing(world, f"activation_checkpointing: all layers are computed {ways}")
-    return _prepared(again, world, given)
+    raise AssertionError("the last choice returns or raises")
+
+
+KEPT, AGAIN = "kept", "computed again"
+_FETCHED = f"{AGAIN}, what they keep is on the host"
 
 
 def _tell_recomputing(world: World, line: str) -> None:
@@ -173,33 +182,40 @@ def _tell_recomputing(world: World, line: str) -> None:
         logger.info("%s", line)
 
 
-def _recomputing(job: Job, flag: bool) -> Job:
-    """The job with all layers recomputed, or none."""
-    options = replace(job.source.options, activation_checkpointing=flag)
-    same = options == job.source.options
-    return job if same else replace(job, source=job.source.with_options(options, "layers are kept or recomputed"))
+def _choices(job: Job) -> dict[str, Job]:
+    """What may be done with what layers keep for the backward, in the order in which it is tried."""
+    options, found = job.source.options, {}
+    flags = {KEPT: (False, False), AGAIN: (True, False)}
+    if ACTIVATIONS in job.config.offload:
+        flags[_FETCHED] = (True, True)
+    for name, (again, host) in flags.items():
+        asked = replace(options, activation_checkpointing=again, host_activations=host)
+        source = job.source if asked == options else job.source.with_options(asked, "layers are kept or recomputed")
+        found[name] = job if source is job.source else replace(job, source=source)
+    return found
 
 
-def _ways(kept: Job, again: Job, world: World, given: _Given) -> str:
-    """Whether layers are "kept" or computed "again"; "": kept if candidates are found that hold the longest sequence.
+def _ways(choices: Mapping[str, Job], world: World, given: _Given) -> str:
+    """Whether layers are KEPT or computed AGAIN, in whichever way; "": the first way by which candidates are found that
+    hold the longest sequence.
 
     Recorded plans run as they were recorded, and measured costs as they were measured. Estimated ones are compared by
     the work of all sequences, each where it takes least.
     """
-    config = kept.config
+    config = choices[KEPT].config
     if config.replay is not None or world.cluster.mixed:
-        return "again"
+        return AGAIN
     if isinstance(config.cost_table, str) and (measured := read_table_file(config.cost_table).job) is not None:
-        return "again" if measured.stages.activation_checkpointing else "kept"
+        return AGAIN if measured.stages.activation_checkpointing else KEPT
     work = []
-    for job in (kept, again):
+    for job in (choices[KEPT], choices[AGAIN]):
         try:
-            found, _ = costs_and_memory(job, world, given.shape, given.longest, given.device_bytes, given.class_bytes)
+            found, _ = costs_and_memory(job, world, *given[1:])
         except (ConfigError, PlanError):
             work.append(math.inf)
         else:
             work.append(least_work(found.table, given.lengths or [given.longest]))
-    return "again" if work[0] > RECOMPUTED_WORK * work[1] else ""
+    return AGAIN if work[0] > RECOMPUTED_WORK * work[1] else ""
 
 
 def _given(job: Job, world: World) -> _Given:
@@ -217,17 +233,18 @@ def _given(job: Job, world: World) -> _Given:
         logger.warning("hydra.lengths has no effect: strategies are proposed for the lengths of training_data")
     config_of_model = getattr(job.source, "text_config", None)
     shape = model_shape(job.source.plan, hidden_size(job.source), job.source.vocab_size, config_of_model)
-    return _Given(lengths, longest, shape, *least_memory(world))
+    host_bytes = least_host_memory(world) if config.offload else math.inf
+    return _Given(lengths, longest, shape, *least_memory(world), host_bytes)
 
 
 def _prepared(job: Job, world: World, given: _Given) -> PreparedJob:
     """The decisions for a job whose layers are kept or recomputed as its source has it."""
-    config, (lengths, longest, shape, device_bytes, class_bytes) = job.config, given
+    config, (lengths, longest, shape, *_) = job.config, given
     source = None
     while source is not job.source:  # stages that give up an option keep more: costs and memory are others
         job = job if source is None else replace(job, source=source)
         with together(world.channel, "estimating the job's costs and memory"):
-            found, memory = costs_and_memory(job, world, shape, longest, device_bytes, class_bytes)
+            found, memory = costs_and_memory(job, world, *given[1:])
         if world.rank == 0:
             told(found)
         # Strategies are proposed by the limited table: one that does not fit must not be proposed.

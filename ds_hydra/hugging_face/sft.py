@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from typing import Any
 
 import pyarrow.compute
 from datasets import Dataset
 from torch import Tensor
 
+from ds_hydra.config.hydra_block import ACTIVATIONS
 from ds_hydra.config.versions import refuse_older
 from ds_hydra.hugging_face.trainer import HydraTrainer
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -24,8 +26,8 @@ class HydraSFTTrainer(HydraTrainer, SFTTrainer):
     """An `SFTTrainer` on the engine of the block "hydra" [Note: Trainer].
 
     TRL prepares the data; `packing` and `padding_free` train as the same sequences apart. What it takes from the logits
-    of a batch (entropy, token accuracy) is not logged. Raises ConfigError for a loss of TRL's other than "nll", and for
-    offloaded activations.
+    of a batch (entropy, token accuracy) is not logged. `activation_offloading` is "activations" in `hydra.offload`.
+    Raises ConfigError for a loss of TRL's other than "nll".
     """
 
     _num_tokens = 0  # of all ranks' sequences in the updates so far
@@ -35,6 +37,10 @@ class HydraSFTTrainer(HydraTrainer, SFTTrainer):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         settings: Any = self.args
+        if self.plans_steps and settings.activation_offloading:
+            block = self._deepspeed_config["hydra"]
+            block["offload"] = [*block.get("offload", ()), ACTIVATIONS]
+            self.maybe_activation_offload_context: Any = nullcontext()  # TRL's own would move what stages keep
         is_not_cut = settings.packing or (settings.dataset_kwargs or {}).get("skip_prepare_dataset")
         if self.plans_steps and settings.process_index == 0 and not is_not_cut:
             self._tell_cut(settings.max_length, self._deepspeed_config["hydra"].get("context_length"))
@@ -79,8 +85,4 @@ class HydraSFTTrainer(HydraTrainer, SFTTrainer):
             raise ConfigError(
                 f"SFTConfig(loss_type={settings.loss_type!r}) needs the logits of whole batches, which no rank has: "
                 'leave it at "nll", and pass loss_fn(logits, labels), which gives the loss of each token'
-            )
-        if settings.activation_offloading:
-            raise ConfigError(
-                "SFTConfig(activation_offloading=True): nothing is offloaded here; use gradient_checkpointing=True"
             )

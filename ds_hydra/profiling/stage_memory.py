@@ -27,6 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ds_hydra.costs.memory import Activations
+from ds_hydra.costs.shares import CONTEXT
+from ds_hydra.pipe import tiles
 from ds_hydra.pipe.contexts import Contexts
 from ds_hydra.pipe.head_sharing import state_bytes
 from ds_hydra.pipe.model_plan import LOGITS_AT_ONCE
@@ -175,10 +177,13 @@ def _forward(timer: StageTimer, batch: MicroBatch, counts: Callable[[], bool]) -
 def step_peak(timer: StageTimer, lengths: Sequence[int]) -> int:
     """Most bytes that a micro-batch's forward and backward hold at any time, parameters and gradients apart."""
     timer.run(timer.batch(lengths))  # has made the gradients afterwards
-    batch = timer.batch(lengths)
+    batch, store = timer.batch(lengths), getattr(timer.module, "store", None)
+    if store is not None:
+        store.empty()
     with Allocations(timer.device) as found:
         timer.run(batch)
-    return found.peak
+    # On a CPU the host's memory is the device's.
+    return found.peak - (store.most if store is not None and timer.device.type == "cpu" else 0)
 
 
 def measure_activations(
@@ -200,6 +205,10 @@ def measure_activations(
     kept[-1] -= _probabilities(timers[-1], num_tokens) / num_tokens
     middle = timers[1] if stages == 3 else timers[0]
     layer = kept[1] / counts[1] if stages == 3 else sum(kept) / plan.num_layers
+    if source.options.activation_checkpointing and stages == 3:
+        # What leaves the stage is kept by the next layer; what enters stays, but in one stage it would be on the host.
+        beside = (1 + source.options.host_activations) * _input_bytes(middle)
+        layer = max(0.0, kept[1] - beside) / counts[1]
     first, last = (max(0.0, kept[i] - counts[i] * layer) for i in (0, -1)) if stages == 3 else (0.0, 0.0)
     context = 0.0 if plan.no_slices else kept_for_slices(middle, num_tokens)
     # What was measured is of one slice that another follows, with the states that it hands on.
@@ -213,10 +222,20 @@ def measure_activations(
         fixed = (of_sums + of_rows) / own.num_layers
     of_experts, share = kept_in_experts(middle, num_tokens)
     layer += (1.0 - share) * of_experts
+    transient, tile = _while_computing(middle, num_tokens)
+    host = _input_bytes(middle) if source.options.host_activations else 0.0
+    if host:  # an input that comes beside the one that is used; keys and values of two layers
+        transient, context = transient + host, 2 * CONTEXT
     return Activations(
-        layer, first, last, _transient(middle, num_tokens), until_weight, context, again,
-        state_bytes(plan.boxes, tp, sp) / plan.num_layers + fixed, of_experts,
+        layer, first, last, transient, until_weight, context, again,
+        state_bytes(plan.boxes, tp, sp) / plan.num_layers + fixed, of_experts, tile, host, float(tiles.TILE_ROWS * sp),
     )  # fmt: skip
+
+
+def _input_bytes(timer: StageTimer) -> float:
+    """Of what enters a layer, for a token of the pipeline."""
+    own = timer.place
+    return timer.source.width(own.stage.first_layer) * timer.dtype.itemsize / (own.stage.sp * own.shards)
 
 
 def _has_reach(source: ModelSource) -> bool:
@@ -338,10 +357,22 @@ def _recomputed(timer: StageTimer, num_tokens: int) -> tuple[int, int]:
     return again - nothing, alone - before
 
 
-def _transient(timer: StageTimer, num_tokens: int) -> float:
-    """Bytes per token that a stage without logits needs beyond what it keeps."""
-    beyond = step_peak(timer, (num_tokens,)) - kept_bytes(timer, (num_tokens,))
-    return max(0.0, beyond / num_tokens)
+def _while_computing(timer: StageTimer, num_tokens: int) -> tuple[float, float]:
+    """Bytes per token that a stage without logits needs beyond what it keeps, and those of a tile, however many tokens
+    there are."""
+    options = timer.source.options
+
+    def beyond(tokens: int, rows: int) -> int:
+        with tiles.of_rows(rows):
+            return step_peak(timer, (tokens,)) - kept_bytes(timer, (tokens,))
+
+    if not (options.tiles and options.activation_checkpointing and timer.source.functions.by_rows):  # type: ignore[attr-defined]
+        return max(0.0, beyond(num_tokens, tiles.TILE_ROWS) / num_tokens), 0.0
+    # Few rows, so that a tile is small beside the tokens: what it takes grows with them, but for the weights' sums.
+    few = max(1, num_tokens // timer.place.stage.sp // 16)
+    small, half, large = beyond(num_tokens, few), beyond(num_tokens // 2, few), beyond(num_tokens, 2 * few)
+    by_token, by_row = max(0.0, 2 * (small - half) / num_tokens), max(0.0, (large - small) / few)
+    return by_token, max(0.0, small - by_token * num_tokens) + by_row * (tiles.TILE_ROWS - few)
 
 
 def _probabilities(timer: StageTimer, num_tokens: int) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor
 from ds_hydra.costs.cost_table import SchemeCost
 from ds_hydra.costs.shares import Shares
 from ds_hydra.data.tokens import TokenSequence
+from ds_hydra.pipe import tiles
 from ds_hydra.pipe.in_process import InProcessRanks
 from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.placement import Pipeline, Strategy
@@ -120,6 +121,9 @@ def known_to_schedules(data: Data, parts: int) -> Batches:
     return batches_of(data.microbatches, planned.chain, cost, Shares.usual(), parts=parts)
 
 
+_TILE_ROWS = 4  # so that the few tokens of a trial are several tiles
+
+
 def run_pipeline(source: ModelSource, pipeline: Pipeline, data: Data) -> Outcome:
     """All ranks 0.. of a pipeline in this process, in FP64: its own stages, schedule, messages and layouts."""
     totals = {bucket.name: torch.zeros(bucket.numel, dtype=torch.float64) for bucket in source.plan.buckets}
@@ -129,7 +133,8 @@ def run_pipeline(source: ModelSource, pipeline: Pipeline, data: Data) -> Outcome
         worker.contribute(totals)
         return loss, worker.evaluate(data)
 
-    losses, exact = on_all_ranks(source, pipeline, program)
+    with tiles.of_rows(_TILE_ROWS):
+        losses, exact = on_all_ranks(source, pipeline, program)
     gradients = _gradients(source, totals)
     return Outcome(sum(loss for loss, _ in losses), sum(evaluated for _, evaluated in losses), gradients, exact)
 

@@ -282,7 +282,8 @@ class CausalLM:
     def _examine(self, model: Any, *, by_one_rank: bool) -> None:
         """Find what runs of parts of the model tell, as far as the options ask for it [Note: kinds of layers]."""
         self.functions, self.unnamed, self.tokens = Functions(), UnnamedRules(), _ALL_TOKENS
-        if by_one_rank and not self.options.token_sharding and self.options.functions == "off":
+        wanted = self.options.functions != "off" or self.options.tiles
+        if by_one_rank and not self.options.token_sharding and not wanted:
             return
         self._plan()
         self.kinds = find_kinds(model, self.template, self.layers_path, () if self.flow.obstacle else self.flow.ran)
@@ -301,7 +302,7 @@ class CausalLM:
             found = _of_few(share_tokens, few, self)
             partial = frozenset(self.kinds.spread(dict.fromkeys(found.partial), self.specs))
             self.tokens = replace(found, partial=partial)
-        if self.options.functions != "off":
+        if wanted:
             self.functions = self._in_all_layers(find_functions(few, self.options.functions))
 
     def _in_few_layers(self) -> CausalLM:
@@ -333,6 +334,7 @@ class CausalLM:
         return replace(
             found, norms=spread(found.norms, paths), rotary=spread(found.rotary, paths),
             gates=spread(found.gates, paths), packed=tuple(self.kinds.spread_groups(found.packed)),
+            by_rows=tuple(spread(dict.fromkeys(found.by_rows), paths)),
         )  # fmt: skip
 
     def with_options(self, options: StageOptions, why: str) -> CausalLM:
@@ -340,7 +342,7 @@ class CausalLM:
         other = copy.copy(self)
         other.options = options
         if options.functions != self.options.functions:
-            other.functions = Functions(obstacle=why)
+            other.functions = Functions(by_rows=self.functions.by_rows, obstacle=why)
         if options.sp_overlap != self.options.sp_overlap:
             other.overlap = AT_ONCE
         same = options.token_sharding == self.options.token_sharding

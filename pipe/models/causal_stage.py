@@ -30,9 +30,11 @@ from ds_hydra.pipe.models.draws import Draws, Keys
 from ds_hydra.pipe.models.experts import Replay, Routers
 from ds_hydra.pipe.models.positions import count_by_sequence, split_rotary_by_length
 from ds_hydra.pipe.models.recurrent_heads import own_heads, share_heads
+from ds_hydra.pipe.on_host import HostStore
 from ds_hydra.pipe.rows import MicroBatch, Pack
 from ds_hydra.pipe.stage import StageModule, StagePlace
 from ds_hydra.pipe.tensor_parallel import TensorParallel
+from ds_hydra.pipe.tiles import install_tiles
 from ds_hydra.pipe.token_sharding import TokenSharding, enter_with_own_rows, with_blocks
 from ds_hydra.pipe.weight_gradients import PackedLinears
 
@@ -65,9 +67,7 @@ class CausalStage(StageModule):
         if source.boxes:
             self._boxes = StageBoxes(source.boxes, source.flow, place.stage, self._draws)
             self._boxes.install(layers)
-        self._recomputing = Recomputing(len(own), self._checkpointed)
-        self._recomputing.install(own)
-        self._recomputes_all = source.options.activation_checkpointing
+        self._recompute(source, own, place, device)
         needed = source.plan.needed(place.stage)
         names = {path: name for path, name in source.aliases.items() if name in needed}
         embedding, head = ends_of(model)
@@ -95,6 +95,7 @@ class CausalStage(StageModule):
             else TensorParallel(*rank, linear=self.linear)
         )
         parallel.install(model, embedding, head, needed=frozenset(names))
+        self._tile(source, names)
         self._doors, self._first_position = source.flow.doors, source.first_position
         split_rotary_by_length(model, lambda: self._pack)
         if self._boxes is None:
@@ -110,6 +111,25 @@ class CausalStage(StageModule):
         if place.is_last:
             path = next(name for name, module in model.named_modules() if module is head)
             self._end_with(source, model, plain_head, specs.get(f"{path}.weight"))
+
+    def _recompute(self, source: CausalLM, own: Sequence[Any], place: StagePlace, device: torch.device) -> None:
+        """Let the stage's own layers be computed again, those of each micro-batch that are to be."""
+        doors = source.flow.doors[place.stage.first_layer : place.stage.last_layer]
+        self.store = HostStore(device) if source.options.host_activations else None
+        self._recomputing = Recomputing(len(own), self._checkpointed, self.store, doors)
+        self._recomputing.install(own)
+        self._recomputes_all = source.options.activation_checkpointing
+
+    def _tile(self, source: CausalLM, names: Mapping[str, str]) -> None:
+        """Let modules of this stage that look at no other token run in tiles, if nobody watches their parameters."""
+        for path in source.functions.by_rows if source.options.tiles else ():
+            module = self.module.get_submodule(path)
+            own = [names.get(f"{path}.{name}") for name, _ in module.named_parameters()]
+            if None in own or any(name in source.hooks for name in own):
+                continue
+            inside = set(module.modules())
+            packed = [each for each in self.packed if inside & set(each.layers.values())]
+            install_tiles(module, packed, self.place.shards)
 
     def _share_heads(self, boxes: StageBoxes, source: CausalLM, names: Mapping[str, str]) -> None:
         found = own_heads(source, self.module, self.place, names, self._use)
@@ -250,6 +270,8 @@ class CausalStage(StageModule):
         for name in self.used_by_none:
             self._use(name)
         self._pack = batch.pack
+        if batch.pack.chunk is not None and self._recomputes_all and torch.is_grad_enabled():
+            batch.pack.chunk.contexts.store = self.store
         self._recomputing.take(0.0)
         run = None if self._boxes is None else self._boxes.captured(batch, keys)
         self._recomputing.take(1.0 if self._recomputes_all else batch.recompute)

@@ -45,6 +45,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from ds_hydra.pipe.contexts import computed_again
 from ds_hydra.pipe.models.flow import Door, Flow
 from ds_hydra.pipe.models.whose_code import HOOKS
+from ds_hydra.pipe.on_host import HostStore
 from ds_hydra.pipe.placement import Stage, whole_layers
 from ds_hydra.pipe.tensor_parallel import is_linear
 from ds_hydra.pipe.wrappers import wrap
@@ -56,17 +57,31 @@ Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManage
 class Recomputing:
     """Of the layers of a stage, the first few are computed again in the backward [Note: recomputed layers]."""
 
-    def __init__(self, layers: int, contexts: Contexts = noop_context_fn):
-        self._layers, self._first, self._contexts = layers, 0, contexts
+    def __init__(
+        self,
+        layers: int,
+        contexts: Contexts = noop_context_fn,
+        store: HostStore | None = None,
+        doors: Sequence[Door] = (),
+    ):
+        """The inputs of layers, which enter at `doors`, wait in `store`, if there is one [Note: fetched layers]."""
+        self._layers, self._first, self._contexts, self._store, self._doors = layers, 0, contexts, store, doors
 
     def take(self, share: float) -> None:
         """From now on, this share of the layers is computed again; none to begin with."""
         self._first = whole_layers(share, self._layers)
+        if self._store is not None:
+            self._store.begin()
 
     def run(self, place: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What the forward of the layer at a place returns."""
         if place >= self._first or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        if self._store is not None:
+            key = self._doors[place].key
+            # What another stage has sent stays: its gradient is sent back.
+            if isinstance(key, int) and not (args[key].is_leaf and args[key].requires_grad):
+                forward, args = _fetching(self._store, args[key], forward, key), (*args[:key], *args[key + 1 :])
         return checkpoint(forward, *args, use_reentrant=False, context_fn=self._passes, **kwargs)
 
     def _passes(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -79,6 +94,17 @@ class Recomputing:
             # The forward, and not the call: hooks of the layer itself run once, as whoever set them expects, and one
             # of them ends the whole forward [Note: cutting by the forward].
             wrap(layer, partial(self.run, place, layer.forward), "recomputed")
+
+
+def _fetching(store: HostStore, hidden: Tensor, forward: Callable[..., Any], key: int) -> Callable[..., Any]:
+    """The forward of a layer without its argument at position `key`, which is there at first, and fetched then."""
+    waiting, asks, first = store.put(hidden), hidden.requires_grad, [hidden]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        entered = first.pop() if first else waiting.take().requires_grad_(asks)
+        return forward(*args[:key], entered, *args[key:], **kwargs)
+
+    return run
 
 
 @contextmanager

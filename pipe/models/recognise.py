@@ -76,6 +76,7 @@ class Functions:
     rotary: Mapping[str, str] = field(default_factory=dict)  # -> the name of a function that the forward calls
     gates: Mapping[str, Gate] = field(default_factory=dict)
     packed: tuple[tuple[str, ...], ...] = ()  # linear layers that read the same rows
+    by_rows: tuple[str, ...] = ()  # MLPs, which look at no other token
     obstacle: str = ""  # why nothing is replaced though it was asked for
 
     def __str__(self) -> str:
@@ -94,7 +95,8 @@ class Functions:
 
         groups = (tuple(path for name in group if (path := to(name)) is not None) for group in self.packed)
         packed = tuple(group for group in groups if group)
-        return Functions(within(self.norms), within(self.rotary), within(self.gates), packed, self.obstacle)
+        by_rows = tuple(within(dict.fromkeys(self.by_rows)))
+        return Functions(within(self.norms), within(self.rotary), within(self.gates), packed, by_rows, self.obstacle)
 
     def install(self, model: nn.Module) -> None:
         """Replace the forwards of what was recognised in a copy of the model; `packed` is the stage's to do."""
@@ -180,15 +182,26 @@ _CPU = torch.device("cpu")
 
 
 def find_functions(source: CausalLM, asked: str) -> Functions:
-    """What can be replaced in a model; gated MLPs, which then compute their products twice, if "recompute" is asked."""
+    """What can be replaced in a model; gated MLPs, which then compute their products twice, if "recompute" is asked.
+    "off" asks for nothing but what looks at no other token."""
     layers = f"{source.layers_path}."
     norms: dict[str, Norm] = {}
     rotary: dict[str, str] = {}
     mlps: dict[str, Gate] = {}
+    by_rows: list[str] = []
+    drawing = tuple(place.module for place in source.flow.draws)
     model = source.skeleton(_CPU, torch.float32)  # as it is trained: what drops or draws then is something else
     for path, module in model.named_modules():
         if "forward" in vars(module) or not runs_installed_code(module):
             continue  # of the user's own [Note: whose code]
+        if (
+            path.startswith(layers)
+            and not any(f"{one}.".startswith(f"{path}.") for one in drawing)
+            and _by_rows(module)
+        ):
+            by_rows.append(path)
+        if asked == "off":
+            continue
         if (norm := _norm_of(module)) is not None:
             norms[path] = norm
         if not path.startswith(layers):
@@ -197,7 +210,8 @@ def find_functions(source: CausalLM, asked: str) -> Functions:
             rotary[path] = name
         if asked == "recompute" and (gate := _gate_of(module)) is not None and _is_alone(source, f"{path}.{gate.down}"):
             mlps[path] = gate
-    return Functions(norms, rotary, mlps, tuple(_reading_alike(source)))
+    packed = () if asked == "off" else tuple(_reading_alike(source))
+    return Functions(norms, rotary, mlps, packed, tuple(by_rows))
 
 
 def _is_alone(source: CausalLM, down: str) -> bool:
@@ -298,10 +312,46 @@ def _gate_of(module: nn.Module) -> Gate | None:
     return None
 
 
-def _linear_with(weight: Tensor) -> nn.Linear:
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    layer._parameters["weight"] = weight  # type: ignore[assignment]
+def _linear_with(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    layer._parameters |= {"weight": weight, "bias": bias}  # type: ignore[dict-item]
     return layer
+
+
+_FEATURES = 6  # of a row that is tried
+
+
+def _by_rows(module: nn.Module) -> bool:
+    """Whether a module is an MLP, of two or three linear layers that are its children, and computes each row (.., H) by
+    itself: a few rows together and apart come to the same."""
+    linear = {name: child for name, child in module.named_children() if type(child) is nn.Linear}
+    own = [id(parameter) for child in linear.values() for parameter in child.parameters()]
+    if len(linear) not in (2, 3) or {*map(id, module.parameters())} != {*own}:
+        return False
+    width = next(iter(linear.values())).in_features
+    inner = {size for child in linear.values() for size in (child.in_features, child.out_features)} - {width}
+    small = {width: _FEATURES} | {size: (place + 1) * 10 for place, size in enumerate(sorted(inner))}
+    sizes = [(small[one.out_features], small[one.in_features]) for one in linear.values()]
+    x, *values = _random((1, len(_SCALES), _FEATURES), *(shape for size in sizes for shape in (size, size[:1])))
+    x = x * _SCALES[:, None]
+
+    def whole(x: Tensor, *given: Tensor) -> Any:
+        children = {
+            name: _linear_with(weight, bias if child.bias is not None else None)
+            for (name, child), weight, bias in zip(linear.items(), given[::2], given[1::2], strict=True)
+        }
+        out = _copy_with(module, _modules={**module._modules, **children}).forward(x)
+        return out + sum(bias.sum() for bias in given[1::2])  # each has a gradient
+
+    def apart(x: Tensor, *given: Tensor) -> Tensor:
+        rows = [whole(row, *given) for row in x.split(1, 1)]
+        return torch.cat(rows, 1)
+
+    try:
+        fits = whole(x, *values).shape == x.shape
+    except Exception:  # as `_same`
+        return False
+    return fits and _same(whole, apart, [x, *values])
 
 
 def _reading_alike(source: CausalLM) -> Iterator[tuple[str, ...]]:

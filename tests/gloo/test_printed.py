@@ -120,6 +120,7 @@ SETTINGS: dict[str, Row] = {
     '"deterministic": true': Row(),
     '"activation_checkpointing": true': Row(),
     '"activation_checkpointing": "all"': Row(),
+    '"offload": ["activations"]': Row(),
     '"losses": "early"': Row((CALLS,)),
     '"losses": "step"': Row((CALLS,)),
     '"choose": "cycle"': Row(beside={"strategies": ["tp2", "2*tp1"]}),

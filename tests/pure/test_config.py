@@ -53,7 +53,7 @@ def test_defaults_and_canonical_strategies() -> None:
 
 
 def test_stages_compute_as_the_settings_say() -> None:
-    assert parse().stage_options == StageOptions(token_sharding=True, functions="auto", sp_overlap=True)
+    assert parse().stage_options == StageOptions(token_sharding=True, functions="auto", sp_overlap=True, tiles=True)
     asked = parse(activation_checkpointing=True, fast_paths=["recompute_mlp"]).stage_options
     assert asked == StageOptions(activation_checkpointing=True, functions="recompute")
 
@@ -120,6 +120,8 @@ def test_no_block_means_plain_deepspeed() -> None:
         ({"reorder_steps": 3}, ["hydra.reorder_steps", "from 1 to 2"]),
         ({"total_steps": 0}, ["hydra.total_steps", "from 1"]),
         ({"context_length": 1}, ["hydra.context_length", "1"]),
+        ({"offload": "activations"}, ["hydra.offload", "a list of activations"]),
+        ({"offload": ["optimizers"]}, ["hydra.offload[0]", "optimizers"]),
         ({"activation_checkpointing": 1}, ["hydra.activation_checkpointing", "true or false"]),
         ({"fast_paths": "on"}, ["hydra.fast_paths", '"auto", "off" or a list of functions']),
         ({"fast_paths": ["function"]}, ["hydra.fast_paths[0]", "mean 'functions'"]),
@@ -437,7 +439,7 @@ def test_any_json_parses_or_is_refused_as_config_error(block: dict[str, Any], re
 # --- How stages compute: every option changes a job's fingerprint, is a setting, and may be given up alone.
 JOB = JobFingerprint("1234", "cpu", "float32", "per_sequence_sdpa", num_ranks=4, versions=(("torch", "2"),))
 TABLE = CostTable((SchemeCost(ParallelScheme(), 1e-6, 0.1, 1.0, 1000),), "here")
-SETTINGS = dict.fromkeys(StageOptions.paths(), "fast_paths")
+SETTINGS = dict.fromkeys(StageOptions.paths(), "fast_paths") | {"host_activations": "offload"}
 NAMES = [one.name for one in fields(StageOptions)]
 
 
@@ -449,13 +451,14 @@ def on(name: str, options: StageOptions = AS_WRITTEN) -> StageOptions:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_option_changes_the_fingerprint(name: str, tmp_path: Path) -> None:
-    job = replace(JOB, stages=on(name))
+    base = StageOptions(activation_checkpointing=name == "tiles")  # tiles are of layers that are computed again
+    job = replace(JOB, stages=on(name, base))
     TableFile(TABLE, job).save(tmp_path / "t.json")
     found = read_table_file(tmp_path / "t.json")
     assert found.job == job
     setting = SETTINGS.get(name, name)
     with pytest.raises(ConfigError, match=rf"{name}: .* \(profile with the same hydra\.{setting}\)") as error:
-        check_job(found, JOB, "t.json")
+        check_job(found, replace(JOB, stages=base), "t.json")
     assert str(error.value).count("the table has") == 1
 
 
@@ -465,13 +468,15 @@ def test_every_option_is_a_setting(name: str) -> None:
         found = parse_config({"hydra": {"tokens_per_step": 1, **settings}})
         assert found is not None
         made = found.hydra.stage_options
-        assert StageOptions.of_settings(made.activation_checkpointing, made.as_paths()) == made
+        own = made.activation_checkpointing, made.as_paths(), made.host_activations
+        assert StageOptions.of_settings(*own) == made
         return made
 
     assert parsed(fast_paths="off") == AS_WRITTEN
-    assert parsed(fast_paths="auto") == parsed() == StageOptions(False, "auto", True, True)
-    asked = {name: True} if name == "activation_checkpointing" else {}
-    assert parsed(fast_paths=list(on(name).as_paths()), **asked) == on(name)
+    assert parsed(fast_paths="auto") == parsed() == StageOptions(False, "auto", True, True, True)
+    asked: dict[str, Any] = {"activation_checkpointing": {name: True}, "host_activations": {"offload": ["activations"]}}
+    expected = replace(on(name), activation_checkpointing=name in asked)
+    assert parsed(fast_paths=list(on(name).as_paths()), **asked.get(name, {})) == expected
     assert parsed(fast_paths=["recompute_mlp"]) == StageOptions(functions="recompute")
 
 
@@ -504,3 +509,14 @@ def test_fallbacks_give_up_all_and_then_one_at_a_time() -> None:
     ]
     assert on("sp_overlap").fallbacks() == (AS_WRITTEN,)
     assert AS_WRITTEN.fallbacks() == StageOptions(True).fallbacks() == ()
+
+
+def test_deepspeeds_checkpoints_on_the_host_are_taken() -> None:
+    def offloaded(**block: Any) -> tuple[str, ...]:
+        found = parse_config({"activation_checkpointing": block, "hydra": {"tokens_per_step": 1}})
+        assert found is not None
+        assert found.hydra.may_recompute is bool(found.hydra.offload)
+        return found.hydra.offload
+
+    assert offloaded(cpu_checkpointing=True, partition_activations=True) == ("activations",)
+    assert offloaded(cpu_checkpointing=False) == offloaded(partition_activations=True) == ()

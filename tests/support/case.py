@@ -57,13 +57,18 @@ class Case:
     sp_groups: int = 8  # of these, at most
     logits_at_once: int | None = None  # of the head, so that a micro-batch has several blocks of them
     functions: str = "auto"  # in place of the model's own operators
+    tile_rows: int = 0  # of MLPs of layers that are computed again; 0: no tiles
+    fetched: bool = False  # what these layers keep waits on the host
     quick: bool = False  # runs in every test run
     drawn: bool = False  # as a whole: its sequences need not be such that each of its options shows
 
     @property
     def options(self) -> StageOptions:
         """How its stages are to compute."""
-        return StageOptions(self.activation_checkpointing, self.functions, self.token_sharding, self.sp_overlap)
+        tiles = self.tile_rows > 0
+        return StageOptions(
+            self.activation_checkpointing, self.functions, self.token_sharding, self.sp_overlap, tiles, self.fetched
+        )
 
     @property
     def has_tp(self) -> bool:

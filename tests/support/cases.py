@@ -37,6 +37,7 @@ from tests.support.families import (
     LAYER_LIST,
     OTHER_SIZES,
 )
+from tests.support.long_cases import long_contexts
 from tests.support.scheduled_cases import in_groups, over_nodes, scheduled, spread, with_sinks
 
 # --- Training cases of kinds of attention: keys and values that come from a latent, windows and chunks over
@@ -326,6 +327,9 @@ UNDER_STRICT = {
     "heads inside nodes, full rows": "blocking connect",
     "heads inside nodes, llama_1_key_head": "lazy one_queue",
     "groups of unequally many heads": "lazy one_queue",
+    "tiles": "blocking connect",
+    "fetched": "lazy one_queue",
+    "fetched, slices": "blocking connect",
 }
 # Of HARD_MODELS, those that draw random numbers in training.
 DRAWING = ("dropout (Phi)", "dropout", "dropout by a function", "noise on what is routed", "random routing")
@@ -566,6 +570,7 @@ CASES: tuple[Case, ...] = (
     *shared_queries(),
     *chunks(),
     *mixed(),
+    *long_contexts(),
 )
 assert len({case.name for case in CASES}) == len(CASES), "every row has a name of its own"
 assert UNDER_STRICT.keys() <= {case.name for case in CASES if case.quick}, "they are rows of every test run"

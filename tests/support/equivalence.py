@@ -19,7 +19,7 @@ from torch import nn
 from ds_hydra import testing
 from ds_hydra.engine import job as jobs
 from ds_hydra.engine.job import model_source
-from ds_hydra.pipe import loss
+from ds_hydra.pipe import loss, tiles
 from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.models.causal_lm import CausalLM
@@ -105,6 +105,7 @@ def config_of(case: Case) -> dict[str, Any]:
             "loss_norm": case.loss_norm,
             "activation_checkpointing": "all" if case.activation_checkpointing else False,
             "fast_paths": case.options.as_paths(),
+            "offload": ["activations"] if case.fetched else [],
             "node_size": case.node_size,
             **(_mixed(case.cluster) if case.cluster else {}),
             "timeout_seconds": 150,  # under the strict transport some ranks are that far behind
@@ -176,18 +177,26 @@ def num_ranks(case: Case) -> int:
 
 def train(rank: int, case: Case, data: Sequence[Sample], strict: Rules | None = None) -> RankRun | None:
     """One rank's whole run, under a strict transport with these rules; rank 0 returns what is compared."""
-    with contextlib.nullcontext() if strict is None else strict_world(strict), _in_blocks(case.logits_at_once):
+    with contextlib.nullcontext() if strict is None else strict_world(strict), _in_blocks(case):
         run = note_training(make_engine(case, data), case.steps, MOMENTS.get(case.optimizer, ()))
         shares = case.has_tp and run.shares_tokens
         return replace(run, shares_tokens=shares) if rank == 0 else None
 
 
 @contextlib.contextmanager
-def _in_blocks(logits_at_once: int | None) -> Iterator[None]:
-    """Within it, heads compute so many logits at once."""
-    if logits_at_once is None:
-        yield
-        return
+def _in_blocks(case: Case) -> Iterator[None]:
+    """Within it, heads compute so many logits at once, and MLPs so many rows."""
+    logits_at_once = case.logits_at_once
+    with tiles.of_rows(case.tile_rows or tiles.TILE_ROWS):
+        if logits_at_once is None:
+            yield
+            return
+        with _logits(logits_at_once):
+            yield
+
+
+@contextlib.contextmanager
+def _logits(logits_at_once: int) -> Iterator[None]:
     with (
         mock.patch.object(loss, "LOGITS_AT_ONCE", logits_at_once),
         mock.patch.object(loss, "HEAD_LOGITS_AT_ONCE", logits_at_once),

@@ -1,0 +1,134 @@
+"""Modules that look at no other token, in tiles of rows: what a layer needs at once for them no longer grows with them.
+
+[Note: tiles]
+The MLP of an 8B model is 3.5 times as wide as what enters it, and its backward holds several tensors of that width. It
+computes each row by itself. So where a layer is computed again in the backward, it runs on some thousand rows at a
+time, forward and backward:
+
+  forward                       out[tile] = mlp(x[tile]) for each tile; nothing is kept
+  backward, layer again         stops where the MLP begins, if nothing that keeps anything follows it
+  backward of the MLP           for each tile: mlp(x[tile]) once more, its backward, dx[tile], and the weights'
+                                gradients are added up
+
+So the MLP is computed as often as without tiles, twice forward: torch's checkpoint ends its second run as soon as all
+that was saved is there again, and the last that is saved is what enters the MLP. What computes it in the backward is
+not in the layer's graph. Ranks that share tokens gather and scatter the rows of a tile alone, so their buffers are
+small, too (Jacob et al. 2025, "Arctic Long Sequence Training", sequence tiling).
+
+Weights' gradients of tiles are added up in FP32 at least and rounded once, as one product over all rows is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_hydra.pipe.contexts import runs_again
+from ds_hydra.pipe.weight_gradients import PackedLinears
+from ds_hydra.pipe.wrappers import wrap
+
+TILE_ROWS = 4096  # of all ranks that share tokens; few launches beside the work, and small beside long rows
+
+
+@contextmanager
+def of_rows(rows: int) -> Iterator[None]:
+    """Within it tiles have so many rows."""
+    global TILE_ROWS
+    before, TILE_ROWS = TILE_ROWS, rows
+    try:
+        yield
+    finally:
+        TILE_ROWS = before
+
+
+def install_tiles(module: nn.Module, packed: Sequence[PackedLinears], shards: int) -> None:
+    """Let a module x (1, T, H) -> (1, T, H) that computes rows by themselves run in tiles where its layer is computed
+    again. `packed`: linear layers of it that are computed as one; `shards`: ranks that share the tokens."""
+    forward: Callable[..., Any] = module.forward
+
+    def leaves() -> Iterator[nn.Parameter]:
+        together = {layer for each in packed if each.weight is not None for layer in each.layers.values()}
+        yield from (each.weight for each in packed if each.weight is not None)
+        for one in module.modules():
+            yield from () if one in together else one.parameters(recurse=False)
+
+    def in_tiles(*args: Any, **kwargs: Any) -> Any:
+        x, rows = args[0] if len(args) == 1 and not kwargs else None, max(1, TILE_ROWS // shards)
+        apart = isinstance(x, Tensor) and x.requires_grad and x.shape[-2] > rows
+        if not (apart and runs_again() and torch.is_grad_enabled()):
+            return forward(*args, **kwargs)
+        trained = [leaf for leaf in leaves() if leaf.requires_grad]
+        return _Tiles.apply(_Keep.apply(x, entered := _Entered()), entered, forward, rows, *trained)
+
+    wrap(module, in_tiles, "in tiles")
+
+
+class _Entered:
+    """What has entered a module, as autograd keeps it."""
+
+    def __init__(self) -> None:
+        self._node: Any = None
+
+    def at(self, node: Any) -> None:
+        self._node = node
+
+    def take(self) -> Tensor:
+        """The rows; in the backward of a layer that is computed again this computes it."""
+        (rows,) = self._node.saved_tensors
+        self._node = None
+        assert isinstance(rows, Tensor), "it was saved"
+        return rows
+
+
+class _Keep(torch.autograd.Function):
+    """Hands rows on, and keeps them: the last that a layer keeps which is computed again up to here."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, entered: _Entered) -> Tensor:
+        ctx.save_for_backward(x)
+        entered.at(ctx)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return dy, None
+
+
+class _Tiles(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, entered: _Entered, module: Callable[[Tensor], Tensor], rows: int, *leaves: nn.Parameter
+    ) -> Tensor:
+        ctx.entered, ctx.module, ctx.rows, ctx.leaves = entered, module, rows, leaves
+        out = torch.empty_like(x)
+        for part, made in zip(x.split(rows, -2), out.split(rows, -2), strict=True):
+            made.copy_(module(part))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, leaves = ctx.entered.take(), ctx.leaves
+        dx = torch.empty_like(x)
+        sums: list[Tensor | None] = [None] * len(leaves)
+        for part, given, made in zip(*(one.split(ctx.rows, -2) for one in (x, dy, dx)), strict=True):
+            entered = part.detach().requires_grad_()
+            with torch.enable_grad():
+                out = ctx.module(entered)
+            found, *of_leaves = torch.autograd.grad(out, (entered, *leaves), given, allow_unused=True)
+            made.copy_(found)
+            sums = [_added(total, new) for total, new in zip(sums, of_leaves, strict=True)]
+        rounded = (None if total is None else total.to(leaf.dtype) for total, leaf in zip(sums, leaves, strict=True))
+        return dx, None, None, None, *rounded
+
+
+def _added(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+    """The sum of gradients, in FP32 at least; None: no gradient so far."""
+    if gradient is None:
+        return total
+    if total is None:  # a bias' may be a view of what came
+        return gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=gradient.dim() < 2)
+    return total.add_(gradient)

@@ -1,0 +1,45 @@
+"""Memory of long contexts on few devices: what is counted of stages with tiles and fetched layers, and the model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ds_hydra.costs.memory import JobMemory
+from ds_hydra.pipe import tiles
+from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.pipe.stage_options import StageOptions
+from ds_hydra.profiling.stage_memory import measure_activations, step_peak
+from ds_hydra.profiling.stage_timer import StageTimer
+
+CPU, TOKENS, LAYERS, VOCABULARY = torch.device("cpu"), 256, 4, 128
+DEGREES, QUICK = ((1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2)), (2, 2, True)
+
+
+def source_of(**options: bool) -> CausalLM:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(hidden_size=128, intermediate_size=448, num_hidden_layers=LAYERS, num_attention_heads=4,
+                         num_key_value_heads=4, vocab_size=VOCABULARY, tie_word_embeddings=False)  # fmt: skip
+    asked = StageOptions(activation_checkpointing=True, functions="auto", token_sharding=True, **options)
+    return CausalLM(LlamaForCausalLM(config), asked)
+
+
+@pytest.mark.parametrize(
+    ("tp", "sp", "fetched"),
+    [
+        pytest.param(*degrees, fetched, marks=[] if (*degrees, fetched) == QUICK else pytest.mark.long)
+        for degrees in DEGREES for fetched in (False, True)
+    ],
+)  # fmt: skip
+def test_predicted_memory_is_what_stages_are_counted_to_hold(tp: int, sp: int, fetched: bool) -> None:
+    source = source_of(tiles=True, host_activations=fetched)
+    with tiles.of_rows(16):
+        kept = measure_activations(source, tp, sp, CPU, torch.float32, TOKENS)
+        timer = StageTimer(source, ParallelScheme(tp, 1, sp), 0, CPU, torch.float32)
+        counted = step_peak(timer, (2 * TOKENS,))
+    memory = JobMemory(source.plan, tp * sp, {(tp, sp): kept}, 4, vocab=VOCABULARY)
+    needs = memory.needs(ParallelScheme(tp, 1, sp), 0)
+    predicted = needs.total(2 * TOKENS) - needs.states
+    assert predicted == pytest.approx(counted, rel=0.05)
