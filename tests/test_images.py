@@ -115,6 +115,7 @@ MUTANTS = {
 }  # fmt: skip
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_fault_shows(name: str) -> None:
     model, kind, broken = MUTANTS[name]

@@ -210,6 +210,7 @@ def test_same_as_one_process(row: Row) -> None:
         assert not differences(found, reference(row))
 
 
+@pytest.mark.drawn
 def test_an_encoder_is_left_alone_in_a_step_without_images() -> None:
     """Broken, it decays: the comparison sees that."""
     row = Row("decay", "llava", ("tp1",), 1, (MIXED[:1], NONE[:1]))
