@@ -53,7 +53,7 @@ CAPABILITIES: Mapping[str, Capability] = {
     ),
     # Image-text models train on pixels: tower, projector and text.
     "images": Capability(
-        "ds_hydra/images/*.py tests/test_images.py tests/gloo/test_images.py tests/support/image_*.py "
+        "ds_hydra/images/*.py tests/test_image_seam.py tests/gloo/test_images.py tests/support/image_*.py "
         "tools/image_classes.py",
         Lines(1750, 800, 90),
         apart=True,
