@@ -8,6 +8,7 @@ positions go to all of its stages.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from ds_hydra.plan.step_plan import StepPlan
     from ds_hydra.step.update import Update
 
+logger = logging.getLogger(__name__)
+
 _TYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64,
                                           torch.int32, torch.uint8, torch.bool)}  # fmt: skip
 
@@ -42,6 +45,7 @@ class ImageExchange:
         assert isinstance(source, ImageText), "the job trains images"
         self._crew, self._source = crew, source
         self._some = False  # whether a part of the coming update has images
+        self._told = False
 
     def read(self, handed: Any, limits: Limits, *, first: int, check: ItemCheck, fields: Reads | None) -> Share:
         """As `read_share`, of items that may have images."""
@@ -133,6 +137,13 @@ class ImageExchange:
         self._some = some or (self._some and bool(self._crew.waiting))
         unread = self._source.plan.unread
         update.unread = unread - self._source.encoder if self._some else unread
+        counts = any("step" in state for state in update.optimizer.state.values())
+        if counts and not self._some and not self._told and self._crew.world.rank == 0:
+            self._told = True
+            logger.warning(
+                "no sequence of this step has an image: its encoder is left alone, but the optimizer counts the step "
+                "for all parameters together, where in plain training it counts for the others alone (told once)"
+            )
 
 
 def _encoders(plan: StepPlan, strategies: Sequence[Strategy]) -> list[set[int]]:
