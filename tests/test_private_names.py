@@ -81,7 +81,7 @@ def holders() -> list[Any]:
     return [torch, deepspeed, torch._C, torch._C._autograd, torch.ops.aten, torch.autograd.Variable,
             torch.distributed.distributed_c10d,
             torch.distributed.ProcessGroup, options, torch.nn.Linear(1, 1), parameter, argparse.ArgumentParser(),
-            LlamaConfig(), PreTrainedModel, Trainer, DeepSpeedEngine, dataset,
+            LlamaConfig(), torch.compile(torch.nn.Linear(1, 1)), PreTrainedModel, Trainer, DeepSpeedEngine, dataset,
             dataset.to_iterable_dataset()]  # fmt: skip
 
 

@@ -156,13 +156,14 @@ def one_norm(model: Any) -> None:
 
 
 HIDDEN = 64  # features of the models here
+ONE_BY_ONE = "modules in which tokens meet, each run for a sequence at a time"
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "a vector learnt for each place in the row": (of_kind(Placing, places=(1024, HIDDEN)), "which tokens it meets"),
-    "a factor of the row's length": (of_kind(ByLength), "a token sees other tokens"),
+    "a vector learnt for each place in the row": (of_kind(Placing, places=(1024, HIDDEN)), ONE_BY_ONE),
+    "a factor of the row's length": (of_kind(ByLength), ONE_BY_ONE),
     "a layer that is left early": (of_kind(Leaving), "decides by the values of the tokens (__bool__)"),
-    "a norm over tokens": (lambda model: setattr(first_norm(model), "__class__", OverTokens), "sees other tokens"),
-    "a convolution": (of_kind(Convolved, kernel=(HIDDEN, 1, 3)), "a token sees other tokens"),
-    "a norm that looks at other tokens": (shifted, "a token sees other tokens"),
+    "a norm over tokens": (lambda model: setattr(first_norm(model), "__class__", OverTokens), ONE_BY_ONE),
+    "a convolution": (of_kind(Convolved, kernel=(HIDDEN, 1, 3)), ONE_BY_ONE),
+    "a norm that looks at other tokens": (shifted, ONE_BY_ONE),
     "positions outside of attention": (placed, "shared tokens fails"),
     "a block's input read beside its layers": (peeks, "reads what enters a block beside"),
     "a layer's input changed by a hook": (scaled_inside, "reads what enters a block beside"),

@@ -138,7 +138,7 @@ _COMMUNICATION = ("torch.distributed.distributed_c10d", "torch.distributed._func
                   "deepspeed.comm")  # fmt: skip
 _LAYER_COUNTS = ("num_hidden_layers", "decoder_layers", "num_decoder_layers", "num_layers", "num_blocks")
 _GROUPED_ALIGNMENT = 16  # bytes
-_MIXING = (nn.modules.conv._ConvNd, nn.RNNBase, nn.MultiheadAttention)
+_MIXING = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.RNNBase, nn.MultiheadAttention)
 _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", CHUNKED})
 
 

@@ -59,8 +59,8 @@ def test_packs_are_tried_with_the_self_check_off(edit: str, state: str) -> None:
 
 
 def test_what_trains_otherwise_is_told_from_what_is_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nothing is tried the engine trains a model whose packed sequences see each other."""
+    """Where nothing is tried the engine trains a model that counts tokens over a pack."""
     monkeypatch.setattr(checked, "unproven", lambda model: ())
-    found = try_edit(Trial("look back 2 tokens", late=False, strategies=("2*tp1",), slices=False), check="off")
+    found = try_edit(Trial("count token 3", late=False, strategies=("2*tp1",), slices=False), check="off")
     assert found.state == "silent"
     assert found.apart > 1e-3
