@@ -32,6 +32,10 @@ from ds_hydra.pipe.stage import StagePlace
 from ds_hydra.plan.step_plan import Span
 from ds_hydra.zero_hetero.errors import ConfigError
 
+TOGETHER = (
+    "give the tokens and the images that one call of the processor returns, and none of them truncated "
+    "(hydra.too_long, max_length)"
+)
 Columns = Mapping[str, Tensor]
 """What an encoder takes, by the names of its arguments."""
 
@@ -162,8 +166,7 @@ def check_rows(images: Images, input_ids: Int64Array, place: str) -> None:
     if placeholders != rows:
         raise ConfigError(
             f"{place} has {placeholders} tokens {images.token}, which stand for rows of images, but images of {rows} "
-            "rows: give the tokens and the images that one call of the processor returns, and none of them truncated "
-            "(hydra.too_long, max_length)"
+            f"rows: {TOGETHER}"
         )
 
 

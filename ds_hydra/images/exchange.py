@@ -137,8 +137,7 @@ class ImageExchange:
         self._some = some or (self._some and bool(self._crew.waiting))
         unread = self._source.plan.unread
         update.unread = unread - self._source.encoder if self._some else unread
-        counts = any("step" in state for state in update.optimizer.state.values())
-        if counts and not self._some and not self._told and self._crew.world.rank == 0:
+        if not self._some and not self._told and self._crew.world.rank == 0 and update.counts_steps:
             self._told = True
             logger.warning(
                 "no sequence of this step has an image: its encoder is left alone, but the optimizer counts the step "

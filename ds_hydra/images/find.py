@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ds_hydra.images.content import Columns, together
-from ds_hydra.images.seam import COUNT, ENCODE, FORMS, GIVEN, Seam, arguments, encoder_of, leaves_of, numbered
+from ds_hydra.images.seam import COUNT, ENCODE, FORMS, GIVEN, Seam, arguments, encoded, encoder_of, leaves_of, numbered
 from ds_hydra.images.small import Maker, makers, placeholder, small_model
 from ds_hydra.pipe.models.meta_copy import copy_to_meta
 from ds_hydra.pipe.models.refusals import failing, find_layers
@@ -335,8 +335,7 @@ def rows_of_one(model: Any, seam: Seam) -> int:
             dtype = next(parameter.dtype for parameter in copied.parameters())
             columns = {n: c.to("meta", dtype if c.is_floating_point() else None) for n, c in maker.make(0).items()}
             with torch.device("meta"), torch.no_grad():
-                encode = getattr(copied.get_submodule(seam.owner), ENCODE)
-                return len(leaves_of(encode(**columns, return_dict=True))[0])
+                return len(encoded(copied, seam, columns)[0])
         except Exception as error:  # of an encoder that looks at its pixels
             logger.debug("rows of an image are not known before: %s", failing(error))
     return 0

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ds_hydra.data.columns import as_array
 from ds_hydra.data.sequences import items_of
-from ds_hydra.images.content import Columns, Unit
+from ds_hydra.images.content import TOGETHER, Columns, Unit
 from ds_hydra.images.seam import Seam
 from ds_hydra.zero_hetero.errors import ConfigError
 
@@ -151,8 +151,7 @@ def _told(where: str, tokens: int, images: int, seam: Seam, rows: int = 0) -> st
     of = f" of {rows or images * seam.per_row} rows" if rows or seam.per_row else ""
     return (
         f"{where} of the data: {tokens} tokens {seam.token} stand for rows of images, but there are {images} images"
-        f"{of}: give the tokens and the images that one call of the processor returns, and none of them truncated "
-        "(hydra.too_long, max_length)"
+        f"{of}: {TOGETHER}"
     )
 
 

@@ -274,6 +274,11 @@ class Update:
         """The rank's masters and those of its copy, each with its optimizer."""
         return [(self._masters, self.optimizer)] + ([] if self.copy is None else [self.copy.side(self.optimizer)])
 
+    @property
+    def counts_steps(self) -> bool:
+        """Whether the optimizer has made steps and counts them, one number for all parameters of a group."""
+        return any("step" in state for state in self.optimizer.state.values())
+
     def _idle(self, masters: MasterShards) -> set[str]:
         """Parameters that nothing learnt goes through, of which these masters have a part without a gradient."""
         unread = (piece for piece in masters.pieces() if piece.name in self.unread) if self.unread else ()

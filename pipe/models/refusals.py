@@ -26,9 +26,9 @@ from ds_hydra.pipe.models.state import held_by
 from ds_hydra.pipe.models.whose_code import (
     HOOKS,
     called_by,
-    file_of,
     globals_of,
     is_of_package,
+    is_own_class,
     names_of,
     own_code,
     own_functions,
@@ -107,7 +107,7 @@ def _spans(model: nn.Module) -> Iterator[_Span]:
 def _held(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """What stands beside parameters and buffers: in attributes and hooks, in scripts' classes, and in what these, their
     methods and the functions that are called there close over or read as globals."""
-    kinds = {kind for module in model.modules() for kind in type(module).__mro__ if not is_of_package(file_of(kind))}
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__ if is_own_class(kind)}
     of_kinds = [(f"{kind.__qualname__}.{key}", value) for kind in kinds for key, value in vars(kind).items()]
     for name, value in [*held_by(model), *sorted(of_kinds, key=lambda one: one[0])]:
         for held in (value, *own_functions(value)):

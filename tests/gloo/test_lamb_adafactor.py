@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -18,13 +18,14 @@ from ds_hydra.checkpoint.universal import from_universal, to_universal
 from ds_hydra.hugging_face import HydraTrainer
 from ds_hydra.matrices.sums import Sums
 from ds_hydra.testing import rank_environment, run_ranks
-from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError
+from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.case import FLOAT32, Case
 from tests.support.equivalence import compare
-from tests.support.small_job import same, small_config, small_engine, small_model, whole_state
+from tests.support.small_job import same, small_config, small_model
 from tests.support.strict import Rules
 from tests.support.sum_cases import CASES
 from tests.support.trainers import config, logged, settings, trainer_of
+from tests.support.whole_jobs import skipping, trained
 
 QUICK = [case.shortened() for case in CASES if case.quick]
 
@@ -54,24 +55,6 @@ LAMB = {"type": "Lamb", "params": {"lr": 1e-2}}
 FACTORED = {"type": "Adafactor", "params": {"lr": 1e-2}}
 
 
-def trained(rank: int, folder: Path, optimizer: Any, steps: int, load: str = "") -> Any:
-    """The state after so many steps, which is saved, and what a refused checkpoint says."""
-    engine, said = small_engine(rank, optimizer=optimizer), ""
-    if load:
-        try:
-            engine.load_checkpoint(str(folder), load)
-        except CheckpointError as error:
-            said = str(error)
-    for _ in range(steps):
-        engine.train_batch()
-    if steps:
-        engine.save_checkpoint(str(folder), f"of{engine.global_steps}")
-        engine.wait_for_checkpoint()
-    state = whole_state(engine)
-    engine.destroy()
-    return state, said
-
-
 @pytest.mark.parametrize("optimizer", [LAMB, FACTORED], ids=["LAMB", "Adafactor"])
 def test_a_job_goes_on_from_its_checkpoint_to_the_bit_and_another_optimizers_is_refused(
     optimizer: Any, tmp_path: Path
@@ -95,21 +78,8 @@ def test_a_job_goes_on_from_its_checkpoint_to_the_bit_and_another_optimizers_is_
 
 
 def test_a_skipped_step_leaves_states_as_they_are() -> None:
-    def skipped(rank: int) -> tuple[bool, bool, bool]:
-        engine = small_engine(rank, optimizer=FACTORED)
-        engine.train_batch()
-        before = whole_state(engine)
-        with mock.patch.object(Sums, "run", side_effect=AssertionError("nothing is added up")):
-            infinite = torch.tensor(float("inf"), dtype=torch.float64)
-            with mock.patch("ds_hydra.step.update.norm_of", return_value=infinite):
-                engine.train_batch()
-        unchanged, was = same(before, whole_state(engine)), engine.last_step.skipped
-        engine.train_batch()
-        moved = not same(before, whole_state(engine))
-        engine.destroy()
-        return was, unchanged, moved
-
-    assert run_ranks(skipped, 2, timeout=120) == [(True, True, True)] * 2
+    for found in run_ranks(partial(skipping, exchange=Sums, optimizer=FACTORED), 2, timeout=120):
+        assert found[:3] == (True, True, True)
 
 
 def by_trainer(rank: int, folder: Path, kind: Any, num_ranks: int) -> Any:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import deepspeed
 import pytest
@@ -16,12 +16,12 @@ import ds_hydra.engine.engine  # (before forking: the ranks share it)
 from ds_hydra.checkpoint.universal import from_universal, to_universal
 from ds_hydra.matrices.exchange import Exchange
 from ds_hydra.testing import rank_environment, run_ranks
-from ds_hydra.zero_hetero.errors import CheckpointError
 from tests.support.case import FLOAT32, Case
 from tests.support.equivalence import compare
 from tests.support.muon_cases import CASES, block, iterating_in
-from tests.support.small_job import same, small_engine, small_model, whole_state
+from tests.support.small_job import same, small_engine, small_model
 from tests.support.strict import Rules
+from tests.support.whole_jobs import skipping, trained
 
 QUICK = [case.shortened() for case in CASES if case.quick]
 
@@ -76,41 +76,9 @@ def test_each_matrix_is_orthogonalized_once_a_step() -> None:
 
 
 def test_a_skipped_step_leaves_momentum_as_it_is() -> None:
-    def skipped(rank: int) -> tuple[bool, bool, bool]:
-        engine = small_engine(rank, **MUON)
-        engine.train_batch()
-        before = whole_state(engine)
-        assert any(value.any() for name, value in before.items() if name.endswith("momentum_buffer"))
-        with mock.patch.object(Exchange, "run", side_effect=AssertionError("nothing is exchanged")):
-            infinite = torch.tensor(float("inf"), dtype=torch.float64)
-            with mock.patch("ds_hydra.step.update.norm_of", return_value=infinite):
-                engine.train_batch()
-        unchanged = same(before, whole_state(engine))
-        was = engine.last_step.skipped
-        engine.train_batch()
-        moved = not same(before, whole_state(engine))
-        engine.destroy()
-        return was, unchanged, moved
-
-    assert run_ranks(skipped, 2, timeout=120) == [(True, True, True)] * 2
-
-
-def trained(rank: int, folder: Path, optimizer: Any, steps: int, load: str = "") -> Any:
-    engine = small_engine(rank, optimizer=optimizer)
-    said = ""
-    if load:
-        try:
-            engine.load_checkpoint(str(folder), load)
-        except CheckpointError as error:
-            said = str(error)
-    for _ in range(steps):
-        engine.train_batch()
-    if steps:
-        engine.save_checkpoint(str(folder), f"of{steps}")
-        engine.wait_for_checkpoint()
-    state = whole_state(engine)
-    engine.destroy()
-    return state, said
+    for found in run_ranks(partial(skipping, exchange=Exchange, optimizer=MUON["optimizer"]), 2, timeout=120):
+        assert any(value.any() for name, value in found.before.items() if name.endswith("momentum_buffer"))
+        assert found[:3] == (True, True, True)
 
 
 def test_a_checkpoint_is_of_muon_or_refused_and_goes_through_the_universal_form(tmp_path: Path) -> None:
