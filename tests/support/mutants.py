@@ -164,16 +164,17 @@ def biases_of_the_head_are_whole() -> Any:
 
 
 def heads_see_no_tokens() -> Any:
-    def head(self: Any, below: Any, input_ids: Tensor) -> Tensor:
-        object.__setattr__(self._given, "value", below)
-        self._above._modules[self._body_name] = self._given
-        try:
-            logits: Tensor = self.module(use_cache=False).logits
-        finally:
-            self._above._modules[self._body_name] = self._body
-        return logits
+    before = cut.Above.__call__
 
-    return mock.patch.object(causal_stage.CausalStage, "_head", head)
+    def head(self: Any, below: Any, input_ids: Tensor) -> Tensor:
+        model = self._model
+        self._model = lambda **_: model(use_cache=False)
+        try:
+            return before(self, below, input_ids)
+        finally:
+            self._model = model
+
+    return mock.patch.object(cut.Above, "__call__", head)
 
 
 def stages_are_rebuilt_from_the_config() -> Any:
