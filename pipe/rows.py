@@ -83,6 +83,13 @@ class Reach(NamedTuple):
 ALL = Reach()
 
 
+class Seen(NamedTuple):
+    """Tokens that see each other in both directions, as those of an image may [Note: spans]."""
+
+    spans: tuple[tuple[int, int], ...]  # [start, stop) of each, in the whole row
+    layers: frozenset[str]  # the layer types in which they do; "": of layers that have none
+
+
 TEMPERATURE = "temperature"  # by which the logits are divided
 NUM_TARGETS = "num_targets"  # of the token's sequence; every step of log-probabilities has it
 SEQUENCE = "sequence"  # its number among those that a rank has handed in; losses that mix tokens have it
@@ -207,6 +214,7 @@ class Pack:
     overlap: Overlap = AT_ONCE
     near: int = 0  # sequence parallel ranks of each node, where nodes have as many [Note: heads inside a node]
     frugal: bool = False  # whether the memory for it was planned without keys of other nodes, or for slices
+    seen: Seen | None = None  # of a row that has images, whole
     tokens: tuple[int, ...] = field(init=False)  # tokens per sequence parallel rank
 
     def __post_init__(self) -> None:
@@ -214,6 +222,8 @@ class Pack:
             assert chunk.stop - chunk.start == self.lengths[0], f"tokens {chunk.start}..{chunk.stop} of {self.lengths}"
         # Derived once: every layer of every micro-batch asks for it.
         object.__setattr__(self, "tokens", split_tokens(sum(self.lengths), self.sp))
+        if self.seen is not None:  # ranks that share the queries of a head do not have the keys behind them
+            object.__setattr__(self, "near", 0)
 
     @property
     def past(self) -> int:

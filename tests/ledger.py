@@ -53,9 +53,10 @@ CAPABILITIES: Mapping[str, Capability] = {
     ),
     # Image-text models train on pixels: tower, projector and text.
     "images": Capability(
-        "ds_hydra/images/*.py tests/test_image_seam.py tests/gloo/test_images.py tests/support/image_*.py "
+        "ds_hydra/images/*.py tests/test_image_seam.py tests/pure/test_spans.py tests/gloo/test_images.py "
+        "tests/support/image_*.py "
         "tools/image_classes.py",
-        Lines(1750, 800, 90),
+        Lines(1800, 900, 120),
         apart=True,
     ),
     # What a script reads of a batch before its step, and trains on what it makes of it.
@@ -114,7 +115,7 @@ CAPABILITIES: Mapping[str, Capability] = {
         apart=True,
     ),
 }
-CORE = Lines(65232, 44928, 9200)
+CORE = Lines(65340, 44945, 9200)
 # Of each kind: the files that hold one. Another of a kind needs a reason; one less is welcome.
 MECHANISMS: Mapping[str, str] = {
     "nets on what a script does to its model": (

@@ -17,17 +17,18 @@ A row of a pack counts its placeholders through, over all of its sequences.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ds_hydra.data.columns import Int64Array
 from ds_hydra.data.tokens import TokenSequence
-from ds_hydra.pipe.rows import MicroBatch
+from ds_hydra.pipe.rows import MicroBatch, Seen
 from ds_hydra.pipe.stage import StagePlace
 from ds_hydra.plan.step_plan import Span
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -59,6 +60,7 @@ class Images(NamedTuple):
     token: int  # id of the placeholders
     units: tuple[Unit, ...] = ()
     positions: Tensor | None = None  # (axes, tokens), where the model counts them on several axes
+    seen: frozenset[str] = frozenset()  # layer types in which tokens of an image see each other
 
     def attach(
         self, batch: MicroBatch, spans: Sequence[Span], sequences: Sequence[TokenSequence], place: StagePlace
@@ -66,7 +68,7 @@ class Images(NamedTuple):
         """A micro-batch with the images of its row, which has these spans of these sequences."""
         if not any(sequence.images.units for sequence in sequences):
             return batch
-        return _Row(batch, tuple(zip(spans, sequences, strict=True)), self.token).shown(place)
+        return _Row(batch, tuple(zip(spans, sequences, strict=True)), self).shown(place)
 
 
 class ShownUnit(NamedTuple):
@@ -101,14 +103,14 @@ class _Row(NamedTuple):
 
     batch: MicroBatch
     parts: tuple[tuple[Span, TokenSequence], ...]
-    token: int
+    kind: Images  # of any of its sequences
 
     def shown(self, place: StagePlace) -> ImageBatch:
         pack = self.batch.pack
         start, stop = pack.local
         marks = np.zeros(pack.num_tokens, dtype=np.bool_)
         tokens = np.concatenate([sequence.input_ids[span.start : span.stop] for span, sequence in self.parts])
-        marks[: len(tokens)] = tokens == self.token
+        marks[: len(tokens)] = tokens == self.kind.token
         rows = int(marks.sum())
         first = int(marks[:start].sum())
         places = torch.from_numpy(np.flatnonzero(marks[start:stop]))
@@ -117,12 +119,14 @@ class _Row(NamedTuple):
         units = _dealt(list(self._units()), place.stage.tp * place.stage.sp)
         shown = Shown(units, rows, (first, first + len(places)), places, local)
         given = {name: getattr(self.batch, name) for name in self.batch.__dataclass_fields__}
+        if self.kind.seen:
+            given["pack"] = replace(pack, seen=Seen(_runs(marks, pack.offsets), self.kind.seen))
         return ImageBatch(**given, shown=shown)
 
     def _units(self) -> Iterator[ShownUnit]:
         at = 0
         for span, sequence in self.parts:
-            marks = sequence.input_ids == self.token
+            marks = sequence.input_ids == self.kind.token
             before, held = int(marks[: span.start].sum()), int(marks[span.start : span.stop].sum())
             for unit in sequence.images.units:
                 start, stop = max(unit.first, before), min(unit.first + unit.rows, before + held)
@@ -142,6 +146,17 @@ class _Row(NamedTuple):
             numbers = torch.arange(len(sequence.input_ids)).expand(axes, -1) if own is None else own
             found[:, begin : begin + span.stop - span.start] = numbers[:, span.start : span.stop]
         return found
+
+
+def _runs(marks: NDArray[np.bool_], offsets: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Intervals of marked tokens (tokens,) that stand side by side in one sequence of a row."""
+    begins = np.zeros(len(marks) + 1, dtype=np.bool_)
+    begins[[*offsets]] = True
+    after = np.concatenate((marks, [False]))
+    before = np.concatenate(([False], marks))
+    starts = np.flatnonzero(after & (~before | begins))
+    stops = np.flatnonzero(before & (~after | begins))
+    return tuple(zip(starts.tolist(), stops.tolist(), strict=True))
 
 
 def _dealt(units: Sequence[ShownUnit], ranks: int) -> tuple[ShownUnit, ...]:

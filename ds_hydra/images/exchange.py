@@ -18,7 +18,7 @@ from torch import Tensor
 from ds_hydra.data.sequences import Share, read_share
 from ds_hydra.data.tokens import LeftOut, Limits, Reads, TokenSequence
 from ds_hydra.images.content import Images, Unit, check_rows, together
-from ds_hydra.images.seam import numbered
+from ds_hydra.images.seam import Seam, numbered
 from ds_hydra.images.source import ImageText
 from ds_hydra.images.units import taken
 from ds_hydra.pipe.placement import Strategy
@@ -77,7 +77,7 @@ class ImageExchange:
             tokens = torch.from_numpy(sequence.input_ids)
             seam, columns = self._source.seam, together([unit.columns for unit in units], self._source.seam.layout)
             positions = numbered(self._crew.job.model, seam, tokens, columns) if units else None
-            images = Images(seam.token, tuple(_typed(u, self._crew.job.types.compute) for u in units), positions)
+            images = seam.images([_typed(u, self._crew.job.types.compute) for u in units], positions)
             check_rows(images, sequence.input_ids, place)
             sequences.append(sequence._replace(images=images))
         return share._replace(sequences=tuple(sequences))
@@ -122,9 +122,9 @@ class ImageExchange:
                 pixels = channel.rank in encoding[position]
                 size = _size(described[position], pixels=pixels)
                 part = data[begin : begin + size]
-                found[position] = _images(described[position], part, self._source.seam.token, pixels=pixels)
+                found[position] = _images(described[position], part, self._source.seam, pixels=pixels)
                 begin += size
-        none = Images(self._source.seam.token)
+        none = self._source.seam.images()
         places = {number: position for position, number in enumerate(plan.sequence_ids)}
         shown = {
             number: sequence._replace(images=found.get(places[number], none))
@@ -188,7 +188,7 @@ def _parcel(parts: Sequence[Tensor]) -> Tensor:
     return torch.nn.functional.pad(data, (0, -len(data) % 8)).view(torch.int64)
 
 
-def _images(described: Sequence[Any], data: Tensor, token: int, *, pixels: bool) -> Images:
+def _images(described: Sequence[Any], data: Tensor, seam: Seam, *, pixels: bool) -> Images:
     units, shape = described
     begin = 0
 
@@ -203,4 +203,4 @@ def _images(described: Sequence[Any], data: Tensor, token: int, *, pixels: bool)
         Unit({n: next_of(size, _TYPES[dtype]) for n, (size, dtype) in columns.items()} if pixels else {}, first, rows)
         for first, rows, columns in units
     ]
-    return Images(token, tuple(made), positions)
+    return seam.images(made, positions)

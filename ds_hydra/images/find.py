@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ds_hydra.images.content import Columns, together
 from ds_hydra.images.seam import COUNT, ENCODE, FORMS, GIVEN, Seam, arguments, encoded, encoder_of, leaves_of, numbered
 from ds_hydra.images.small import Maker, makers, placeholder, small_model
+from ds_hydra.pipe.attention.interface import layer_type
 from ds_hydra.pipe.models.meta_copy import copy_to_meta
 from ds_hydra.pipe.models.refusals import failing, find_layers
 from ds_hydra.self_check.precision import doubled
@@ -51,8 +52,7 @@ class Subject:
         seam = self._formed()
         leaves = self._leaves(self.samples[0])
         self._refuse_draws()
-        self._refuse_spans(seam, leaves)
-        seam = replace(seam, deepest=self._deepest(seam, leaves))
+        seam = replace(seam, seen=self._seen(seam, leaves), deepest=self._deepest(seam, leaves))
         self.loss, self.gradients = self._learnt(self.samples)
         self.seam = self._rooted(seam)
 
@@ -199,22 +199,25 @@ class Subject:
         if any(apart(first, second) > 0 for first, second in zip(one, other, strict=True)):
             raise self.refusal("its encoder draws random numbers in training: set its dropout to 0 in the config")
 
-    def _refuse_spans(self, seam: Seam, leaves: Sequence[Tensor]) -> None:
-        """Tokens of an image may see those behind them: a change of its last row then shows before that."""
-        sample = self.samples[0]
-        last = sample.rows[0] - 1
-        marks = torch.eq(sample.tokens, self.token).nonzero().flatten()
-        changed = leaves[0].clone()
-        changed[last] += changed.abs().max()
-        with torch.no_grad():
-            before, after = (self._with_rows(seam, [one, *leaves[1:]]) for one in (leaves[0], changed))
-        moved = ((before - after).abs().amax(-1) > NEAR * float(before.abs().max())).nonzero().flatten()
-        if len(moved) and int(moved[0]) < int(marks[last]):
-            what = "of one image" if int(moved[0]) >= int(marks[0]) else "before the answer"
-            raise self.refusal(
-                f"the tokens {what} see each other in both directions (a change of an image's row {last} shows at "
-                f"token {int(moved[0])}, its own is {int(marks[last])}), and stages attend causally"
-            )
+    def _seen(self, seam: Seam, leaves: Sequence[Tensor]) -> frozenset[str]:
+        """The types of layers in which tokens of an image see those behind them: the first of an image has a gradient
+        of its last then. ConfigError where others see what is behind them."""
+        layers: Any = self.model.get_submodule(find_layers(self.model))
+        marks = torch.eq(self.samples[0].tokens, self.token).nonzero().flatten().tolist()
+        first, last = marks[0], marks[self.samples[0].rows[0] - 1]
+        with _cut_at(layers) as values:
+            self._with_rows(seam, [leaf.detach().requires_grad_() for leaf in leaves])
+        found, inputs = set[str](), dict[int, Tensor]()
+        for index, value, entered in values:
+            if index not in inputs:
+                inputs[index] = entered
+                continue
+            sees = [_seen_by(at, value, inputs[index]) for at in (0, first)]
+            if sees[0] > 0 or sees[1] > last:
+                raise self.refusal("tokens before an answer see those behind them, and stages attend causally")
+            if sees[1] > first:
+                found.add(_type_of(layers[index]))
+        return frozenset(found)
 
     def _deepest(self, seam: Seam, leaves: Sequence[Tensor]) -> tuple[int, ...]:
         """The last layer that each leaf enters, before it or in it: hidden states are cut at each, so that what a leaf
@@ -222,9 +225,10 @@ class Subject:
         layers: Any = self.model.get_submodule(find_layers(self.model))
         given = [leaf.detach().requires_grad_() for leaf in leaves]
         with _cut_at(layers) as values:
-            values.append((len(layers) - 1, self._with_rows(seam, given)))
+            out = self._with_rows(seam, given)
+        values.append((len(layers) - 1, out, out))
         deepest = [0] * len(given)
-        for index, value in values:
+        for index, value, _ in values:
             if not value.requires_grad:
                 continue
             found = torch.autograd.grad(value.sum(), given, allow_unused=True, retain_graph=True)
@@ -258,13 +262,16 @@ class Subject:
 
 
 @contextmanager
-def _cut_at(layers: Sequence[nn.Module]) -> Iterator[list[tuple[int, Tensor]]]:
-    """Within it what enters and leaves each layer is noted with its number, and goes on without its graph."""
-    noted: list[tuple[int, Tensor]] = []
+def _cut_at(layers: Sequence[nn.Module]) -> Iterator[list[tuple[int, Tensor, Tensor]]]:
+    """Within it what enters and leaves each layer is noted with its number, and goes on without its graph: as what
+    is noted behind it."""
+    noted: list[tuple[int, Tensor, Tensor]] = []
 
     def cut(index: int, hidden: Tensor) -> Tensor:
-        noted.append((index, hidden))
-        return hidden.detach().requires_grad_()
+        if not torch.is_grad_enabled():
+            return hidden
+        noted.append((index, hidden, hidden.detach().requires_grad_()))
+        return noted[-1][-1]
 
     def enter(index: int) -> Callable[..., Any]:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -287,6 +294,18 @@ def _cut_at(layers: Sequence[nn.Module]) -> Iterator[list[tuple[int, Tensor]]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _seen_by(token: int, out: Tensor, entered: Tensor) -> int:
+    """The last token that one sees in a layer, by what entered it and its output, (1, tokens, features)."""
+    gradient = torch.autograd.grad(out[0, token].sum(), entered, retain_graph=True)[0][0].abs().amax(-1)
+    return int((gradient > NEAR * gradient.max()).nonzero().max())
+
+
+def _type_of(layer: nn.Module) -> str:
+    """Of which type the model's config says that a layer is."""
+    attends = (module for module in layer.modules() if hasattr(module, "layer_idx") and hasattr(module, "config"))
+    return next((layer_type(module) for module in attends), "")
 
 
 def _outermost(wanted: set[str], others: set[str]) -> list[str]:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_hydra.images.content import Columns
+from ds_hydra.images.content import Columns, Images, Unit
 
 ENCODE = "get_image_features"  # what transformers' models call it
 COUNT = "get_rope_index"  # by which those that number tokens on several axes do it
@@ -52,10 +52,15 @@ class Seam:
     axes: int  # on which tokens are numbered; 1: as text is
     roots: tuple[str, ...]  # modules and parameters that are used for images alone
     silent: frozenset[str]  # their parameters that have no gradient all the same
+    seen: frozenset[str] = frozenset()  # layer types in which tokens of an image see each other [Note: spans]
 
     def of(self, name: str) -> bool:
         """Whether a parameter is used for images alone."""
         return any(name == root or name.startswith(f"{root}.") for root in self.roots)
+
+    def images(self, units: Sequence[Unit] = (), positions: Tensor | None = None) -> Images:
+        """Those of a sequence."""
+        return Images(self.token, tuple(units), positions, self.seen)
 
     def given(self, leaves: Sequence[Tensor]) -> dict[str, Any]:
         """What the model's forward is given for the rows (rows, width) of all leaves, in the order of placeholders."""

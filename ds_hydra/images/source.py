@@ -21,6 +21,7 @@ from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.zero_hetero.errors import ConfigError
 
 _WHY = "rows of images stand at whole rows of tokens"
+_SEEN = "tokens of an image see each other, which a slice would cut"
 
 
 class ImageText(CausalLM):
@@ -50,7 +51,7 @@ class ImageText(CausalLM):
         self._published_plan = without(self._published_plan, self.seam.roots)
         super()._plan()
         self.specs = {name: _partial(spec) if name in own else spec for name, spec in self.specs.items()}
-        self.plan = _planned(self.plan, self.specs, own, self._refused)
+        self.plan = _planned(self.plan, self.specs, own, self._refused, seen=bool(self.seam.seen))
 
     def refusing(self, verdicts: Mapping[str, str]) -> ImageText:
         """The same model, which is not trained under the kinds of pipelines of which `verdicts` have a difference."""
@@ -93,7 +94,7 @@ def _partial(spec: ParamSpec) -> ParamSpec:
 
 
 def _planned(
-    plan: ModelPlan, specs: Mapping[str, ParamSpec], own: Collection[str], refused: Mapping[str, str]
+    plan: ModelPlan, specs: Mapping[str, ParamSpec], own: Collection[str], refused: Mapping[str, str], *, seen: bool
 ) -> ModelPlan:
     buckets = tuple(replace(b, params=tuple(specs[param.name] for param in b.params)) for b in plan.buckets)
     told = "with images a small copy is not equal under {}: {}; use strategies without it, or leave hydra.images out"
@@ -101,7 +102,7 @@ def _planned(
     return replace(
         plan, buckets=buckets, last=plan.last - frozenset(own), no_token_sharding=_WHY,
         no_tp=plan.no_tp or why.get("tp2", ""), no_pp=plan.no_pp or why.get("pp2", ""),
-        no_slices=plan.no_slices or why.get("slices", ""),
+        no_slices=plan.no_slices or (_SEEN if seen else why.get("slices", "")),
     )  # fmt: skip
 
 

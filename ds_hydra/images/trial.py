@@ -57,13 +57,13 @@ class Trial:
     def _images(self, sample: Sample) -> Images:
         subject, seam = self._subject, self._subject.seam
         if not sample.units:
-            return Images(subject.token)
+            return seam.images()
         pixels = subject.pixels(sample)
         starts = accumulate(sample.rows, initial=0)
         units = tuple(Unit(*one) for one in zip(sample.units, starts, sample.rows, strict=False))
         if seam.layout == "whole":
             units = (Unit(pixels, 0, sum(sample.rows)),)
-        return Images(subject.token, units, numbered(subject.model, seam, sample.tokens, pixels))
+        return seam.images(units, numbered(subject.model, seam, sample.tokens, pixels))
 
     def refused(self, kind: str) -> str:
         """Why there are no pipelines of a kind; empty: there are."""

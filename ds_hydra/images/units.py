@@ -77,6 +77,11 @@ def _of_mapping(handed: Mapping[Any, Any], seam: Seam, first: int) -> tuple[list
     rest = {name: value for name, value in given.items() if name not in _TYPES}
     items = list(items_of(rest))
     marks = [as_array(item["input_ids"] if isinstance(item, Mapping) else item) == seam.token for item in items]
+    if seam.seen and columns and types is None:
+        raise ConfigError(
+            f"item {first} of the data has images and no {' or '.join(_TYPES[::-1])}, without which the model's own "
+            f"forward lets no token of an image see those behind it: {TOGETHER}"
+        )
     if types is not None:
         _check_types(as_array(types), marks, seam, first)
     counts = [int(mark.sum()) for mark in marks]

@@ -16,6 +16,18 @@ gives the exact gradients of queries, keys and values. The gradient of s is the 
 zero: minus its probability, exp(s - lse'), times that sum. So nothing is kept beyond what the kernel keeps, and no
 probabilities stand in memory.
 
+[Note: spans]
+Tokens of an image may see each other in both directions (Gemma 3). Such a token sees what it sees causally, and the
+later tokens of its span. Those are what a causal kernel computes of the span turned round and moved by one: of the span
+4..8, whose tokens see 5..8 behind them,
+
+  queries   6  5  4        the first sees key 7, the second 7 6, the third 7 6 5
+  keys      7  6  5
+
+So two calls do, one for the row and one for all of its spans. Both return a log-sum-exp, by which their outputs are put
+together; and the backward of each, which is handed what was put together, gives its exact part of the gradients, as
+with sinks. A window bounds what is before a token, and not what is behind it in its span.
+
 Sinks: Xiao et al. 2023 (StreamingLLM), learnt as in gpt-oss. A softmax in parts: Dao et al. 2022 (FlashAttention).
 """
 
@@ -103,19 +115,21 @@ class Kernel(Protocol):
         two."""
 
 
-def with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, kernel: Kernel) -> Tensor:
-    """Attention by this kernel, with the scores `sinks` (heads,) of keys without a value [Note: sinks]."""
+def with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, kernel: Kernel) -> Tensor:
+    """Attention by this kernel, with the scores `sinks` (heads,), if there are any, of keys without a value [Note:
+    sinks]."""
     out: Tensor = _WithSinks.apply(q, k, v, sinks, kernel)
     return out
 
 
 class _WithSinks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, kernel: Kernel) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, kernel: Kernel) -> Tensor:
         out, lse, *more = kernel.forward(q, k, v)
-        scores = sinks.to(lse.dtype)[:, None]
-        _by_heads(out).mul_(torch.sigmoid(lse - scores).unsqueeze(-1))
-        lse = torch.logaddexp(lse, scores)
+        if sinks is not None:
+            scores = sinks.to(lse.dtype)[:, None]
+            _by_heads(out).mul_(torch.sigmoid(lse - scores).unsqueeze(-1))
+            lse = torch.logaddexp(lse, scores)
         ctx.save_for_backward(q, k, v, sinks, out, lse, *more)
         ctx.kernel = kernel
         return out
@@ -138,11 +152,16 @@ def _by_heads(rows: Tensor) -> Tensor:
     return rows if rows.dim() == 4 else rows.transpose(0, 1)
 
 
-def visible(queries: range, keys: range, window: int | None, device: torch.device) -> Tensor:
+Spans = tuple[tuple[int, int], ...]  # [start, stop) of tokens that see each other [Note: spans]
+
+
+def visible(queries: range, keys: range, window: int | None, device: torch.device, spans: Spans = ()) -> Tensor:
     """Which keys of a sequence these queries of it see, (queries, keys); a window counts the token itself."""
     rows = torch.arange(queries.start, queries.stop, device=device)[:, None]
     columns = torch.arange(keys.start, keys.stop, device=device)[None]
     seen = columns <= rows
+    for start, stop in spans:
+        seen |= (rows >= start) & (rows < stop) & (columns >= start) & (columns < stop)
     return seen if window is None else seen & (columns > rows - window)
 
 
@@ -206,6 +225,50 @@ class OnGpu(NamedTuple):
         # Kernels count the tokens to the left without the token itself.
         left = -1 if self.window is None else self.window - 1
         return {"scale": self.scale, "window_size_left": left, "window_size_right": 0}
+
+
+class WithSpans(NamedTuple):
+    """A row's causal kernel, and one of its spans turned round [Note: spans]."""
+
+    causal: Kernel
+    later: Kernel
+    queries: Tensor  # rows of tokens that see some behind them, turned round
+    keys: Tensor
+
+    @classmethod
+    def on_gpu(cls, scale: float, segments: Segments, window: int | None, spans: Spans, device: torch.device) -> Kernel:
+        """Of spans of the whole sequences `segments` of a row, by `OnGpu`."""
+        causal = OnGpu(scale, _bounds(segments, device), window)
+        longer = tuple((start, stop) for start, stop in spans if stop - start > 1)
+        if not longer:
+            return causal
+        rows = [on_device(torch.cat([torch.arange(stop - 1 - by, start - by, -1) for start, stop in longer]), device)
+                for by in (1, 0)]  # fmt: skip
+        turned = Segments.whole(tuple(stop - start - 1 for start, stop in longer))
+        return cls(causal, OnGpu(scale, _bounds(turned, device), None), *rows)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """q (T, heads, d), k and v (T, kv_heads, d)."""
+        out, lse, *kept = self.causal.forward(q, k, v)
+        later, own, *more = self.later.forward(q[self.queries], k[self.keys], v[self.keys])
+        before = lse[:, self.queries]
+        both = torch.logaddexp(before, own)
+        first, second = (torch.exp(part - both).T.unsqueeze(-1) for part in (before, own))
+        out[self.queries] = (out[self.queries] * first + later * second).to(out.dtype)
+        lse[:, self.queries] = both
+        return out, lse, *kept, *more
+
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *kept: Tensor) -> Gradients:
+        """Of their sizes."""
+        out, lse, *state = kept
+        middle = len(state) // 2  # what both kernels keep is of equal kinds
+        found = self.causal.backward(grad, q, k, v, out, lse, *state[:middle])
+        at = self.queries
+        own = self.later.backward(grad[at], q[at], k[self.keys], v[self.keys], out[at],
+                                  lse[:, at].contiguous(), *state[middle:])  # fmt: skip
+        for whole, part, rows in zip(found, own, (at, self.keys, self.keys), strict=True):
+            whole.index_add_(0, rows, part)
+        return found
 
 
 @cache
@@ -294,6 +357,7 @@ def varlen_attention(
     dropout: AttentionDropout | None = None,
     backend: str | None = None,
     context: Context | None = None,
+    spans: Spans = (),
 ) -> Tensor:
     """Causal attention within each sequence of a pack, by Ulysses over its sequence parallel group.
 
@@ -301,9 +365,13 @@ def varlen_attention(
     `window` counts the token itself; with a `chunk` a token sees those of its own of the chunks of so many tokens into
     which a sequence falls, from its first on; `softcap` bounds the scores by softcap * tanh(scores / softcap); `sinks`
     (heads,) are learnt scores of a key that every token sees and that has no value; `dropout` is that of the heads at
-    hand; `context` keeps the keys and values of a pack's slice for the slices behind it.
-    Raises ConfigError for a backend that lacks what is asked for, and for a slice without a context.
+    hand; `context` keeps the keys and values of a pack's slice for the slices behind it; tokens of each of the `spans`
+    of the whole row see each other in both directions [Note: spans].
+    Raises ConfigError for a backend that lacks what is asked for, for a slice without a context, and for spans in
+    slices, in chunks, or where ranks share the queries of a head.
     """
+    if spans and (pack.chunk is not None or chunk is not None):
+        raise ConfigError("tokens of an image see each other, and run in slices or chunks: neither is implemented")
     scale, reach = q.shape[-1] ** -0.5 if scale is None else scale, Reach(window, chunk)
     known: list[_Keys] = []  # by group of key/value heads, which several groups may share
 
@@ -313,10 +381,15 @@ def varlen_attention(
             known.append(_keys(group, pack, reach, context))
         attend = partial(
             _attend, scale=scale, window=window, softcap=softcap, backend=backend,
-            sinks=None if sinks is None else sinks[heads],
+            sinks=None if sinks is None else sinks[heads], spans=spans,
         )  # fmt: skip
         drop = None if dropout is None else replace(dropout, first_head=dropout.first_head + heads.start)
         if group.part is not None:
+            if spans:
+                raise ConfigError(
+                    f"tokens of an image see each other, and {pack.sp} sequence parallel ranks share the queries of "
+                    f"{q.shape[1]} heads: use strategies whose sp divides the heads of a rank, within a node"
+                )
             return part_of_row(group.q, *known[group.keys], pack, drop, attend, reach, group.part)
         return _row(group.q, known[group.keys], pack, drop, attend, chunk)
 
@@ -361,7 +434,7 @@ def _row(
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, segments: Segments, *, scale: float, window: int | None, softcap: float | None,
-    sinks: Tensor | None, dropout: AttentionDropout | None, backend: str | None,
+    sinks: Tensor | None, dropout: AttentionDropout | None, backend: str | None, spans: Spans = (),
 ) -> Tensor:  # fmt: skip
     """Attention on one rank's heads, by the backend that is asked for or the fastest that has what is needed."""
     # A window that no sequence exceeds changes nothing, and without one every backend has its fastest kernel.
@@ -375,10 +448,10 @@ def _attend(
     attend = BACKENDS[backend] if backend else choose_backend(q, v, softcap)
     narrower = q.shape[-1] - v.shape[-1]
     by_kernel = attend is torch_varlen and dropout is None and not narrower
-    if sinks is not None and by_kernel and gpu_works(q.device, q.dtype, q.shape[-1]):
-        return with_sinks(q, k, v, sinks, OnGpu(scale, _bounds(segments, q.device), window))
-    if sinks is not None or dropout is not None:
-        return per_sequence_sdpa(q, k, v, segments, scale, window, softcap, sinks=sinks, dropout=dropout)
+    if (sinks is not None or spans) and by_kernel and gpu_works(q.device, q.dtype, q.shape[-1]):
+        return with_sinks(q, k, v, sinks, WithSpans.on_gpu(scale, segments, window, spans, q.device))
+    if sinks is not None or dropout is not None or spans:
+        return per_sequence_sdpa(q, k, v, segments, scale, window, softcap, sinks=sinks, dropout=dropout, spans=spans)
     if attend is per_sequence_sdpa or not narrower:
         return attend(q, k, v, segments, scale, window, softcap)
     # Fused kernels take values as wide as keys, and those of latent attention are narrower.
@@ -447,12 +520,12 @@ def flash_attn(
 
 def per_sequence_sdpa(
     q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int | None, softcap: float | None,
-    *, sinks: Tensor | None = None, dropout: AttentionDropout | None = None,
+    *, sinks: Tensor | None = None, dropout: AttentionDropout | None = None, spans: Spans = (),
 ) -> Tensor:  # fmt: skip
     """One scaled_dot_product_attention per sequence: any device, any dtype, every feature.
 
-    With dropout, a softcap, or sinks where `has_log_sum_exp` says no, the probabilities stand in memory, in blocks of
-    query rows.
+    With dropout, a softcap, or sinks where `has_log_sum_exp` says no or beside spans, the probabilities stand in
+    memory, in blocks of query rows.
     """
     outs: list[Tensor] = []
     shown = softcap is not None or dropout is not None or (sinks is not None and not has_log_sum_exp(q, v))
@@ -462,9 +535,11 @@ def per_sequence_sdpa(
              for x, sizes in ((q, segments.queries), (k, segments.keys), (v, segments.keys)))  # fmt: skip
     for queries, keys, *rows in zip(*segments, *parts, strict=True):
         qs, ks, vs = (x.transpose(0, 1).unsqueeze(0) for x in rows)
-        if shown or queries < keys or (window is not None and window < keys):
+        own = tuple((a - start, b - start) for a, b in spans if start <= a < start + queries)
+        if shown or queries < keys or (window is not None and window < keys) or own:
             drop = None if dropout is None else partial(dropout, first_token=start)
-            out = _blocked(qs, ks, vs, scale, window, softcap, sinks=sinks, drop=drop, shown=shown)
+            in_memory = shown or (sinks is not None and bool(own))
+            out = _blocked(qs, ks, vs, scale, window, softcap, sinks=sinks, drop=drop, shown=in_memory, spans=own)
         elif sinks is not None:
             out = with_sinks(qs, ks, vs, sinks, OnCpu(scale, range(queries), range(keys), None))
         else:  # which lets the first query see the first key only: right for a whole sequence alone
@@ -490,12 +565,12 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 def _blocked(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None,
-    *, sinks: Tensor | None, drop: Callable[..., Tensor] | None, shown: bool,
+    *, sinks: Tensor | None, drop: Callable[..., Tensor] | None, shown: bool, spans: Spans,
 ) -> Tensor:  # fmt: skip
     """One sequence, or a slice with all keys so far, in blocks of query rows, each against the keys it can see.
 
     q (1, heads, T, d), k (1, kv_heads, past + T, d) and v likewise -> (1, heads, T, d_v). `shown`: the probabilities
-    stand in memory.
+    stand in memory. `spans`: of a whole sequence.
     """
     # A mask or a softcap needs the scores in memory. 32 heads of a sequence of 32,768 tokens have 128 GiB of them in
     # FP32; a block of 1,024 rows has 4 GiB at most. With a window of 256 tokens the rows 1024..1279 see only the keys
@@ -508,12 +583,14 @@ def _blocked(
     for start in range(0, length, size):
         stop = min(start + size, length)
         first = 0 if window is None else max(0, past + start - window + 1)
-        rows, columns = range(past + start, past + stop), range(first, past + stop)
-        qb, kb, vb = q[:, :, start:stop], k[:, :, first : past + stop], v[:, :, first : past + stop]
+        inside = tuple(span for span in spans if span[0] < stop and start < span[1])
+        last = max([past + stop, *(end for _, end in inside)])
+        rows, columns = range(past + start, past + stop), range(first, last)
+        qb, kb, vb = q[:, :, start:stop], k[:, :, first:last], v[:, :, first:last]
         if sinks is not None and not shown:
             outs.append(with_sinks(qb, kb, vb, sinks, OnCpu(scale, rows, columns, window)))
             continue
-        seen = visible(rows, columns, window, q.device)
+        seen = visible(rows, columns, window, q.device, inside)
         if not shown:
             grouped = queries_per_key > 1
             outs.append(_sdpa(qb, kb, vb, attn_mask=seen, scale=scale, enable_gqa=grouped))
@@ -527,7 +604,7 @@ def _blocked(
                 (scores, sinks.to(scores.dtype).view(1, -1, 1, 1).expand(1, -1, stop - start, 1)), dim=-1
             )
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-        weights = torch.softmax(scores, dim=-1, dtype=wide).to(q.dtype)[..., : past + stop - first]
+        weights = torch.softmax(scores, dim=-1, dtype=wide).to(q.dtype)[..., : last - first]
         outs.append((weights if drop is None else drop(weights, first_query=start, first_key=first)) @ vb)
     return torch.cat(outs, dim=2)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ds_hydra.pipe.attention.backends import varlen_attention
 from ds_hydra.pipe.dropout import AttentionDropout
-from ds_hydra.pipe.rows import Pack
+from ds_hydra.pipe.rows import Pack, Seen
 from ds_hydra.zero_hetero.errors import ConfigError
 
 ATTENTION_NAME = "hydra_varlen"
@@ -101,6 +101,7 @@ def hydra_attention(
         sinks=s_aux,
         dropout=drop,
         context=context,
+        spans=() if hydra.seen is None else _spans_in(module, hydra.seen),
     )
     return out.unsqueeze(0).contiguous(), None  # as Hugging Face's are, which some models view as rows of features
 
@@ -124,14 +125,26 @@ def _refuse_features(module: nn.Module, attention_mask: Tensor | None, features:
 
 def _chunk_of(module: nn.Module) -> int | None:
     """Tokens of a chunk, in a layer whose tokens see those of their own chunk (Llama 4): as the model's config has it,
-    since masks alone tell it to others. Raises NotPackedError where the layer does not know its number."""
+    since masks alone tell it to others."""
     config: Any = getattr(module, "config", None)
-    kinds, index = getattr(config, "layer_types", None) or (), getattr(module, "layer_idx", None)
-    if CHUNKED not in kinds:
-        return None
+    kinds = getattr(config, "layer_types", None) or ()
+    return int(config.attention_chunk_size) if CHUNKED in kinds and layer_type(module) == CHUNKED else None
+
+
+def layer_type(module: nn.Module) -> str:
+    """Of which type the model's config says that the layer of an attention is; empty: it names none. Raises
+    NotPackedError where the layer does not know its number."""
+    kinds = getattr(getattr(module, "config", None), "layer_types", None)
+    if not kinds:
+        return ""
+    index = getattr(module, "layer_idx", None)
     if not isinstance(index, int):
-        raise NotPackedError(f"{type(module).__name__} has no layer_idx, and its config has layers of {CHUNKED}")
-    return int(config.attention_chunk_size) if kinds[index] == CHUNKED else None
+        raise NotPackedError(f"{type(module).__name__} has no layer_idx, and its config has layers of {set(kinds)}")
+    return str(kinds[index])
+
+
+def _spans_in(module: nn.Module, seen: Seen) -> tuple[tuple[int, int], ...]:
+    return seen.spans if layer_type(module) in seen.layers else ()
 
 
 def _without_the_rest(v: Tensor, q: Tensor, k: Tensor) -> Tensor:

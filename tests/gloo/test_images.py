@@ -73,6 +73,8 @@ ROWS = [
     Row("slices", "qwen2_vl", ("pp2/list",), 2, TWO_STEPS, slices=True),
     Row("slices of deepstack", "qwen3_vl", ("tp2pp2/list",), 4, (MIXED, MIXED), slices=True),
     Row("slices, sequence parallel", "llava", ("sp2/list",), 2, (MIXED, ONE), slices=True),
+    Row("tokens of an image see each other", "gemma3", ("tp2", "sp2", "pp2"), 2, (MIXED, NONE, ONE)),
+    Row("tokens of an image see each other, a mix", "gemma3", ("tp2 + sp2", "sp2pp2/v"), 4, (MIXED, TWO_STEPS[1])),
     Row("recomputed", "qwen3_vl", ("pp2",), 2, TWO_STEPS, recomputed=True),
     Row("LoRA of text and encoder", "qwen2_vl", ("tp2",), 2, TWO_STEPS, lora=("q_proj", "qkv", "fc1")),
     Row("LoRA of text", "llava", ("pp2",), 2, (MIXED, ONE), lora=("language_model.*q_proj",)),
@@ -81,6 +83,7 @@ ROWS = [
     Row("strict, in stages", "qwen3_vl", ("pp2",), 2, (MIXED, NONE), strict=True),
     Row("strict, frozen encoder", "llava", ("tp2",), 2, (MIXED, ONE), frozen=("vision_tower",), strict=True),
     Row("strict, a mix", "qwen3_vl", ("tp2 + pp2", "tp2sp2"), 4, (MIXED, ONE), strict=True),
+    Row("strict, tokens of an image see each other", "gemma3", ("sp2",), 2, (MIXED, ONE), strict=True),
     Row("strict, slices", "qwen2_vl", ("pp2/list",), 2, TWO_STEPS, slices=True, strict=True),
 ]  # fmt: skip
 
@@ -256,9 +259,11 @@ def test_what_cannot_be_trained_is_refused_by_name() -> None:
     for text, expected in zip(told, words, strict=True):
         assert expected in text
     assert not told[-1]
-    (spans,) = run_ranks(refused, 1, "gemma3", [], True, timeout=200)[0]
-    assert "Gemma3ForConditionalGeneration" in spans
-    assert "see each other in both directions" in spans
+    (spans,) = run_ranks(refused, 1, "paligemma", [], True, timeout=200)[0]
+    assert "PaliGemmaForConditionalGeneration" in spans
+    without = {k: v for k, v in batch_of("gemma3", [sample("gemma3", (0,), 4, 1)]).items() if k != "token_type_ids"}
+    (untold,) = run_ranks(refused, 1, "gemma3", [without], True, timeout=200)[0]
+    assert "has images and no token_type_ids" in untold
     (off,) = run_ranks(refused, 1, "llava", [two], False, timeout=200)[0]
     assert "pixel_values" in off
 

@@ -19,6 +19,7 @@ from ds_hydra.pipe.attention import backends
 from ds_hydra.pipe.attention.backends import OnGpu, Segments, per_sequence_sdpa, varlen_attention, with_sinks
 from ds_hydra.pipe.contexts import Contexts
 from ds_hydra.pipe.rows import Chunk, Pack
+from tests.support.flash_kernels import Flash
 
 FLOAT64 = torch.float64
 HEADS, WIDTH = 4, 6
@@ -159,61 +160,11 @@ def test_bf16_is_as_near_as_the_probabilities_are() -> None:
     assert all(x <= max(1.5 * y, 0.01) for x, y in zip(mine, shown, strict=True)), (mine, shown)
 
 
-class _Flash:
-    """torch's two operators for GPUs, by the whole score matrix: their arguments, by name, are those of its schema."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def _given(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-        self.calls.append(name)
-        schema = getattr(torch.ops.aten, name).default._schema
-        names = [each.name for each in schema.arguments if not each.kwarg_only]
-        assert len(args) + len(set(names) & set(options)) == len(names)
-        assert set(options) <= {each.name for each in schema.arguments}
-        return dict(zip(names, args, strict=False)) | options
-
-    def _scores(self, given: dict[str, Any]) -> Tensor:
-        """(heads, queries, keys) of the row."""
-        q, k, left = given["query"], given["key"], given["window_size_left"]
-        assert given["is_causal"] == (left == -1)
-        assert given["window_size_right"] == 0
-        own, others = given["cum_seq_q"].tolist(), given["cum_seq_k"].tolist()
-        scores = torch.full((q.shape[1], len(q), len(k)), float("-inf"), dtype=q.dtype)
-        for (start, stop), (first, last) in zip(pairwise(own), pairwise(others), strict=True):
-            distance = torch.arange(last - (stop - start), last)[:, None] - torch.arange(first, last)[None]
-            hidden = (distance < 0) | ((distance > left) & (left >= 0))
-            keys = k[first:last].repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-            part = torch.einsum("ihd,jhd->hij", q[start:stop], keys) * given["scale"]
-            scores[:, start:stop, first:last] = part.masked_fill(hidden, float("-inf"))
-        return scores
-
-    def _flash_attention_forward(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
-        given = self._given("_flash_attention_forward", args, options)
-        scores, v = self._scores(given), given["value"]
-        v = v.repeat_interleave(scores.shape[0] // v.shape[1], dim=1)
-        out = torch.einsum("hij,jhd->ihd", torch.softmax(scores, dim=-1), v)
-        return out, torch.logsumexp(scores, dim=-1), torch.tensor(5), torch.tensor(6), torch.tensor(7)
-
-    def _flash_attention_backward(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
-        given = self._given("_flash_attention_backward", args, options)
-        assert (int(given["rng_state"]), int(given["unused"])) == (5, 6)
-        q, k, v, grad = (given[name] for name in ("query", "key", "value", "grad_out"))
-        weights = torch.exp(self._scores(given) - given["logsumexp"][..., None])
-        shared = q.shape[1] // k.shape[1]
-        wide = [x.repeat_interleave(shared, dim=1) for x in (k, v)]
-        delta = (grad * given["out"]).sum(-1).T[..., None]
-        inner = weights * (torch.einsum("ihd,jhd->hij", grad, wide[1]) - delta) * given["scale"]
-        dk, dv = torch.einsum("hij,ihd->jhd", inner, q), torch.einsum("hij,ihd->jhd", weights, grad)
-        dk, dv = (x.unflatten(1, (-1, shared)).sum(2) for x in (dk, dv))
-        return torch.einsum("hij,jhd->ihd", inner, wide[0]), dk, dv
-
-
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_calls_of_the_kernel_for_gpus(monkeypatch: pytest.MonkeyPatch, window: int | None, kv_heads: int) -> None:
     """One call for all sequences of a row, by an operator that computes what the GPU's does; a slice among others."""
-    flash = _Flash()
+    flash = Flash()
     monkeypatch.setattr(backends, "_aten", flash)
     lengths = (5, 1, 12)
     given = inputs(sum(lengths), kv_heads, 1)
@@ -244,9 +195,9 @@ def test_a_kernel_is_tried_before_it_is_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, wrong: str | None
 ) -> None:
     """One that drops the score of a sink, that gives other gradients, or that this torch does not have."""
-    flash = _Flash()
+    flash = Flash()
     if wrong == "lacking":
-        monkeypatch.delattr(_Flash, "_flash_attention_forward")
+        monkeypatch.delattr(Flash, "_flash_attention_forward")
     elif wrong is not None:
         right = getattr(flash, wrong)
         monkeypatch.setattr(flash, wrong, lambda *args, **options: tuple(1.2 * x for x in right(*args, **options)))

@@ -46,8 +46,13 @@ MODELS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
         "vision_config": {**_VIT, "model_type": "smolvlm_vision"}}),
     "gemma3": ("Gemma3ForConditionalGeneration", "gemma3", {
         "image_token_index": IMAGE, "image_token_id": IMAGE, "mm_tokens_per_image": 4,
-        "text_config": {**_TEXT, "layer_types": ["full_attention"] * 4, "query_pre_attn_scalar": 8},
+        "text_config": {**_TEXT, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 6,
+                        "query_pre_attn_scalar": 8},
         "vision_config": {**_VIT, "model_type": "siglip_vision_model"}}),
+    "paligemma": ("PaliGemmaForConditionalGeneration", "paligemma", {
+        "image_token_index": IMAGE, "image_token_id": IMAGE, "projection_dim": WIDTH,
+        "text_config": {**_TEXT, "model_type": "gemma"},
+        "vision_config": {**_VIT, "model_type": "siglip_vision_model", "projection_dim": WIDTH}}),
 }  # fmt: skip
 
 
@@ -141,6 +146,8 @@ def batch_of(name: str, samples: Sequence[ImageSample]) -> dict[str, Tensor]:
     }  # fmt: skip
     if name.startswith("qwen"):
         batch["mm_token_type_ids"] = (batch["input_ids"] == IMAGE).long()
+    if name == "gemma3":  # whose tokens of an image see each other
+        batch["token_type_ids"] = (batch["input_ids"] == IMAGE).long()
     return batch
 
 
