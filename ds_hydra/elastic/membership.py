@@ -10,7 +10,8 @@ Every member has a machine of its own. Its state is one of four:
 
 When a member is lost, or a thread of training parks by itself, the coordinator, the lowest id that is not lost, opens a
 round: `Stop` to all; each answers with `Vote`, which holds its report, once its training stands still; all that are not
-lost having voted, the next roster is decided; then every one of its members gets `Install`, and goes on. What may
+lost having voted, those that are, and are not known to be dead, are asked once more, since a network may be back; then
+the next roster is decided, and every one of its members gets `Install`, and goes on. What may
 happen meanwhile (the coordinator dies, another member does, messages are lost, two members take themselves for the
 coordinator) ends in a round of a higher ballot.
 
@@ -79,6 +80,7 @@ class _Round:
     epoch: int  # of that
     votes: dict[int, m.Vote] = field(default_factory=dict)
     tables: dict[str, NormTable] = field(default_factory=dict)  # by name, for those that lack them
+    again: set[int] = field(default_factory=set)  # lost members that were asked once more since the last one came back
     value: Roster | None = None  # proposed, or on its way to the folder
     fresh: bool = True  # made of this round's votes
     accepts: set[int] = field(default_factory=set)
@@ -348,6 +350,8 @@ class Membership:
             current.votes[sender] = vote
             current.tables |= {one.name: one for one in vote.tables}
             self.lost.discard(sender)
+            if sender in current.again:
+                current.again.clear()
             self._count()
 
     def _proposed(self, sender: int, proposal: m.Propose) -> None:
@@ -464,6 +468,12 @@ class Membership:
                 f"only {len(voters)} of the {len(all_of_them)} last members are left here, and the others may still "
                 "live" + ("" if self.folder else ", with no folder that all of them see to decide by")
             )
+            return
+        # One that was lost and is back shows that the network is, so others may be back too.
+        if again := self.roster.ids & self.lost - self.dead - current.again:
+            current.again |= again
+            self.lost -= again
+            self._ask(again)
             return
         accepted = [vote.accepted for vote in current.votes.values() if vote.accepted is not None]
         value = max(accepted, key=lambda one: one[0])[1] if accepted else self._next_roster(current)
