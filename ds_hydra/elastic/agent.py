@@ -25,6 +25,7 @@ from ds_hydra.elastic.membership import TURN_S, Membership, Patience
 from ds_hydra.elastic.view import Member, Report, View
 from ds_hydra.ranks.together import Texts, agree
 from ds_hydra.watchdog.host import EXIT_CODE, Identity, end_process, kill, listen, own_address, say, stopped
+from ds_hydra.watchdog.meeting import listens
 from ds_hydra.zero_hetero.files import create_file, read_file
 from ds_hydra.zero_hetero.norm_table import NormTable
 
@@ -118,24 +119,13 @@ class MemberAgent:
         `folder`: one that all of them see, or None; then `scratch`, if all of them are on one host, which sees it.
         """
         mine = Identity.of_self()
-        hosts = [json.loads(text) for text in agree(channel, None, "meeting", json.dumps(mine.host))]
-        one_host = len(set(hosts)) == 1
-        listener, failed = None, None
-        try:
-            listener = listen(address or ("127.0.0.1" if one_host else own_address()))
-        except (ValueError, OSError) as error:
-            failed = error
-        told: dict[str, Any] = {}
-        if failed is None and listener is not None:
-            me = Member(channel.rank, mine.host, listener.getsockname()[:2], mine.pid, mine.started)
-            told = {"member": asdict(me)}
-        if channel.rank == 0:
-            common = folder or (scratch if one_host else None)
-            told |= {"secret": secrets.token_hex(32), "run": secrets.token_hex(8), "folder": common and str(common)}
-        texts = [json.loads(text) for text in agree(channel, failed, "listening for members", json.dumps(told))]
-        members = tuple(TypeAdapter(Member).validate_python(text["member"]) for text in texts)
-        first, roster = texts[0], m.Roster(0, members, len(members))
-        invitation = Invitation(first["secret"], members, first["folder"], first["run"], job)
+        hosts = agree(channel, None, "meeting", mine.host)
+        common = folder or (scratch if len(set(hosts)) == 1 else None)
+        more_told = {"run": secrets.token_hex(8), "folder": common and str(common)}
+        listener, told = listens(channel, mine, "members", hosts, address, **more_told)
+        members = tuple(Member(rank, address=tuple(one["address"]), **one["identity"]) for rank, one in enumerate(told))
+        roster = m.Roster(0, members, len(members))
+        invitation = Invitation(told[0]["secret"], members, told[0]["folder"], told[0]["run"], job)
         assert listener is not None, "all listen"
         return cls(members[channel.rank], listener, invitation, roster, **more)
 

@@ -145,9 +145,7 @@ class Links:
         self._to_all(bye)
         self._door.close()
         for peer in [one for some in self._peers.values() for one in some]:
-            with contextlib.suppress(OSError):
-                peer.connection.socket.shutdown(socket.SHUT_WR)  # as `sides.Side.close` says
-            peer.connection.close()
+            peer.connection.leave()
         self._selector.close()
         self._awake.close()
         self._wakes.close()
@@ -221,18 +219,15 @@ class Links:
         return peer
 
     def _read(self, peer: Peer) -> None:
-        open_still = peer.connection.receive()
-        try:
-            for message in peer.connection.messages():
-                self._heard[peer.id] = time.monotonic()
-                if peer.id < 0:
-                    self._knocked(peer, TypeAdapter(Member).validate_python(message["knock"]))
-                elif message:
-                    self._events.append(partial(self._hear, peer, message))
-        except (ValueError, TypeError, LookupError):
-            open_still = False
-        if not open_still:
+        if not peer.connection.read(partial(self._take, peer)):
             self._gone(peer)
+
+    def _take(self, peer: Peer, message: dict[str, Any]) -> None:
+        self._heard[peer.id] = time.monotonic()
+        if peer.id < 0:
+            self._knocked(peer, TypeAdapter(Member).validate_python(message["knock"]))
+        elif message:
+            self._events.append(partial(self._hear, peer, message))
 
     def _hear(self, peer: Peer, wire: dict[str, Any]) -> None:
         """Read only when all is known that came before."""
@@ -258,9 +253,7 @@ class Links:
             self._peers[peer.id].remove(peer)
             if not self._peers[peer.id]:
                 del self._peers[peer.id]
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(peer.connection.socket)
-        peer.connection.close()
+        peer.connection.close(self._selector)
         if peer.id < 0 and peer.joiner is not None:
             self._events.append(partial(self._machine.knocks.pop, peer.joiner.address, None))
         elif peer.id in self._watched & self._machine.roster.ids - self._peers.keys() - self._connecting.keys():

@@ -275,8 +275,13 @@ class Membership:
         if self.me.id < 0 and not isinstance(message, (m.Stop, m.Install, m.Newer)):
             return  # only these tell a process that joins which member it is
         epoch = message.roster.epoch if isinstance(message, (m.Install, m.Newer)) else message.epoch
-        if sender >= 0 and self.roster.members and sender not in self.roster.ids and epoch < self.roster.epoch:
+        asks = isinstance(message, (m.Stop, m.Propose)) or (isinstance(message, m.Word) and message.what in m.ASKING)
+        is_former = sender >= 0 and self.roster.members and sender not in self.roster.ids
+        if epoch < self.roster.epoch and (asks or is_former):
             self._newer(sender)
+            return
+        if epoch > self.roster.epoch and asks:
+            self._send(sender, m.Word("ask", self.roster.epoch))  # it is asked once more then
             return
         match message:
             case m.Word():
@@ -313,10 +318,6 @@ class Membership:
                         self._newer(sender)
                     else:
                         self._call(planned=False)  # an install has not come
-            case _ if word.epoch < self.roster.epoch:
-                self._newer(sender)
-            case _ if word.epoch > self.roster.epoch:
-                self._send(sender, m.Word("ask", self.roster.epoch))
             case "planned":  # who says it has parked, and may know better who is to be the coordinator then
                 if self.round is None and self._owed is None:
                     self._open(planned=True)
@@ -330,11 +331,7 @@ class Membership:
                 self._out.append(m.KillProcess(self.roster.by_id[word.number]))
 
     def _stop(self, sender: int, stop: m.Stop) -> None:
-        if stop.epoch < self.roster.epoch:
-            self._newer(sender)
-        elif stop.epoch > self.roster.epoch:
-            self._send(sender, m.Word("ask", self.roster.epoch))  # it is told to stop once more then
-        elif stop.ballot < self._promised:
+        if stop.ballot < self._promised:
             self._send(sender, m.Newer(self.roster, self._promised))
         else:
             self._promised, self._owed = stop.ballot, stop
@@ -355,9 +352,7 @@ class Membership:
             self._count()
 
     def _proposed(self, sender: int, proposal: m.Propose) -> None:
-        if proposal.epoch < self.roster.epoch:
-            self._newer(sender)
-        elif proposal.epoch == self.roster.epoch and proposal.ballot >= self._promised:
+        if proposal.ballot >= self._promised:
             self._promised, self._accepted = proposal.ballot, (proposal.ballot, proposal.roster)
             self._send(sender, m.Word("accept", proposal.epoch, proposal.ballot.number))
 
@@ -433,10 +428,8 @@ class Membership:
             self._say(set(current.votes) - current.accepts, self._proposal(current))
 
     def _vote_for_own(self) -> None:
-        if self.round is not None and self.report is not None and self.round.value is None:
-            self.round.votes[self.me.id] = self._own_vote(self.round.ballot)
-            self.round.tables |= self.tables
-            self._count()
+        if self.round is not None and self.report is not None:
+            self._voted(self.me.id, self._own_vote(self.round.ballot, self.tables))
 
     def _vote(self) -> None:
         """Send the vote that is owed, if training stands still."""

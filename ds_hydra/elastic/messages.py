@@ -126,6 +126,9 @@ class Word:
     number: int = 0
 
 
+ASKING = ("ask", "fault", "planned", "failing", "kill")  # of a member that knows this roster, and no older or newer one
+
+
 @dataclass(frozen=True, slots=True)
 class Stop:
     """From a candidate: promise to follow no older round, and vote once training stands still."""

@@ -7,9 +7,10 @@ import hashlib
 import hmac
 import json
 import os
+import selectors
 import socket
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _MAX_FRAME = 4096
@@ -108,6 +109,16 @@ class Connection:
         except OSError:
             return False
 
+    def read(self, take: Callable[[dict[str, Any]], object]) -> bool:
+        """Hand over each message that is there; False where the other end has closed, or has said what nobody says."""
+        open_still = self.receive()
+        try:
+            for message in self.messages():
+                take(message)
+        except (ValueError, TypeError, LookupError):
+            return False
+        return open_still
+
     def messages(self) -> Iterator[dict[str, Any]]:
         """Complete frames; ValueError for one that is not from this job."""
         while len(self._in) >= 4:
@@ -134,9 +145,21 @@ class Connection:
         text = bytes([from_server]) + count.to_bytes(8, "big") + body
         return hmac.digest(self._key, text, hashlib.sha256)[:_MAC_BYTES]
 
-    def close(self) -> None:
+    def close(self, selector: selectors.BaseSelector | None = None) -> None:
+        """`selector`: in which its socket may stand."""
+        with contextlib.suppress(KeyError, ValueError):
+            if selector is not None:
+                selector.unregister(self.socket)
         with contextlib.suppress(OSError):
             self.socket.close()
+
+    def leave(self) -> None:
+        """Close when all that was sent has gone out."""
+        # A close with bytes still unread resets the connection, and the reset may overtake the farewell that was just
+        # sent. To end the writing side first lets farewell and end of stream go out before that.
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_WR)
+        self.close()
 
 
 def encoded(message: dict[str, Any]) -> bytes:

@@ -120,6 +120,4 @@ class Door(Generic[T]):
 
     def _refuse(self, connection: Connection) -> None:
         self.strangers.pop(connection, None)
-        with contextlib.suppress(KeyError, ValueError):
-            self.selector.unregister(connection.socket)
-        connection.close()
+        connection.close(self.selector)

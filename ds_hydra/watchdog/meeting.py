@@ -124,29 +124,33 @@ class Meeting(NamedTuple):
 
 def meet(channel: Texts, address: str | None) -> Meeting:
     """Every rank must call it. ConfigError, on all of them, where one cannot listen; `address` is for rank 0."""
-    mine = asdict(Identity.of_self())
-    hosts = [json.loads(text)["host"] for text in channel.texts(json.dumps(mine))]
+    mine = Identity.of_self()
+    hosts = channel.texts(mine.host)
     tree = places(hosts)
     rank, place = channel.rank, tree[channel.rank]
-    offer: dict[str, Any] = {"identity": mine}
-    listener, refused = None, None
-    if place.below:
-        # On one host the loopback address is enough, and no other host can reach the port. Only rank 0 may hear other
-        # hosts.
-        alone = all(hosts[below] == hosts[rank] for below in place.below)
-        given = address if rank == 0 else None
-        try:
-            listener = listen(given or ("127.0.0.1" if alone else own_address()))
-            offer["address"] = listener.getsockname()[:2]
-        except (ConfigError, OSError) as error:
-            refused = error
-    if rank == 0:
-        offer["secret"] = secrets.token_bytes(32).hex()
-    told = [json.loads(text) for text in agree(channel, refused, "listening for heartbeats", json.dumps(offer))]
+    among = [hosts[below] for below in place.below]  # of other hosts on rank 0 alone
+    listener, told = listens(channel, mine, "heartbeats", among, None if rank else address)
     host, port = told[rank if place.above is None else place.above]["address"]
     identities = [Identity(**one["identity"]) for one in told]
     most = max(len(one.below) for one in tree)
     return Meeting(place, most, identities, bytes.fromhex(told[0]["secret"]), (host, port), listener)
+
+
+def listens(
+    channel: Texts, mine: Identity, what: str, among: Sequence[str], address: str | None, **told: Any
+) -> tuple[socket.socket | None, list[dict[str, Any]]]:
+    """Listen for ranks of the hosts `among`, if there are any; and what every rank tells: its "identity", its "address"
+    and more, rank 0 also a "secret". Every rank must call it. ConfigError, on all of them, where one cannot listen."""
+    listener, refused = None, None
+    told |= {"identity": asdict(mine)} | ({"secret": secrets.token_hex(32)} if channel.rank == 0 else {})
+    try:
+        if among:
+            # On one host the loopback address is enough, and no other host can reach the port.
+            listener = listen(address or ("127.0.0.1" if {*among} == {mine.host} else own_address()))
+            told["address"] = listener.getsockname()[:2]
+    except (ConfigError, OSError) as error:
+        refused = error
+    return listener, [json.loads(text) for text in agree(channel, refused, f"listening for {what}", json.dumps(told))]
 
 
 def greet(address: tuple[str, int], secret: bytes, rank: int) -> Connection:

@@ -38,16 +38,15 @@ do more than end this job.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import selectors
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -216,20 +215,7 @@ class Side:
         return peer
 
     def _hear(self, peer: Peer) -> None:
-        connection = peer.connection
-        if connection is None:
-            return
-        open_still = connection.receive()
-        try:
-            for message in connection.messages():
-                self.note(peer, message)
-                if "verdict" in message and peer is self.dog.above:
-                    self.decide(Verdict(**message["verdict"]))
-                elif "found" in message and peer is not self.dog.above:
-                    self.found(Verdict(**message["found"]))
-        except (ValueError, TypeError, KeyError, IndexError):
-            open_still = False
-        if not open_still:
+        if peer.connection is not None and not peer.connection.read(partial(self.note, peer)):
             self.lost(peer)
 
     def check(self, now: float) -> None:
@@ -288,7 +274,7 @@ class Side:
                 peer.connection.send_body(body)
 
     def note(self, peer: Peer, message: dict[str, Any]) -> None:
-        """Note what a heartbeat or a farewell says; both show that the rank lives."""
+        """Note what a rank says; whatever it is shows that it lives."""
         peer.heard = max(peer.heard, time.monotonic())
         if "beat" in message:
             peer.step, peer.activity = int(message["beat"][0]), str(message["beat"][1])
@@ -298,13 +284,15 @@ class Side:
             peer.left, peer.step, peer.call, peer.stands = True, int(message["bye"]), None, ()
             if message["by"] is not None:
                 self.found(self._left(peer, str(message["by"])), peer)
+        if "verdict" in message and peer is self.dog.above:
+            self.decide(Verdict(**message["verdict"]))
+        elif "found" in message and peer is not self.dog.above:
+            self.found(Verdict(**message["found"]))
 
     def lost(self, peer: Peer) -> None:
         """The connection has closed; if the rank has not said farewell before, it died."""
         if peer.connection is not None:
-            with contextlib.suppress(KeyError, ValueError):
-                self.selector.unregister(peer.connection.socket)
-            peer.connection.close()
+            peer.connection.close(self.selector)
             peer.connection = None
         if not peer.left and not peer.judged:
             peer.judged = peer.left = True
@@ -343,11 +331,7 @@ class Side:
             self.door.close()
         for peer in self.dog.peers.values():
             if peer.connection is not None:
-                # A close with bytes still unread resets the connection, and the reset may overtake the farewell that
-                # was just sent. To end the writing side first lets farewell and end of stream go out before that.
-                with contextlib.suppress(OSError):
-                    peer.connection.socket.shutdown(socket.SHUT_WR)
-                peer.connection.close()
+                peer.connection.leave()
         self.selector.close()
 
 
@@ -466,24 +450,17 @@ class Watchdog:
         told = told_of(error)
         if refusal_code(error) is None or told is None:  # otherwise all ranks end alike
             self.report(error)
-        verdict = self.verdict
-        if verdict is None or (told is not None and refusal_code(error) is not None):
-            self._hand_on(kind, error, trace)
-        elif verdict.rank == self.rank and not lost_connection(error):
-            self._words.spoken()
-            self._hand_on(kind, error, trace)
-        elif follows(error) or as_line(error) == verdict.error:
-            logger.debug("ended by a fault of rank %d", verdict.rank, exc_info=(kind, error, trace))
-            self._words.say(verdict, *self._at)
-            self._leaving = True
-            self._end_stopped(verdict)
-            own = INTERRUPTED if isinstance(error, KeyboardInterrupt) else refusal_code(error) or OWN_FAULT
-            raise SystemExit(verdict.code if follows(error) else own)
-        else:
-            self._hand_on(kind, error, trace)
-
-    def _hand_on(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """To the script's hook, or to the one that was there before, to which that may hand on through this one."""
+        verdict, alike = self.verdict, told is not None and refusal_code(error) is not None
+        if verdict is not None and not alike:
+            if verdict.rank == self.rank and not lost_connection(error):
+                self._words.spoken()
+            elif follows(error) or as_line(error) == verdict.error:
+                logger.debug("ended by a fault of rank %d", verdict.rank, exc_info=(kind, error, trace))
+                self._words.say(verdict, *self._at)
+                self._leaving = True
+                self._end_stopped(verdict)
+                raise SystemExit(verdict.code if follows(error) else refusal_code(error) or self.code)
+        # To the script's hook, or to the one that was there before, to which that may hand on through this one.
         scripts, self._scripts_hook = self._scripts_hook, None
         (scripts or self._hook_before)(kind, error, trace)
 
