@@ -281,6 +281,12 @@ def _lengths(value: Any, place: str) -> str | None:
     return text(optional=True)(value, place)  # type: ignore[no-any-return]
 
 
+def _correction(value: Any, place: str) -> str:
+    if isinstance(value, str) and value.endswith(".jsonl"):
+        return value
+    return choice(AUTO, "off", "report", "apply")(value, f"{place} (or a steps file, *.jsonl)")
+
+
 def _trace(value: Any, place: str) -> TraceConfig:
     return parse_block(TraceConfig, value, place)
 
@@ -347,8 +353,11 @@ class HydraConfig:
     cost_table: str | Mapping[str, str] | None = setting(read_tables, None)
     """Measured coefficients (JSON); None estimates them from the model's FLOPs. Where devices are of several classes, a
     file of each, such as {"h800": "h800.json", "h20": "h20.json"}, or one whose rows name their class, as "tp4@h20"."""
-    cost_correction: str = setting(choice("off", "report", "apply"), "report")
-    """Measured over predicted time: "report" writes it to `steps_file`, "apply" scales costs by it, slow ranks' too."""
+    cost_correction: str = setting(_correction, AUTO)
+    """Measured over predicted time: "report" writes it to `steps_file`; "apply" scales costs by it too, slow ranks' as
+    well, and in a few early steps tries layouts that the first costs made dear. "auto": "apply" on devices; "report" on
+    CPU ranks and with `deterministic` or `replay`, since measured times differ from run to run. A run's steps file,
+    "*.jsonl": costs are scaled at the same steps as there."""
     planner: PlannerConfig = setting(_planner, PlannerConfig())
     seed: int = setting(integer(), 0)
     """Seed of the order of sequences, of dropout, of `initial_weights`, and of the search for plans."""
@@ -448,6 +457,12 @@ class HydraConfig:
     def shapes(self) -> tuple[StrategyShape, ...]:
         """The candidate strategies, read."""
         return tuple(StrategyShape.parse(strategy) for strategy in self.strategies)
+
+    def correction_on(self, device: str) -> str:
+        """`cost_correction`, settled for ranks on this type of device."""
+        if self.cost_correction != AUTO:
+            return self.cost_correction
+        return "report" if device == "cpu" or self.deterministic or self.replay is not None else "apply"
 
     @property
     def recomputes_all(self) -> bool:

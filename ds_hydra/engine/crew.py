@@ -125,7 +125,7 @@ class Crew:
         with together(world.channel, "building the stages of all strategies"):
             build_stages(job.source, self.prepared.strategies.values(), world.rank, job.types.compute)
             self.watch = StepWatch(
-                job.config.cost_correction,
+                job.config.correction_on(world.device.type),
                 self.prepared.found,
                 plan.num_layers,
                 self.prepared.num_elements,

@@ -312,7 +312,7 @@ class PlanSource:
     def use_table(self, cost_table: CostTable, first: int = 0) -> None:
         """Plan by this cost table from step `first` on. Every rank must call it, with the same arguments."""
         self._recipe = replace(self._recipe, table=cost_table)
-        self.tables = (*self.tables[-1:], (first, cost_table))
+        self.tables = (*self.tables[-2:], (first, cost_table))
         self._set_planner()
         if self._pre_step is not None:
             self._pre_step.use_table(cost_table, first)
@@ -501,13 +501,14 @@ class Learned:
     def __init__(self, watch: StepWatch, plans: PlanSource):
         self._watch, self._plans = watch, plans
 
-    def learn(self, step: int, plan: StepPlan) -> None:
+    def learn(self, step: int, plan: StepPlan) -> list[Any]:
         """After `step`, counted from 1: its strategy may join the candidates, and plans are made by corrected costs, if
-        the config asks for that and there are new ones."""
+        the config asks for that and there are new ones. What is new of costs is returned, for the step's record."""
         self._plans.trained(plan)
-        table = self._watch.new_table(step)
-        if table is not None:
-            self._plans.use_table(table, step + 1)  # [Note: corrections at fixed steps]
+        new = self._watch.corrections(step)
+        for one in new:
+            self._plans.use_table(self._watch.apply(one), one.first)
+        return [one.record() for one in new]
 
     def saved(self) -> dict[str, Any]:
         """For a checkpoint, as JSON holds it."""

@@ -633,13 +633,12 @@ class TrainingSteps:
             skipped_steps=host.skipped_steps,
             flops=self._flops(planned.plan.lengths),
             cluster=crew.world.cluster.digest,
-            watched=watched,
+            watched={**watched, "new_costs": crew.learned.learn(step, planned.plan)},
         )
         if crew.job.source.options.activation_checkpointing:
             record = replace(record, recomputed=1.0)
         host.finish_step(record, schedule=schedule)
         crew.tracing.write(step, planned.plan, crew.plans.table_of(step - 1))
-        crew.learned.learn(step, planned.plan)
 
     def _flops(self, lengths: Sequence[int]) -> float | None:
         """Of the model, for these sequences; None on CPUs, whose speed nobody asks for, or where it is not known."""

@@ -262,8 +262,8 @@ def _check_times(plan: StepPlan, table: CostTable | None, where: str) -> None:
         expected = None if table is None else modelled_ms(pipeline, table)
         if expected is not None and abs(ms - expected) > _RELATIVE * expected:
             raise PlanError(
-                f"{where}: {name} states {ms:.3f} ms but the cost table gives {expected:.3f} ms; plan and "
-                "job use different cost tables"
+                f"{where}: {name} states {ms:.3f} ms but the cost table gives {expected:.3f} ms; plan and job use "
+                "different cost tables; of a run that corrected its costs name the steps file in hydra.cost_correction"
             )
     _check_prediction(plan, table, where)
     if not 0 <= plan.lower_bound_ms <= plan.searched_ms * (1 + _RELATIVE):

@@ -10,6 +10,12 @@ The factor of a scheme is the median of measured / predicted over its last 32 pi
 1.08 after an hour may be a GPU that has become hot. With `cost_correction: "apply"` it scales the table that plans are
 made with. The median ignores the odd slow step: of the ratios 1.02, 1.03, 1.01, 2.40 it is 1.025.
 
+[Note: early runs]
+A shape's first step is not learnt from: ranks connect, and kernels are loaded. A shape that the first estimate made
+dear is never run, and its factor never seen. Until it is, it has the factor of shapes with as many tensor parallel
+ranks, or of all. And for two steps after the second correction such a shape counts a tenth less, so it runs if it may
+be the best. By the costs each of them takes a ninth longer at most: that is the budget, less than a quarter of a step.
+
 [Note: slow ranks]
 A cost table may be wrong for a shape, and its error is that of every stage of this kind. So a stage is compared with
 the others of its kind in the same step, each by its measured over its predicted time: of 4*tp1 with the ratios 1.1,
@@ -17,25 +23,27 @@ the others of its kind in the same step, each by its measured over its predicted
 its kind tells nothing. A rank is slow that has been so in three quarters of its last steps: one long step, such as a
 save in the background, makes nobody slow. Ranks of one stage wait for each other in it, so all of them are named.
 
-By default nothing follows from it but a line. With `cost_correction: "apply"` later plans count with the pace of each
-rank that was told, the median over its last steps, and with a new one when that has changed by 5 %: a rank that has
-recovered is planned for as any other about as soon as it is told. Predicted times are those of the table as it was
+With `cost_correction: "report"` nothing follows from it but a line. With "apply" later plans count with the pace of
+each rank that was told, the median over its last steps, and with a new one when that has changed by 5 %: a rank that
+has recovered is planned for as any other about as soon as it is told. Predicted times are those of the table as it was
 measured, so that a pace that plans count with already changes no ratio. Costs that nobody measured tell nobody slow:
 they may be wrong by more for short sequences than for long ones, and one pipeline may always have the long ones.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost, TableFile
-from ds_hydra.costs.shares import MOST, pace_of
+from ds_hydra.costs.shares import MOST, NONE, SlowRanks, pace_of
 from ds_hydra.pipe.placement import split_layers
 from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.registry import placed, weighs
@@ -43,6 +51,8 @@ from ds_hydra.pipe.schedules.simulate import simulate_loads
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
 from ds_hydra.plan.simulate import simulate_pipeline, stretch
 from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.zero_hetero.errors import ConfigError
+from ds_hydra.zero_hetero.nodes import Cluster
 
 _LAST_STEPS, LEAST_STEPS = 12, 8  # steps that are looked at, and the fewest that tell
 SLOW = 1.1  # times as long as others
@@ -137,9 +147,12 @@ def _named(ranks: Sequence[int]) -> str:
 WINDOW = 32  # observations that a factor remembers
 LEAST = 4  # observations that a factor needs before it is used
 # A new table throws the plans away that were made ahead, so it comes after steps 4 and 8, when most is wrong, and then
-# every 16 steps, and only if a factor has changed by more than 3 %, which is more than measured times scatter.
+# every 16 steps, and only if a factor has changed by more than its median does by chance: two and a half deviations of
+# LEAST pipelines whose times scatter by 3 %. By less, costs that are right would be made wrong.
 EARLY: tuple[int, ...] = (4, 8)
-APPLY_EVERY, APPLY_CHANGE = 16, 0.03
+APPLY_EVERY, APPLY_CHANGE = 16, 0.05
+TRIED_AFTER: tuple[int, ...] = (8,)  # with some steps each [Note: early runs]
+TRIED_FOR, TRIED = 2, 0.9  # steps; what a shape that never ran counts there, of its cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,11 +225,13 @@ class Calibration:
         self._stages = {cost.scheme: stage_loads(cost, num_layers, found) for cost in table.costs}
         self._step = StepCosts.of(None if found is None else found.step)
         self._ratios: dict[ParallelScheme | PipelineShape, deque[float]] = {}
+        self._begun: set[ParallelScheme | PipelineShape] = set()
         self._overheads: dict[str, deque[float]] = {}
         self._applied: dict[ParallelScheme | PipelineShape, float] = {}
         if state is not None:
             schemes = {str(scheme): scheme for scheme in self._stages}
             self._ratios = {schemes[name]: _window(seen) for name, seen in state["ratios"].items()}
+            self._begun = set(self._ratios)
             self._overheads = {str(name): _window(seen) for name, seen in state["overheads"].items()}
             self._applied = {schemes[name]: _figure(factor) for name, factor in state["applied"].items()}
 
@@ -279,27 +294,110 @@ class Calibration:
         return plan.total_ms(pipelines) + (median(seen) if len(seen) >= LEAST else usual)
 
     def observe(self, plan: StepPlan, prediction: StepPrediction, pipeline_ms: Sequence[float], step_ms: float) -> None:
-        """Learn from a step's measured times."""
+        """Learn from a step's measured times, but for those of shapes that run for the first time."""
         for pipeline, predicted, measured in zip(plan.pipelines, prediction.pipeline_ms, pipeline_ms, strict=True):
-            if predicted > 0 and measured > 0:
+            if predicted > 0 and measured > 0 and pipeline.shape.cost_key in self._begun:
                 self._ratios.setdefault(pipeline.shape.cost_key, deque(maxlen=WINDOW)).append(measured / predicted)
+        self._begun |= {pipeline.shape.cost_key for pipeline in plan.pipelines if pipeline.microbatches}
         overhead = max(0.0, step_ms - plan.total_ms(pipeline_ms))
         self._overheads.setdefault(plan.strategy, deque(maxlen=WINDOW)).append(overhead)
 
-    def corrected_table(self, step: int) -> CostTable | None:
-        """The table scaled by the factors, after EARLY steps and every APPLY_EVERY if a factor has changed; else None.
+    def corrected(self, step: int) -> Factors | None:
+        """Of each row of the table, after EARLY steps and every APPLY_EVERY if a factor has changed; else None.
 
-        It is computed from figures that all ranks share, so all ranks get the same table.
+        It is computed from figures that all ranks share, so all ranks get the same.
         """
         if step not in EARLY and (step == 0 or step % APPLY_EVERY):
             return None
-        factors = self.factors
-        moved = [f for scheme, f in factors.items() if abs(f / self._applied.get(scheme, 1.0) - 1.0) > APPLY_CHANGE]
+        seen = {scheme: median(ratios) for scheme, ratios in self._ratios.items()}
+        moved = {scheme: factor for scheme, factor in seen.items() if self._has_moved(scheme, factor)}
         if not moved:
             return None
-        self._applied.update(factors)
-        costs = tuple(_scaled(cost, self._applied.get(cost.scheme, 1.0)) for cost in self._table.costs)
-        return CostTable(costs, self._table.source)
+        self._applied.update(moved)
+        return self.in_force
+
+    def _has_moved(self, scheme: ParallelScheme | PipelineShape, factor: float) -> bool:
+        """Whether a factor has changed by more than chance: by 5 % of 4 observations, by 2.5 % of 16 or more."""
+        chance = APPLY_CHANGE * max(0.5, math.sqrt(LEAST / len(self._ratios[scheme])))
+        return abs(factor / self._applied.get(scheme, 1.0) - 1.0) > chance
+
+    @property
+    def in_force(self) -> Factors:
+        """The factors that the latest correction had, of each row of the table."""
+        return self._of_rows(1.0)
+
+    def tried(self, step: int) -> Factors | None:
+        """The latest factors, less for shapes that never ran, after TRIED_AFTER steps; None after others, or where all
+        have run [Note: early runs]."""
+        if step not in TRIED_AFTER or all(cost.scheme in self._ratios for cost in self._table.costs):
+            return None
+        return self._of_rows(TRIED)
+
+    def _of_rows(self, unseen: float) -> Factors:
+        """What has no factor has that of its like, and `unseen` times that if it never ran."""
+        of_tp: dict[int, list[float]] = {}
+        for scheme, factor in self._applied.items():
+            of_tp.setdefault(_tp(scheme), []).append(factor)
+        usual = median(self._applied.values()) if self._applied else 1.0
+
+        def factor_of(scheme: ParallelScheme | PipelineShape) -> float:
+            known = self._applied.get(scheme) or median(of_tp.get(_tp(scheme), (usual,)))
+            return known * (1.0 if scheme in self._ratios else unseen)
+
+        return {cost.scheme: factor_of(cost.scheme) for cost in self._table.costs}
+
+
+Factors = Mapping[ParallelScheme | PipelineShape, float]
+"""What the costs of a table's rows are multiplied by."""
+
+
+class Correction(NamedTuple):
+    """Costs that plans are made by from step `first` on, counted from 0."""
+
+    first: int
+    factors: Factors
+    slow: tuple[tuple[int, float], ...] = ()  # ranks, each with its pace
+
+    def of(self, table: CostTable, cluster: Cluster | None) -> CostTable:
+        """The table, as it was measured, with this correction; `cluster` of a job with devices of several classes."""
+        costs = tuple(_scaled(cost, self.factors.get(cost.scheme, 1.0)) for cost in table.costs)
+        return CostTable(costs, table.source, SlowRanks(self.slow, cluster) if self.slow else NONE)
+
+    def record(self) -> list[Any]:
+        """As JSON holds it; `of_record` is the inverse."""
+        return [self.first, {str(scheme): factor for scheme, factor in self.factors.items()}, list(self.slow)]
+
+    @classmethod
+    def of_record(cls, record: Any, table: CostTable) -> Correction:
+        """ValueError, TypeError or KeyError for what is none of this table."""
+        schemes = {str(cost.scheme): cost.scheme for cost in table.costs}
+        first, factors, slow = record
+        return cls(
+            int(first),
+            {schemes[name]: _figure(factor) for name, factor in factors.items()},
+            tuple((int(rank), pace_of(pace)) for rank, pace in slow),
+        )
+
+
+def read_corrections(path: str, table: CostTable) -> dict[int, tuple[Correction, ...]]:
+    """The corrections of a run by the step, counted from 1, that they were found after, of its steps file; of a step
+    that stands there several times the last ones. ConfigError for a file that holds none of this table's."""
+    found: dict[int, tuple[Correction, ...]] = {}
+    try:
+        with Path(path).open(encoding="utf-8") as lines:
+            for line in lines:
+                step = json.loads(line)
+                found[step["step"]] = tuple(Correction.of_record(one, table) for one in step["new_costs"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"hydra.cost_correction names {path}, whose corrections of costs cannot be read ({type(error).__name__}: "
+            f"{error}): name the steps_file of a run of this job, with the same cost table"
+        ) from None
+    return {step: ones for step, ones in found.items() if ones}
+
+
+def _tp(scheme: ParallelScheme | PipelineShape) -> int:
+    return scheme.tp if isinstance(scheme, ParallelScheme) else scheme.stages[0].tp
 
 
 def _window(seen: Iterable[Any]) -> deque[float]:

@@ -16,7 +16,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from io import FileIO
 from itertools import islice
 from pathlib import Path
@@ -25,9 +25,8 @@ from typing import Any
 
 from ds_hydra.costs.cost_table import CostTable, TableFile
 from ds_hydra.costs.memory import EXPERT_IMBALANCE
-from ds_hydra.costs.shares import NONE, SlowRanks
 from ds_hydra.plan.step_plan import THEN, StepPlan
-from ds_hydra.report.calibration import Calibration, StageTime, Stragglers
+from ds_hydra.report.calibration import TRIED_FOR, Calibration, Correction, StageTime, Stragglers, read_corrections
 from ds_hydra.zero_hetero.errors import ConfigError
 from ds_hydra.zero_hetero.nodes import Cluster
 
@@ -37,11 +36,15 @@ _REMEDY = {
 }
 
 
+STEPS = ".jsonl"  # of a steps file
+
+
 _WORSE = 1.25  # of what was told of uneven experts, before it is told again
 
 
 class StepWatch:
-    """Holds the calibration of one job; `mode` is the config's `cost_correction`. All ranks give the same figures."""
+    """Holds the calibration of one job; `mode` is the config's `cost_correction`, "auto" settled. All ranks give the
+    same figures."""
 
     def __init__(
         self,
@@ -62,6 +65,7 @@ class StepWatch:
         self._imbalance = expert_imbalance
         self._cluster = cluster if cluster is not None and cluster.mixed else None
         self.table = found.table  # that plans are made by
+        self._replayed = read_corrections(mode, found.table) if mode.endswith(STEPS) else None
         self.calibration, self.stragglers = self.fresh(), self.fresh_stragglers()
 
     def fresh_stragglers(self, state: Mapping[str, Any] | None = None) -> Stragglers:
@@ -86,7 +90,7 @@ class StepWatch:
     @property
     def applies(self) -> bool:
         """Whether plans are made by corrected costs."""
-        return self.mode == "apply"
+        return self.mode == "apply" or self._replayed is not None
 
     def fresh(self, state: Mapping[str, Any] | None = None) -> Calibration:
         """A calibration that has learnt nothing, or what `Calibration.state` told."""
@@ -118,16 +122,24 @@ class StepWatch:
             "corrections": {str(scheme): factors[scheme] for scheme in sorted(factors, key=str)},
         }
 
-    def new_table(self, step: int) -> CostTable | None:
-        """With mode "apply" a cost table to plan with from then on: after steps 4, 8 and every 16 a corrected one, and
-        one with other slow ranks when there are. Otherwise None."""
+    def corrections(self, step: int) -> tuple[Correction, ...]:
+        """What plans are to be made by that come after `step`: with mode "apply" corrected costs, after steps 4, 8 and
+        every 16, and other slow ranks when there are; before them those of some steps in which shapes are tried
+        [Note: early runs]. With a steps file, what that has."""
+        if self._replayed is not None:
+            return self._replayed.get(step, ())
         if not self.applies:
-            return None
-        corrected = self.calibration.corrected_table(step)
-        slow = SlowRanks(paces, self._cluster) if (paces := self.stragglers.paces) else NONE
-        if corrected is None and slow == self.table.slow:
-            return None
-        self.table = replace(corrected or self.table, slow=slow)
+            return ()
+        corrected, tried, slow = self.calibration.corrected(step), self.calibration.tried(step), self.stragglers.paces
+        if corrected is None and tried is None and slow == self.table.slow.paces:
+            return ()
+        first = step + 1  # [Note: corrections at fixed steps]
+        before = () if tried is None else (Correction(first, tried, slow),)
+        return *before, Correction(first + TRIED_FOR * len(before), corrected or self.calibration.in_force, slow)
+
+    def apply(self, correction: Correction) -> CostTable:
+        """The costs that plans are made by from now on."""
+        self.table = correction.of(self._found.table, self._cluster)
         return self.table
 
 
@@ -200,6 +212,7 @@ class StepRecord:
     predicted_stage_ms: tuple[tuple[float, ...], ...] = ()  # of each pipeline's stages
     stage_ms: tuple[tuple[float, ...], ...] = ()  # computing, of each stage's slowest rank
     corrections: Mapping[str, float] = field(default_factory=dict)  # measured / predicted time, by scheme
+    new_costs: Sequence[Any] = ()  # that later plans are made by, as `Correction.record`
 
     @property
     def balance(self) -> float:

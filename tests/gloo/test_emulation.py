@@ -337,7 +337,11 @@ class Trained(NamedTuple):
 def train(rank: int, folder: Path, mode: str, *, steps: int = STEPS, exact: bool = True, **block: Any) -> Trained:
     """A stage takes 0.8 ms a token besides, on the slow rank six times as much. It goes on from a checkpoint of the
     folder, if there is one."""
-    calibration.APPLY_EVERY, calibration.EARLY = 1000, ()  # a correction of all costs is no part of a plan
+    calibration.APPLY_EVERY, calibration.EARLY, calibration.TRIED_AFTER = (
+        1000,
+        (),
+        (),
+    )  # a correction of all costs is no part of a plan
     forward, lines = CausalStage.forward, list[str]()
     engine: Any = None
 

@@ -418,7 +418,7 @@ def test_sequences_that_the_planner_cuts_train_as_whole_ones(tmp_path: Path) -> 
 # says so.
 def job(rank: int, mode: str, ahead: int) -> tuple[list[float], list[dict[str, Any]], list[str], float]:
     """Losses, corrections and recipes of each step, and the largest factor by which the costs of plans have grown."""
-    calibration.APPLY_EVERY, calibration.EARLY = 8, ()
+    calibration.APPLY_EVERY, calibration.EARLY, calibration.TRIED_AFTER = 8, (), ()
     engine: Any = small_engine(rank, cost_correction=mode, planner={"ahead": ahead}, strategies=["2*tp1", "tp2"])
     losses, corrections, recipes = [], [], []
     before = engine.crew.plans.table
@@ -458,7 +458,7 @@ def corrected(
     rank: int, folder: Path, loaded: int | None, stops: tuple[int, ...], steps: int, ahead: int
 ) -> tuple[list[str], list[str]]:
     """Plans and their recipes, of all steps or of those from a checkpoint of the folder on."""
-    calibration.APPLY_EVERY, calibration.APPLY_CHANGE, calibration.EARLY = 4, 0.0, ()
+    calibration.APPLY_EVERY, calibration.APPLY_CHANGE, calibration.EARLY, calibration.TRIED_AFTER = 4, 0.0, (), ()
     engine: Any = small_engine(
         rank, cost_correction="apply", planner={"ahead": ahead}, strategies=["2*tp1", "tp2", "pp2"],
         checkpoint={"dir": str(folder), "keep_last": None, "resume": False},
@@ -485,6 +485,32 @@ def test_a_restart_plans_by_the_corrections_that_the_job_had(tmp_path: Path) -> 
     assert recipes[4] != recipes[5]
     again = run_ranks(lambda rank: [corrected(rank, tmp_path, stop, (), 9, 0) for stop in stops], 2, timeout=120)[0]
     assert again == [(plans[stop:], recipes[stop:]) for stop in stops]
+
+
+def corrected_as(rank: int, folder: Path, correction: str, ahead: int) -> tuple[list[str], dict[str, Tensor]]:
+    """Recipes and digests of plans of nine steps, and what they trained; costs by measured times, or by a file."""
+    calibration.EARLY, calibration.TRIED_AFTER = (3, 6), (3,)
+    engine: Any = small_engine(
+        rank, cost_correction=correction, planner={"ahead": ahead}, strategies=["2*tp1", "tp2", "pp2/list"],
+        steps_file=str(folder / f"{ahead}.jsonl"),
+    )  # fmt: skip
+    found: list[str] = []
+    for _ in range(9):
+        engine.train_batch()
+        found += [engine.last_step.planning_recipe, engine.last_step.plan_digest]
+    state = whole_state(engine)
+    engine.destroy()
+    return found, state
+
+
+@pytest.mark.drawn
+def test_a_run_that_corrected_its_costs_is_replayed_to_the_bit(tmp_path: Path) -> None:
+    whole = run_ranks(corrected_as, 2, tmp_path, "apply", 2, timeout=120)
+    recipes = whole[0][0][::2]
+    assert recipes[0] == recipes[3] != recipes[4] == recipes[5] != recipes[6], "shapes were tried for two steps"
+    again = run_ranks(corrected_as, 2, tmp_path, str(tmp_path / "2.jsonl"), 0, timeout=120)
+    assert [found for found, _ in again] == [found for found, _ in whole]
+    assert all(same(one[1], other[1]) for one, other in zip(again, whole, strict=True))
 
 
 # --- Where links were measured, the planner's process knows the job, and simulates its best plans with their

@@ -53,7 +53,8 @@ from ds_hydra.profiling.fit import (
     with_shared_squares,
 )
 from ds_hydra.profiling.links import Collective, LinkFigure, Links, links_from_record, read_links
-from ds_hydra.report.calibration import LEAST, Calibration
+from ds_hydra.report.calibration import LEAST, TRIED, Calibration
+from ds_hydra.report.record import StepWatch
 from ds_hydra.rivals.costs import Recomputed, Way, table_of
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from ds_hydra.zero_hetero.files import parse_json
@@ -595,11 +596,12 @@ def test_stages_of_their_own_predict_less_than_the_slowest_for_all() -> None:
 
 def test_factors_follow_what_was_measured() -> None:
     calibration = Calibration(TABLE, 4)
-    for step in range(LEAST):
+    for step in range(LEAST + 1):  # of which the first connects, and is not learnt from
         prediction = calibration.predict(PLAN)
         assert calibration.factors == {}, step
-        assert calibration.correct(PLAN, prediction) == pytest.approx(prediction.step_ms), "nothing is known yet"
-        calibration.observe(PLAN, prediction, [1.5 * prediction.pipeline_ms[0]], 1.5 * prediction.pipeline_ms[0] + 7.0)
+        ms, overhead = (1.5 if step else 9.0) * prediction.pipeline_ms[0], 7.0 if step else 0.0
+        assert step or calibration.correct(PLAN, prediction) == pytest.approx(prediction.step_ms), "nothing is known"
+        calibration.observe(PLAN, prediction, [ms], ms + overhead)
     prediction = calibration.predict(PLAN)
     assert calibration.factors == {ParallelScheme(1, 2): pytest.approx(1.5)}
     assert calibration.correct(PLAN, prediction) == pytest.approx(1.5 * prediction.pipeline_ms[0] + 7.0)
@@ -607,12 +609,42 @@ def test_factors_follow_what_was_measured() -> None:
     other = replace(PLAN, phases=(Phase((replace(PLAN.pipelines[0], shape=PipelineShape.parse("tp2")),)),))
     unseen = calibration.predict(other)
     assert calibration.correct(other, unseen) == pytest.approx(1.5 * unseen.pipeline_ms[0] + 7.0)
-    assert calibration.corrected_table(5) is None
-    corrected = calibration.corrected_table(4)
-    assert corrected is not None
-    assert corrected[ParallelScheme(1, 2)].b == pytest.approx(1.5)
-    assert corrected[ParallelScheme(2)] == TABLE[ParallelScheme(2)]
-    assert [calibration.corrected_table(step) for step in (8, 16, 32)] == [None] * 3  # nothing has moved since
+    assert calibration.corrected(5) is calibration.tried(4) is None
+    corrected, tried = calibration.corrected(4), calibration.tried(8)
+    assert corrected == pytest.approx({ParallelScheme(1, 2): 1.5, ParallelScheme(2): 1.5})
+    # What never ran counts less for some steps; by the latest factors, those that are in force.
+    assert tried == pytest.approx({ParallelScheme(1, 2): 1.5, ParallelScheme(2): 1.5 * TRIED})
+    assert [calibration.corrected(step) for step in (8, 16, 32)] == [None] * 3  # nothing has moved since
+
+
+def test_a_factor_counts_once_it_is_more_than_scatter() -> None:
+    """Of the observations of the only shape: 5.2 % are scatter of three, not of four."""
+    calibration = Calibration(TABLE, 4)
+    for seen in range(LEAST + 1):
+        assert (calibration.corrected(4) is not None) == (seen == LEAST)
+        calibration.observe(PLAN, (now := calibration.predict(PLAN)), [1.052 * now.pipeline_ms[0]], 100.0)
+        calibration.observe(PLAN, now, [1.052 * now.pipeline_ms[0]], 100.0) if not seen else None
+
+
+def test_corrections_are_read_back_from_a_steps_file(tmp_path: Path) -> None:
+    watch = StepWatch("apply", TableFile(TABLE), 4, 0, measured=True)
+    path, found = tmp_path / "steps.jsonl", {}
+    for step in range(1, 10):
+        now = watch.calibration.predict(PLAN)
+        ms = (1.0 + step / 7) * now.pipeline_ms[0]
+        watch.fields(PLAN, pipeline_ms=[ms], stage_ms=[], step_ms=ms, moved_bytes=0)
+        found[step] = watch.corrections(step)
+        with path.open("a") as lines:
+            lines.write(json.dumps({"step": step, "new_costs": [one.record() for one in found[step]]}) + "\n")
+    assert {step: [one.first for one in ones] for step, ones in found.items() if ones} == {4: [5], 8: [9, 11]}
+    again = StepWatch(str(path), TableFile(TABLE), 4, 0, measured=True)
+    assert again.applies
+    for step, ones in found.items():
+        assert [again.apply(one) for one in again.corrections(step)] == [watch.apply(one) for one in ones]
+    for wrong in ("{", '{"step": 1}', '{"step": 1, "new_costs": [[5, {"tp7": 1.0}, []]]}'):
+        path.write_text(wrong)
+        with pytest.raises(ConfigError, match="name the steps_file of a run of this job"):
+            StepWatch(str(path), TableFile(TABLE), 4, 0, measured=True)
 
 
 def test_what_was_learnt_goes_on_from_a_checkpoint() -> None:
@@ -622,16 +654,16 @@ def test_what_was_learnt_goes_on_from_a_checkpoint() -> None:
         for _ in range(LEAST):
             one.observe(PLAN, (now := one.predict(PLAN)), [ratio * now.pipeline_ms[0]], 2 * now.pipeline_ms[0])
             ratio += 0.125
-        assert one.corrected_table(16) is not None
+        assert one.corrected(16) is not None
         other = Calibration(TABLE, 4, state=json.loads(json.dumps(one.state())))
         assert other.state() == one.state()
-        assert other.corrected_table(16) is None
+        assert other.corrected(16) is None
     for calibration in (one, other):
         for _ in range(LEAST):
             calibration.observe(PLAN, now, [3 * now.pipeline_ms[0]], 4 * now.pipeline_ms[0])
-    found = one.corrected_table(32)
+    found = one.corrected(32)
     assert found is not None
-    assert found == other.corrected_table(32)
+    assert found == other.corrected(32)
     for wrong in ({}, {**one.state(), "applied": {"tp7": 1.0}}, {**one.state(), "ratios": {"pp2": ["1"]}},
                   {**one.state(), "overheads": {"pp2": [float("inf")]}}):  # fmt: skip
         with pytest.raises((ValueError, TypeError, KeyError)):
