@@ -34,8 +34,8 @@ PEFT's own forward runs beside linear layers. Nothing here imports PEFT: its cla
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -93,6 +93,8 @@ def run_stacks(model: nn.Module) -> None:
 
 
 def _on_stack(module: Any, *args: Any, **kwargs: Any) -> Any:
+    if module.disable_adapters:
+        return module.base_layer(*args, **kwargs)
     experts, name = module.get_base_layer(), module.parameter_name
     weight = module.get_param()
     for adapter in module.active_adapters:
@@ -144,6 +146,20 @@ def _own(forward: Rows, share_of: Rows, outside: Within) -> Rows:
 
 def _gathered(forward: Rows, gather: Rows) -> Rows:
     return lambda x: forward(gather(x))
+
+
+@contextmanager
+def switched_off(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Within it the adapters of these modules add nothing, as within PEFT's `disable_adapter()`."""
+    found: list[Any] = [module for module in modules if class_path(module).startswith("peft.")]
+    found = [module for module in found if hasattr(module, "_disable_adapters")]
+    for module in found:
+        module._disable_adapters = True
+    try:
+        yield
+    finally:
+        for module in found:
+            module._disable_adapters = False
 
 
 def trained_copy(module: nn.Module) -> nn.Module:

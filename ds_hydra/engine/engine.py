@@ -237,6 +237,10 @@ class HydraEngine(HostEngine):
 
         return self.rounds.calling(make)
 
+    def _evaluating(self, name: str, call: EngineCall[Result], *, meets: bool = False) -> Result:
+        """`on_all`, of one that runs the model forward as the script has it now."""
+        return self.on_all(f"{name}{self.steps.scoring.mode}", call, meets=meets)
+
     def meet(self) -> None:
         """Return when all ranks have come to it."""
         self.crew.world.channel.texts("")
@@ -401,7 +405,7 @@ class HydraEngine(HostEngine):
         """Mean losses of what the ranks hand in: over the targets of this rank's batch, and over those of all ranks."""
 
         def evaluate() -> tuple[float, float]:
-            with self.crew.calling("engine(batch) after eval()"):
+            with self.crew.calling(f"engine(batch) after eval(){self.steps.scoring.mode}"):
                 return self.steps.scoring.handed(batch)
 
         return self.rounds.calling(evaluate)
@@ -416,7 +420,7 @@ class HydraEngine(HostEngine):
         if batch is None:
             raise ConfigError("eval_batch() needs sequences: a dataset, a list of token lists, or an iterator of them")
         part = EngineCall(lambda: self.steps.scoring.batch(batch))
-        return torch.tensor(self.on_all("eval_batch()", part, meets=True), dtype=torch.float32, device="cpu")
+        return torch.tensor(self._evaluating("eval_batch()", part, meets=True), dtype=torch.float32, device="cpu")
 
     def evaluate(self, dataset: Any) -> Evaluation:
         """Loss, perplexity and the loss of each sequence of a map-style dataset, without an update.
@@ -424,7 +428,7 @@ class HydraEngine(HostEngine):
         About hydra.tokens_per_step tokens run at a time. Every rank must call it with the same dataset.
         """
         part = EngineCall(lambda: self.steps.scoring.evaluate(dataset), Evaluation.to_json, Evaluation.from_json)
-        return self.on_all("evaluate()", part, meets=True)
+        return self._evaluating("evaluate()", part, meets=True)
 
     def predict(self, batch: Any, function: TokenFunction) -> tuple[Tensor, Tensor]:
         """Mean loss of the batches of all ranks, (), and what `function` gives for each token of this rank's, (tokens,
@@ -437,7 +441,7 @@ class HydraEngine(HostEngine):
         if not isinstance(self.job.source, CausalLM):
             raise ConfigError("predict() needs a Hugging Face model: the layers of a PipelineModule end in its loss")
         part = EngineCall(lambda: self.steps.scoring.predict(batch, function), once="predict")
-        loss, found = self.on_all("predict()", part)
+        loss, found = self._evaluating("predict()", part)
         return torch.tensor(loss, dtype=torch.float32, device="cpu"), torch.from_numpy(found)
 
     @overload
@@ -470,7 +474,7 @@ class HydraEngine(HostEngine):
         def score() -> TokenScores | RoutedScores:
             return self.steps.scoring.log_probs(sequences, temperature, entropy=entropy, routed_experts=routed_experts)
 
-        return self.on_all("log_probs()", EngineCall(score, once="log_probs"))
+        return self._evaluating("log_probs()", EngineCall(score, once="log_probs"))
 
     def values(self, sequences: Any) -> list[Tensor]:
         """Of a model whose head has one output: the value of each of this rank's sequences before each of its tokens,
@@ -479,7 +483,7 @@ class HydraEngine(HostEngine):
         At place i stands what the head makes of the tokens before i; 0 at the first, and where `labels` or a mask say
         that nothing is to be learnt. `sequences` as of `log_probs`.
         """
-        return self.on_all("values()", EngineCall(lambda: self.steps.scoring.values(sequences), once="values"))
+        return self._evaluating("values()", EngineCall(lambda: self.steps.scoring.values(sequences), once="values"))
 
     # Weights and checkpoints.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,6 +20,7 @@ from ds_hydra.engine.crew import Crew
 from ds_hydra.engine.data import Gathered, Mine, SequenceExchange
 from ds_hydra.host.host_engine import HostEngine
 from ds_hydra.pipe.loss import ENTROPY, LOG_PROB, VALUE, Objective, TokenFunction, width_of
+from ds_hydra.pipe.models.adapted import active_adapters
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.models.experts import find_routing
 from ds_hydra.pipe.rows import ROUTED_EXPERTS, TEMPERATURE, FieldLayout, Routing
@@ -105,11 +107,35 @@ class Scoring:
 
     def __init__(self, host: HostEngine, crew: Crew, shares: SequenceExchange):
         self._host, self._crew, self._shares, self._device = host, crew, shares, host.device
+        self._active = active_adapters(host.module)
+
+    @property
+    def mode(self) -> str:
+        """What an evaluation has besides its name, which ranks compare: whether a script has switched adapters off.
+        ConfigError where it has switched to others."""
+        now = active_adapters(self._host.module)
+        if now and now != self._active:
+            raise ConfigError(
+                f"the adapters {list(now)} of the model are active, but the engine was made with {list(self._active)}, "
+                "which its stages run: make an engine of the model with the others, or switch all of them off"
+            )
+        return " without adapters" if self._active and not now else ""
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """All ranks run forward, without adapters where the script has switched them off."""
+        forwards = self._crew.stepper.forwards
+        forwards.adapted = not self.mode
+        try:
+            with self._crew.together("evaluation"):
+                yield
+        finally:
+            forwards.adapted = True
 
     def handed(self, batch: Any) -> tuple[float, float]:
         """Mean losses of what the ranks hand in: over this rank's targets, and over all; NaN where there are none."""
         plan, data, own = self._evaluated(batch)
-        with self._crew.together("evaluation"):
+        with self._evaluating():
             found = self._crew.stepper.forwards.sequence_losses(plan, data, self._crew.plans.table)
         return mean_of(found, own), mean_of(found)
 
@@ -119,7 +145,7 @@ class Scoring:
         refuse_without_loss(self._crew.job.source)
         width = width_of(function, self._crew.job.source.vocab_size or 2)
         plan, data, own = self._evaluated(batch)
-        with self._crew.together("evaluation"):
+        with self._evaluating():
             loss, found = self._crew.stepper.forwards.predictions(plan, data, self._crew.plans.table, function, width)
         begin = sum(plan.lengths[: own.start])
         return loss, found[begin : begin + sum(plan.lengths[own])]
@@ -137,7 +163,7 @@ class Scoring:
         """Mean loss of a dataset that all ranks have, run at once."""
         refuse_without_loss(self._crew.job.source)
         data = self._host.sequences(batch)
-        with self._crew.together("evaluation"):
+        with self._evaluating():
             plan = self._plan_of(data, tuple(i for i, length in enumerate(data.lengths) if length))
             return self._crew.stepper.forwards.evaluate(plan, data, self._crew.plans.table)
 
@@ -146,7 +172,7 @@ class Scoring:
         refuse_without_loss(self._crew.job.source)
         data = self._host.sequences(dataset)
         sums, counts = np.zeros(len(data)), np.zeros(len(data), dtype=np.int64)
-        with self._crew.together("evaluation"):
+        with self._evaluating():
             for ids in _parts(data, self._host.hydra_config.tokens_per_step):
                 plan = self._plan_of(data, ids)
                 found = self._crew.stepper.forwards.sequence_losses(plan, data, self._crew.plans.table)
@@ -222,7 +248,7 @@ class Scoring:
             gathered = shares.gather(mine, call, call if routing is None else f"{call} with routed_experts")
             plan = crew.plans.plan_once(tuple(range(len(gathered.lengths))), gathered.lengths)
             delivered = shares.deliver(plan, mine.sequences, gathered, gathered.layout.num_columns)
-        with crew.together("evaluation"):
+        with self._evaluating():
             return self.of_sequences(plan, delivered, gathered, routing=routing)
 
     def _at_own_place(self, found: list[Float64Array], column: int) -> list[Tensor]:

@@ -11,12 +11,16 @@ model [Note: losses of log-probabilities]:
                            3  compute_loss runs to its end on the scores of this rank's own rows
                            4  the engine trains by the gradients of that loss by the scores
 
+The reference of an adapter is the model without it: the engine scores the same rows with adapters switched off, between
+1 and 2, and they stand for what the loss asks of `self.model`. GRPO and RLOO score their references before.
+
 The sum over the batches of an update is applied at its end. Generation, rewards, advantages, losses and metrics are the
 trainer's own and know nothing of it. Under `no_grad`, as for the scores of an older policy, the engine only computes.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,7 +31,7 @@ from torch import Tensor, nn
 from ds_hydra.config.versions import refuse_older
 from ds_hydra.hugging_face.accelerator import without_engine
 from ds_hydra.hugging_face.trainer import HydraTrainer
-from ds_hydra.pipe.models.adapted import is_peft_model
+from ds_hydra.pipe.models.adapted import adds_nothing, is_peft_model
 from ds_hydra.zero_hetero.errors import ConfigError
 
 refuse_older("trl")
@@ -40,6 +44,7 @@ else:
     _Base = object  # what stands above a trainer of TRL's must not stand between it and Trainer
 
 _OF_LOGITS = ("logits/chosen", "logits/rejected", "mean_token_accuracy")  # metrics for which logits would be needed
+_COPY = "ref"  # TRL's name of the copy of an adapter that a model came with
 _READ = frozenset(("input_ids", "attention_mask", "labels", "fused_lm_head", "use_cache"))
 
 
@@ -138,6 +143,7 @@ class _ScoresTrainer(HydraTrainer):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._scores: Any = None
+        self._reference: Scores | None = None  # of the batch that is trained on, by the model without its adapter
 
     def _refuse_unfit(self) -> None:
         super()._refuse_unfit()
@@ -156,16 +162,24 @@ class _ScoresTrainer(HydraTrainer):
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         if self.plans_steps:
-            compared = getattr(self, "beta", 0.0) != 0.0 and not getattr(self, "precompute_ref_logps", False)
-            if compared and getattr(self, "ref_model", None) is None and is_peft_model(self.model):
-                raise ConfigError(
-                    "the reference of an adapter is the model with its adapter switched off, which the engine cannot "
-                    "compute: set precompute_ref_log_probs=True (DPO) or beta=0 (GRPO, RLOO), or pass a ref_model"
-                )
             model: Any = self.model
+            if self._is_own_reference and _COPY in model.peft_config:
+                if not adds_nothing(model, _COPY):
+                    raise ConfigError(
+                        "the reference of a model whose adapter is trained already is a copy of that adapter, which no "
+                        "stage has: merge the adapter (merge_and_unload) and pass peft_config=, or set "
+                        "precompute_ref_log_probs=True (DPO) or beta=0 (GRPO, RLOO)"
+                    )
+                model.delete_adapter(_COPY)  # then TRL asks for the model without adapters, which is the same
             for module in _with_fused_head(model):
                 del module.forward  # the class's own, which generation calls, and which the engine knows
         return super()._prepare_for_training(*args, **kwargs)
+
+    @property
+    def _is_own_reference(self) -> bool:
+        """Whether the loss compares the model with what it is without its adapter."""
+        compared = getattr(self, "beta", 0.0) != 0.0 and not getattr(self, "precompute_ref_logps", False)
+        return compared and getattr(self, "ref_model", None) is None and is_peft_model(self.model)
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Train on a batch of each rank's; the last one of an update applies it. Returns this rank's loss, ()."""
@@ -184,6 +198,10 @@ class _ScoresTrainer(HydraTrainer):
                 "no token of a batch of this rank is scored: leave rows without an answer out of the data"
             )
         losses: list[Tensor] = []
+        if self._scores_references and self._is_own_reference:
+            adapted: Any = self.model
+            with adapted.disable_adapter():
+                self._reference = self._scored(rows)
 
         def loss(log_probs: Tensor, entropy: Tensor, fields: dict[str, Tensor]) -> Tensor:
             once = iter([Scores(rows.padded(rows.scored, log_probs), rows.padded(rows.scored, entropy))])
@@ -192,6 +210,7 @@ class _ScoresTrainer(HydraTrainer):
 
         loss.watched = False  # type: ignore[attr-defined]  # it computes references and gathers metrics, as all ranks do
         model.forward_backward(rows.sequences, loss, temperature=self._temperature, mixes_tokens=True)
+        self._reference = None
         if self.accelerator.sync_gradients:
             model.optimizer_step()
             if model.lr_scheduler is not None:
@@ -220,9 +239,14 @@ class _ScoresTrainer(HydraTrainer):
             ) or self.compute_loss_func is not None
         return loss if scaled else loss / self.current_gradient_accumulation_steps
 
+    _scores_references = False
+    """Whether the loss itself asks the model for its reference."""
+
     def _evaluated(self, **named: Any) -> Scores:
         """The scores of some rows, without gradients; every rank must ask at the same time."""
-        rows = _Rows.of(named)
+        return self._scored(_Rows.of(named))
+
+    def _scored(self, rows: _Rows) -> Scores:
         engine: Any = self.deepspeed
         if engine is None:
             raise ConfigError("log-probabilities are asked for before train(), which makes the engine")
@@ -263,6 +287,22 @@ class HydraDPOTrainer(_InPlaceOfModel, DPOTrainer, _ScoresTrainer):
     With `precompute_ref_log_probs` each rank computes its share by the whole model, before the engine is made. What TRL
     logs of the logits themselves is left out: their means, and `mean_token_accuracy`.
     """
+
+    _scores_references = True
+
+    def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """TRL's own, of scores by the engine; the reference too, where `self.model` without its adapter is asked."""
+        me: Any = self  # TRL says nothing of its model
+        called, own = self._called(model), me.model
+        if called is model or not self._is_own_reference:
+            return super().compute_loss(model, *args, **kwargs)
+        lent: Any = copy.copy(own)  # shares all that it is made of
+        lent.forward = lambda **named: self._reference or self._evaluated(**named)
+        me.model = lent
+        try:
+            return super().compute_loss(called, *args, **kwargs)
+        finally:
+            me.model = own
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         with without_engine():

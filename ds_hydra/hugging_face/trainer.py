@@ -177,11 +177,6 @@ class HydraTrainer(Trainer):
     def _refuse_unfit(self) -> None:
         if self.compute_metrics is not None and self._token_function is None:
             raise ConfigError(f"HydraTrainer(compute_metrics=...) {_NO_LOGITS}")
-        if self.args.neftune_noise_alpha:
-            raise ConfigError(
-                f"neftune_noise_alpha={self.args.neftune_noise_alpha} adds noise to the embeddings, drawn anew in each "
-                "forward, so that ranks which share a sequence would differ: it is not supported yet; remove it"
-            )
         if self._loss_fn is not None and self.args.label_smoothing_factor:
             raise ConfigError(
                 f"HydraTrainer has a loss_fn and label_smoothing_factor {self.args.label_smoothing_factor}: smooth in "

@@ -386,6 +386,7 @@ class Forwards:
     def __init__(self, stepper: Stepper, world: World):
         self._stepper, self._world = stepper, world
         self._shares: list[Tensor] = []  # of the loss of what ran last, with that of routers
+        self.adapted = True  # whether adapters run, where the model has any
 
     def _ran(
         self, plan: StepPlan, data: Sequences, costs: CostTable, keep: Callable[[RankBatches], RankBatches], *,
@@ -397,7 +398,7 @@ class Forwards:
         for runtime, mine, of_schedule in self._stepper.phases(built):
             normalised = mean and replace(mine, batches=self._stepper.normalised(mine, max(1, weight)))
             kept = keep(normalised or mine.on(self._world.device))
-            loss = runtime.evaluate(kept.batches, of_schedule, training=step is not None)
+            loss = runtime.evaluate(kept.batches, of_schedule, training=step is not None, adapted=self.adapted)
             if runtime.place.tp_rank == 0:
                 yield kept, loss
 

@@ -40,6 +40,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hydra.costs.memory import ElementBytes, held_elements
+from ds_hydra.pipe.adapters import switched_off
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.models.refusals import failing, refuse_misaligned_experts
 from ds_hydra.pipe.placement import Stage, Strategy, place_strategy
@@ -409,14 +410,18 @@ class StrategyRuntime:
             self.pushes.finish(accumulate=accumulate)
         return loss, self._watch.take()
 
-    def evaluate(self, batches: Sequence[MicroBatch], known: Batches, *, training: bool = False) -> Tensor:
-        """Pull and run every micro-batch forward, in the mode of `training` or of an evaluation. Returns this rank's
-        share of the loss."""
+    def evaluate(
+        self, batches: Sequence[MicroBatch], known: Batches, *, training: bool = False, adapted: bool = True
+    ) -> Tensor:
+        """Pull and run every micro-batch forward, in the mode of `training` or of an evaluation, and with adapters or
+        without. Returns this rank's share of the loss."""
         for part in self.parts:
             part.module.train(training)
         self._start_pulls()
         slots = evaluation_slots(known, self.num_stages, self.stage_index)
-        loss = self.stage_runtime.run(slots, batches)
+        off = () if adapted else (module for part in self.parts for module in part.module.modules())
+        with switched_off(off):
+            loss = self.stage_runtime.run(slots, batches)
         self._finish_pulls()
         for part in self.parts:
             part.module.train()

@@ -70,6 +70,41 @@ def _saved_parts(module: Any) -> list[nn.Module]:
     return [module._modules[name] for name in names if name in module._modules] if class_path(module) in _KNOWN else []
 
 
+def active_adapters(model: nn.Module) -> tuple[str, ...]:
+    """Names of the adapters that a forward of the model runs now; none where they are switched off.
+
+    Raises ConfigError where only some modules' are, and where what runs then is a module that no stage has.
+    """
+    found: dict[tuple[str, ...], str] = {}
+    wrapped = [(path, module) for path, module in model.named_modules() if class_path(module) in _KNOWN]
+    for path, module in wrapped:
+        tuner: Any = module
+        found.setdefault(() if tuner.disable_adapters else tuple(tuner.active_adapters), path)
+    if len(found) > 1:
+        (one, at), (other, there) = list(found.items())[:2]
+        raise ConfigError(
+            f"the adapters of {at} that run are {list(one)}, and those of {there} {list(other)}: switch all of them "
+            "off, by `with model.disable_adapter():`, or none"
+        )
+    active = next(iter(found), ())
+    kept = next((path for path, module in wrapped if class_path(module) == SAVED_WHOLE), None)
+    if wrapped and not active and kept is not None:
+        raise ConfigError(
+            f"the adapters are switched off, but {kept} is trained as a whole (modules_to_save), and no stage has what "
+            "it was before: set precompute_ref_log_probs=True (DPO), pass a ref_model, or adapt it by LoRA"
+        )
+    return active
+
+
+def adds_nothing(model: nn.Module, name: str) -> bool:
+    """Whether an adapter, as PEFT has made it, leaves the model as it is: LoRA whose B is zero."""
+    told = [module for module in model.modules() if name in getattr(module, "lora_B", ())]
+    plain = all(class_path(module) == LORA_LINEAR and not getattr(module, "lora_variant", None) for module in told)
+    others = any(name in (getattr(module, "modules_to_save", None) or ()) for module in model.modules())
+    zeros = (not p.any() for module in told for p in module.lora_B[name].parameters())  # type: ignore[index, union-attr]
+    return bool(told) and plain and not others and all(zeros)
+
+
 def adapt_alike(model: Any, other: Any) -> None:
     """Put adapters into a model as PEFT has put them into `other`, if it has: of the same config, with other values.
 

@@ -51,7 +51,13 @@ from ds_hydra.pipe.models.meta_copy import (
     run_experts_one_by_one,
     stand_in_values,
 )
-from ds_hydra.pipe.models.positions import counts_padding, first_position, refuse_dynamic_rotary, uncounted_tokens
+from ds_hydra.pipe.models.positions import (
+    counts_padding,
+    first_position,
+    noise_hooks,
+    refuse_dynamic_rotary,
+    uncounted_tokens,
+)
 from ds_hydra.pipe.models.recognise import Functions, find_functions
 from ds_hydra.pipe.models.recurrent_heads import box_sizes, shared_heads
 from ds_hydra.pipe.models.refusals import (
@@ -184,6 +190,10 @@ def _boxed(source: CausalLM, model: Any, values: Mapping[str, Tensor], *, packs:
     return replace(boxes, attention=source.own_attention), replace(flow, heads=boxes.heads, no_slices=boxes.whole)
 
 
+_NOISE = (
+    "noise of embeddings (NEFTune) is as large as the length of each sequence says, as in its paper; transformers goes "
+    "by the length to which a batch is padded"
+)
 # What a model that is given no positions makes of them: it begins at 0, or does as it likes with each sequence.
 _NOT_NUMBERED: tuple[int, bool, tuple[int, ...]] = (0, True, ())
 _Found = TypeVar("_Found")
@@ -247,7 +257,7 @@ class CausalLM:
         refuse_parts_in_evaluation(model, self.drawing)
         self.balancing: Balancing | None = find_balancing(self) if balances else None
         self.balances = self.balancing is not None
-        self.notes = _notes(self.flow, self.balancing)
+        self.notes = _notes(self.flow, self.balancing, noisy=any(map(noise_hooks, model.modules())))
         if facts is None:
             self._examine(model, by_one_rank=by_one_rank)
         else:
@@ -474,9 +484,9 @@ def _of_few(find: Callable[[CausalLM], _Rules], few: CausalLM, whole: CausalLM) 
     return find(whole) if found.obstacle and few is not whole else found
 
 
-def _notes(flow: Flow, balancing: Balancing | None) -> tuple[str, ...]:
+def _notes(flow: Flow, balancing: Balancing | None, *, noisy: bool) -> tuple[str, ...]:
     difference = "" if balancing is None or balancing.is_models_own else balancing.difference
-    return tuple(note for note in (difference, flow.slow_attention) if note)
+    return tuple(note for note in (difference, flow.slow_attention, _NOISE if noisy else "") if note)
 
 
 def _aliases(model: Any) -> dict[str, str]:

@@ -28,7 +28,7 @@ from ds_hydra.pipe.models.cut import (
 )
 from ds_hydra.pipe.models.draws import Draws, Keys
 from ds_hydra.pipe.models.experts import Replay, Routers
-from ds_hydra.pipe.models.positions import count_by_sequence, split_rotary_by_length
+from ds_hydra.pipe.models.positions import count_by_sequence, scale_noise_by_length, split_rotary_by_length
 from ds_hydra.pipe.models.recurrent_heads import own_heads, share_heads
 from ds_hydra.pipe.on_host import HostStore
 from ds_hydra.pipe.rows import MicroBatch, Pack
@@ -98,6 +98,7 @@ class CausalStage(StageModule):
         self._tile(source, names)
         self._doors, self._first_position = source.flow.doors, source.first_position
         split_rotary_by_length(model, lambda: self._pack)
+        scale_noise_by_length(model, lambda: self._pack)
         if self._boxes is None:
             count_by_sequence(model, lambda: self._pack)
         tell_pack(model, lambda: self._pack)

@@ -227,6 +227,33 @@ def _by_length(module: Any, kinds: dict[str | None, str], pack_of: Callable[[], 
     return tables
 
 
+def scale_noise_by_length(model: nn.Module, pack_of: Callable[[], Pack]) -> None:
+    """Let noise that transformers' hook adds to embeddings (NEFTune, arXiv 2310.05914) follow the length of each
+    sequence of the pack, as its paper has it, and not that of the row."""
+    for module in model.modules():
+        for handle in noise_hooks(module):
+            module._forward_hooks[handle] = partial(_noise, pack_of)
+
+
+def noise_hooks(module: nn.Module) -> list[int]:
+    """The module's hooks that are transformers' own for noise of embeddings."""
+    named = ((handle, getattr(hook, "__name__", "")) for handle, hook in module._forward_hooks.items())
+    return [handle for handle, name in named if name == "neftune_post_forward_hook"]
+
+
+def _noise(pack_of: Callable[[], Pack], module: Any, _: Any, out: Tensor) -> Tensor:
+    if not module.training:
+        return out
+    pack, scaled = pack_of(), {}
+    for whole in set(pack.whole_lengths):  # in FP32, as the hook itself
+        scaled[whole] = float(module.neftune_noise_alpha / torch.sqrt(torch.tensor(whole * out.shape[-1])))
+    start, stop = pack.local
+    sizes = zip(pack.whole_lengths, pack.lengths, strict=True)
+    of_row = [scaled[whole] for whole, length in sizes for _ in range(length)][start:stop]
+    most = on_device(torch.tensor(of_row, dtype=out.dtype), out.device)[:, None]
+    return out + torch.zeros_like(out).uniform_(-1.0, 1.0) * most
+
+
 class _Counted:
     """In place of a cache: how far a row's tokens are into their sequences, beyond their place in the row."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -89,6 +90,51 @@ def test_losses_are_the_same_under_a_transport_with_nccls_rules(rule: str) -> No
 def test_log_probabilities_and_entropies_are_those_of_one_process(layouts: Sequence[Layout]) -> None:
     found = post_training.scores(layouts)
     assert max(max(one, other) for _, one, other in found) <= aims.POST_TRAINING, found
+
+
+SWITCHED = [
+    ("lora", LAYOUTS[4:6], None),
+    ("lora of stacks", LAYOUTS[5:6], None),
+    ("lora", LAYOUTS[4:6], Rules(blocking=True)),
+]
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize(("family", "layouts", "strict"), SWITCHED, ids=["lora", "stacks", "strict"])
+def test_switched_off_adapters_leave_the_model_without_them(
+    family: str, layouts: Sequence[Layout], strict: Rules | None
+) -> None:
+    found = post_training.scores(layouts, family, adapted=False, strict=strict)
+    assert max(max(one, other) for _, one, other in found) <= aims.POST_TRAINING, found
+
+
+def switched_otherwise(rank: int, family: str, how: str) -> str:
+    """What is said of adapters that are switched on one rank, in one layer, or to others."""
+    engine = small_engine(rank, model=build_model(family, torch.float32), data=None, strategies=["2*tp1"])
+    layers = [module for module in engine.module.modules() if hasattr(module, "_disable_adapters")]
+    switched = {"one rank": layers[: None if rank == 0 else 0], "one layer": layers[:1], "all": layers}
+    for layer in switched.get(how, ()):
+        layer.enable_adapters(False)
+    if how == "another":
+        engine.module.set_adapter("other")
+    with pytest.raises(ConfigError) as error:
+        engine.log_probs([[5, 6, 7]])
+    return str(error.value)
+
+
+OTHERWISE = [
+    ("lora", "one rank", r"rank 0 calls log_probs\(\) without adapters, rank 1 calls log_probs\(\): every rank"),
+    ("lora", "one layer", r"the adapters of .*q_proj that run are \[\], and those of .*k_proj \['default'\]"),
+    ("lora and whole modules", "all", r"embed_tokens is trained as a whole \(modules_to_save\).*precompute_ref"),
+    ("lora beside another", "another", r"the adapters \['other'\] of the model are active, but .* \['default'\]"),
+]
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize(("family", "how", "told"), OTHERWISE, ids=[how for _, how, _ in OTHERWISE])
+def test_adapters_that_are_switched_otherwise_are_refused(family: str, how: str, told: str) -> None:
+    for text in run_ranks(switched_otherwise, 2, family, how, timeout=100):
+        assert re.search(told, text), text
 
 
 @pytest.mark.parametrize("layouts", [LAYOUTS[1:2], pytest.param(LAYOUTS, marks=LONG)])

@@ -114,14 +114,24 @@ def test_after_training_the_model_is_the_scripts(tmp_path: Path) -> None:
         assert zeroed == again == pytest.approx(math.log(97), rel=1e-6)
 
 
-def test_noise_of_embeddings_is_refused_by_name(tmp_path: Path) -> None:
-    def made(rank: int) -> str:
-        rank_environment(rank)
-        with pytest.raises(ConfigError) as error:
-            trainer_of(HydraTrainer, settings(tmp_path, 1, config(), neftune_noise_alpha=5))
-        return str(error.value)
+def with_noise(rank: int, folder: Path) -> list[list[list[float]]]:
+    """What is logged with noise under one strategy and under others, and without."""
+    rank_environment(rank)
+    found = []
+    for alpha, strategies in ((40.0, ["2*tp1"]), (40.0, ["tp2", "pp2"]), (None, ["2*tp1"])):
+        block = config(strategies=strategies)
+        trainer = trainer_of(HydraTrainer, settings(folder, 2, block, save_strategy="no", neftune_noise_alpha=alpha))
+        trainer.train()
+        found.append(logged(trainer))
+    return found
 
-    assert "neftune_noise_alpha=5 adds noise" in run_ranks(made, 1)[0]
+
+@pytest.mark.drawn
+def test_noise_of_embeddings_is_the_same_under_every_strategy(tmp_path: Path) -> None:
+    one, others, without = run_ranks(with_noise, 2, tmp_path, timeout=200)[0]
+    for mine, its in zip(one, others, strict=True):
+        assert mine == pytest.approx(its, rel=1e-4)
+    assert abs(one[0][0] - without[0][0]) > 1e-3 * without[0][0]
 
 
 def with_a_bad_row(rank: int, folder: Path) -> list[dict[str, Any]]:

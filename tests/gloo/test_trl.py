@@ -11,7 +11,7 @@ import pytest
 import torch
 import trl
 from datasets import Dataset, load_from_disk
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PrinterCallback
 
 from ds_hydra.hugging_face import reward, scores
@@ -43,11 +43,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "RLOO": ("RLOO", {}),
     "DPO": ("DPO", {"max_length": 32}),
     "DPO, reference before": ("DPO", {"max_length": 32, "precompute_ref_log_probs": True, "loss_type": "ipo"}),
+    "DPO, adapters": ("DPO", {"max_length": 32}),
+    "DPO, adapted before": ("DPO", {"max_length": 32}),
+    "GRPO, adapters": ("GRPO", {"beta": 0.1}),
     "Reward": ("Reward", {"center_rewards_coefficient": 0.01}),
     "Reward, adapters": ("Reward", {}),
 }
 ADAPTERS = {"Reward, adapters": LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="SEQ_CLS")}
-QUICK = ["GRPO, CISPO, older policy", "DPO"]
+ADAPTERS |= dict.fromkeys(["DPO, adapters", "GRPO, adapters"], LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+QUICK = ["GRPO, CISPO, older policy", "DPO", "DPO, adapters"]
 
 
 @pytest.mark.parametrize(
@@ -91,8 +95,11 @@ def _train(
     torch.manual_seed(0)  # of a head of rewards, which a language model's folder has not
     classes: Any = AutoModelForSequenceClassification if rewarded else AutoModelForCausalLM
     own_head = {"num_labels": 1, "pad_token_id": 0} if rewarded else {}
+    given = classes.from_pretrained(model, dtype=torch.float64, **own_head)
+    if "before" in case and kind == "DPO" and "reference" not in case:
+        given = get_peft_model(given, ADAPTERS["DPO, adapters"])
     trainer: Any = getattr(of, f"Hydra{kind}Trainer" if num_ranks > 1 else f"{kind}Trainer")(
-        classes.from_pretrained(model, dtype=torch.float64, **own_head),
+        given,
         args=getattr(trl, f"{kind}Config")(**settings | own),
         train_dataset=prompts() if policy else load_from_disk(f"{model}/pairs"),
         processing_class=word_tokenizer(),

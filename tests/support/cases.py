@@ -24,7 +24,7 @@ from tests.support.case import (
     UNUSUAL,
     Case,
 )
-from tests.support.changed_models import CHANGED, CHANGED_LINEARS, MIXING
+from tests.support.changed_models import CHANGED, CHANGED_LINEARS, MIXING, NOISY
 from tests.support.families import (
     ADAPTED,
     ADAPTED_BY_HEADS,
@@ -360,7 +360,8 @@ def _unusual() -> Iterator[Case]:
     for family in UNUSUAL:
         yield Case(family, family, CHANGING, frozen=NO_GRADIENT, amplifies=family in AMPLIFYING)
     for family in CHANGED:
-        yield Case(family, family, CHANGING)
+        yield Case(family, family, CHANGING, draws=family == NOISY)
+    yield Case(f"{NOISY}, slices", NOISY, SLICED, steps=4, slices=True, draws=True, quick=True)
     for family in CHANGED_LINEARS:
         yield Case(family, family, CHANGING_WITHOUT_TP)
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
+from transformers.integrations.neftune import activate_neftune
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from tests.support.own_models import Attending, Convolved, Recurrent
@@ -171,8 +172,16 @@ def _mixing(*kinds: Any) -> Change:
 
 MIXING = "convolutions, a GRU and attention in layers"
 
+
 # Name -> what is done to a Llama. Tensor parallel ranks take those of the first table, not those of the second.
+def _noisy(model: Any) -> None:
+    """As Trainer's neftune_noise_alpha has it."""
+    activate_neftune(model, 4.0)
+
+
+NOISY = "noise of embeddings"
 CHANGED: Mapping[str, Change] = {
+    NOISY: _noisy,
     "replaced activations": _activation,
     "hooks of modules": _hooks,
     "hooks that hold other modules": _closures,

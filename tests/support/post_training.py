@@ -18,7 +18,7 @@ from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.models.adapted import NAMES_OF_PEFT
 from ds_hydra.planner import PhasedPlanner, StepPlan, parse_phases
 from ds_hydra.testing import float64_throughout, rank_environment, run_ranks, whole_gradients
-from tests.support.families import VALUED, VOCAB, build_model, reference_model
+from tests.support.families import VALUED, VOCAB, base_family, build_model, reference_model
 from tests.support.planner_cases import in_slices, num_slices, recomputing
 from tests.support.small_job import shared_source
 from tests.support.strict import Rules, strict_world
@@ -425,20 +425,28 @@ def _row(
     return Row(family, str(layout), name, abs(told - known.loss) / abs(known.loss), worst)
 
 
-def scores(layouts: Sequence[Layout], family: str = "llama") -> list[tuple[str, float, float]]:
-    """For each layout how far `log_probs` are from plain torch's: log-probabilities, entropies; or how far `values`."""
+def scores(
+    layouts: Sequence[Layout], family: str = "llama", *, adapted: bool = True, strict: Rules | None = None
+) -> list[tuple[str, float, float]]:
+    """For each layout how far `log_probs` are from plain torch's: log-probabilities, entropies; or how far `values`.
+    Without `adapted` the adapters of the family are switched off."""
     items, valued = rollouts(), family in VALUED
-    model = reference_model(family, torch.float64)
+    model = reference_model(family if adapted else base_family(family), torch.float64)
     with float64_throughout(model), shared_source(build_model(family, torch.float64)):
         with torch.no_grad():
             known = [(values_of if valued else scores_of)(model, item)[:2] for item in items]
 
         def on_ranks(rank: int) -> list[tuple[str, float, float]]:
+            with contextlib.nullcontext() if strict is None else strict_world(strict):
+                return on_rank(rank)
+
+        def on_rank(rank: int) -> list[tuple[str, float, float]]:
             planned, rows = Planned(), list[tuple[str, float, float]]()
-            engine = engine_of(rank, family, planned)
+            engine = engine_of(rank, family, planned, layouts=layouts)
             own = slice(sum(PER_RANK[:rank]), sum(PER_RANK[: rank + 1]))
             for planned.layout in layouts:
-                with once_by(engine, planned):
+                off = contextlib.nullcontext() if adapted else engine.module.disable_adapter()
+                with once_by(engine, planned), off:
                     found = [engine.values(items[own])] if valued else engine.log_probs(items[own], entropy=True)
                 of_ranks = [tuple(column * (item["labels"] != -100) for column in one)
                             for one, item in zip(known[own], items[own], strict=True)]  # fmt: skip
