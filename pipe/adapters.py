@@ -28,6 +28,12 @@ after the other, and B (out, r E), of each of r columns those of all experts. Wi
   by inputs           (4, 96, 32)     (8, 32)    (96, 8)     of B
   whole experts       (2, 96, 64)     (4, 64)    (96, 4)     columns 0, 1, 4, 5 on the first rank
 
+[Note: magnitudes]
+DoRA (Liu et al. 2024, arXiv 2402.09353) trains a magnitude m for each output, of y = m / |W + s B A| (W x + s B A x),
+where |.| is the norm of a row and has no gradient. A column-parallel layer has whole rows, and m as it has B. Of a
+row-parallel one each rank has a part of each row: the squares are summed over the ranks, and as y is a sum over them
+each has a part of the gradient of m. PEFT runs A and B on a unit matrix for B A; here it is their product.
+
 PEFT's own forward runs beside linear layers. Nothing here imports PEFT: its classes are told by their names.
 """
 
@@ -40,6 +46,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ds_hydra.pipe.model_plan import ShardRule
@@ -51,12 +58,15 @@ Within = Callable[[], AbstractContextManager[None]]
 LORA_LINEAR = "peft.tuners.lora.layer.Linear"
 LORA_EMBEDDING = "peft.tuners.lora.layer.Embedding"
 LORA_STACK = "peft.tuners.lora.layer.ParamWrapper"
+DORA = "peft.tuners.lora.variants.DoraLinearVariant"
+MAGNITUDE = "peft.tuners.lora.dora.DoraLinearLayer"
 SAVED_WHOLE = "peft.utils.other.ModulesToSaveWrapper"
 
 # What a parameter's name has inside a wrapped linear layer: base_layer.weight, lora_A.default.weight.
-_PART = re.compile(r"\.(base_layer|lora_[AB]\.[^.]+)(?=\.(weight|bias)$)")
+_PART = re.compile(r"\.(base_layer|(?:lora_[AB]|lora_magnitude_vector)\.[^.]+)(?=\.(weight|bias)$)")
 _INSIDE = re.compile(r"(\.base_layer)+(?=\.[^.]+$)")  # of a stack, which may have several adapters around it
-_CUT_DIM = {"lora_A": 1, "lora_B": 0}  # by its inputs, as a row-parallel layer is; by its outputs, as a column-parallel
+# By its inputs, as a row-parallel layer is; by its outputs, as a column-parallel one.
+_CUT_DIM = {"lora_A": 1, "lora_B": 0, "lora_magnitude_vector": 0}
 
 
 def class_path(module: object) -> str:
@@ -111,6 +121,43 @@ def _on_stack(module: Any, *args: Any, **kwargs: Any) -> Any:
         del vars(experts)[name]
 
 
+def run_magnitudes(model: nn.Module) -> None:
+    """Let the magnitudes of DoRA compute as [Note: magnitudes] says."""
+    for module in model.modules():
+        if class_path(module) == MAGNITUDE:
+            wrap(module, partial(_magnitudes, module), "function", "magnitudes")
+
+
+def _magnitudes(
+    module: Any, x: Tensor, *, lora_A: Any, lora_B: Any, scaling: float, base_layer: Any,
+    base_result: Tensor | None = None, adapter_name: str = "",
+    share_of: Rows | None = None, gather: Rows | None = None, added: Rows | None = None,
+) -> Tensor:  # fmt: skip
+    """What an adapter adds to its layer's own output. `share_of` and `gather` as of `run_on_own_rows`; `added` sums
+    over the ranks that have parts of a weight's rows, whose layer has no bias yet."""
+    if share_of is not None and base_result is not None:  # else dropout has taken the own rows
+        x = share_of(x)
+    beside = lora_B(lora_A(x))
+    weight = base_layer.weight.T if module.fan_in_fan_out else base_layer.weight
+    if base_result is None:  # x was dropped in part
+        base_result = F.linear(x if gather is None else gather(x), weight)
+    elif base_layer.bias is not None and added is None:
+        base_result = base_result - base_layer.bias
+    with torch.no_grad():
+        whole = torch.addmm(weight, lora_B.weight, lora_A.weight, alpha=scaling)
+        wide = whole.to(torch.promote_types(whole.dtype, torch.float32))
+        squares = torch.einsum("oi,oi->o", wide, wide)  # and no `sum`, which would be taken for one of a part of a row
+        norms = (squares if added is None else added(squares)).sqrt().to(whole.dtype)
+    scale = module.weight / norms
+    return (scale - 1) * base_result + scale * beside * scaling
+
+
+def share_magnitudes(lora: Any, **how: Rows) -> None:
+    """Let the magnitudes beside a layer that tensor parallel ranks share run with more arguments [Note: magnitudes]."""
+    for magnitudes in getattr(lora, "lora_magnitude_vector", {}).values():
+        wrap(magnitudes, partial(magnitudes.forward, **how), "tensor parallel", "magnitudes")
+
+
 def linear_path(path: str, module: nn.Module) -> str:
     """Path of `linear_of(module)`."""
     return f"{path}.base_layer" if is_lora(module) else path
@@ -134,6 +181,7 @@ def run_on_own_rows(lora: Any, share_of: Rows, outside: Within, gather: Rows) ->
             first, last = lora.lora_dropout[name], lora.lora_B[name]
             wrap(first, _own(first.forward, share_of, outside), "tensor parallel", "own rows")
             wrap(last, _gathered(last.forward, gather), "tensor parallel", "all rows")
+    share_magnitudes(lora, share_of=share_of, gather=gather)
 
 
 def _own(forward: Rows, share_of: Rows, outside: Within) -> Rows:

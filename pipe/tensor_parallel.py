@@ -13,9 +13,10 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_hydra.pipe.adapters import class_path, is_lora, linear_of, linear_path, trained_copy
+from ds_hydra.pipe.adapters import class_path, is_lora, linear_of, linear_path, share_magnitudes, trained_copy
 from ds_hydra.pipe.collectives import Group, copy_to_ranks, gather_last_dim, split_last_dim, sum_over_ranks
 from ds_hydra.pipe.model_plan import ParamSpec, ShardRule
 from ds_hydra.pipe.weight_gradients import Linear, linear
@@ -181,6 +182,7 @@ class TensorParallel:
         if inner is not module:  # what stands beside it adds its own part
             forward = module.forward
             wrap(inner, part, "tensor parallel", "part of a row")
+            share_magnitudes(module, added=partial(_added, group=self.group))
             part = forward
 
         def row(x: Tensor) -> Tensor:
@@ -303,6 +305,12 @@ def unread_plan(model: Any, plan: Mapping[str, str], ends: Sequence[nn.Module]) 
         f"the tensor parallel plan of {type(model).__name__} names nothing in its layers ({len(said)} names, the first "
         f"{said[0]!r}), so every rank would hold and compute them whole; use strategies with tp1 for this model"
     )
+
+
+def _added(numbers: Tensor, group: Group) -> Tensor:
+    """The sum over ranks, without a gradient."""
+    dist.all_reduce(numbers, group=group)
+    return numbers
 
 
 def _own_parameters(module: nn.Module) -> list[str]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ds_hydra.pipe.adapters import LORA_EMBEDDING, LORA_LINEAR, SAVED_WHOLE, class_path
 from ds_hydra.zero_hetero.errors import ConfigError
 
-_OF_ADAPTER = re.compile(r"\.lora_(embedding_)?[AB]\.")
+_OF_ADAPTER = re.compile(r"\.lora_((embedding_)?[AB]|magnitude_vector)\.")
 _SAVED = re.compile(r"\.(original_module|modules_to_save\.(?P<adapter>[^.]+))(?=\.)")
 _WITHIN = re.compile(r"\.base_layer(?=\.(weight|bias)$)")
 
@@ -53,8 +53,10 @@ class Merged:
             added = self._added(name)
             if (own := self._own_name(name)) is not None and name in values:
                 value = values[name]
-                for one in added:
+                for one, magnitude in added:
                     value = value + one.to(value.dtype)
+                    if magnitude is not None:
+                        value = value * (magnitude.to(value) / value.norm(dim=magnitude.shape.index(1), keepdim=True))
                 found[own] = value
         return found
 
@@ -70,16 +72,20 @@ class Merged:
             return name[: saved.start()] + name[saved.end() :]
         return _WITHIN.sub("", name)
 
-    def _added(self, name: str) -> list[Tensor]:
-        """What the active adapters add to a parameter."""
+    def _added(self, name: str) -> list[tuple[Tensor, Tensor | None]]:
+        """What the active adapters add to a parameter, and the norms that the sum is to have, if any: (rows, 1), or
+        (1, columns) of a transposed one."""
         inside = _WITHIN.search(name)
         module: Any = self._modules[name[: inside.start()]] if inside else None
         if inside is None or class_path(module) not in {LORA_LINEAR, LORA_EMBEDDING}:
             return []
         active = [one for one in module.active_adapters if one in module.scaling]
         if inside[1] == "weight":
-            return [module.get_delta_weight(one) for one in active]
-        return [module.lora_B[one].bias * module.scaling[one] for one in active if module.lora_bias[one]]
+            magnitudes = getattr(module, "lora_magnitude_vector", {})
+            dim = 0 if module.fan_in_fan_out else 1
+            norms = [magnitudes[one].weight.detach().unsqueeze(dim) if one in magnitudes else None for one in active]
+            return [(module.get_delta_weight(one), norm) for one, norm in zip(active, norms, strict=True)]
+        return [(module.lora_B[one].bias * module.scaling[one], None) for one in active if module.lora_bias[one]]
 
 
 def adapters_alone(

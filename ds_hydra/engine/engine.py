@@ -26,6 +26,7 @@ from ds_hydra.engine.crew import Crew
 from ds_hydra.engine.data import read_twice, scan_together
 from ds_hydra.engine.guard import Guard
 from ds_hydra.engine.job import Job, give_buffers, look_once, model_source, spread_where_cheaper
+from ds_hydra.engine.logits import evaluated, in_rows
 from ds_hydra.engine.losses import SequenceLoss
 from ds_hydra.engine.own_loss import same_on_all, try_loss
 from ds_hydra.engine.plans import Callback, PreStepCallback
@@ -354,7 +355,9 @@ class HydraEngine(HostEngine):
         """
         batch = self.three_calls.batch(inputs, kwargs)
         if self.three_calls.evaluating:
-            return self.three_calls.known(self.evaluate_collected(batch)[0])
+            return self.three_calls.known(
+                self.evaluate_collected(batch)[0], lambda: in_rows(batch, self.predict(batch)[1])
+            )
         entry = self.three_calls.collect(batch, self.backward, kwargs.get("num_items_in_batch"))
         self.rounds.hand_in(entry)
         return self.three_calls.loss_of(entry)
@@ -430,9 +433,9 @@ class HydraEngine(HostEngine):
         part = EngineCall(lambda: self.steps.scoring.evaluate(dataset), Evaluation.to_json, Evaluation.from_json)
         return self._evaluating("evaluate()", part, meets=True)
 
-    def predict(self, batch: Any, function: TokenFunction) -> tuple[Tensor, Tensor]:
+    def predict(self, batch: Any, function: TokenFunction | None = None) -> tuple[Tensor, Tensor]:
         """Mean loss of the batches of all ranks, (), and what `function` gives for each token of this rank's, (tokens,
-        k) in FP64, sequence after sequence; without an update.
+        k) in FP64, sequence after sequence; without an update. Without a function these are the logits.
 
         `function` maps logits (1, T, V) and labels (1, T) of any T tokens to (1, T) or (1, T, k), each token alone,
         such as an argmax: it runs where the logits are. ConfigError for one that looks at several tokens, and for a
@@ -440,6 +443,9 @@ class HydraEngine(HostEngine):
         """
         if not isinstance(self.job.source, CausalLM):
             raise ConfigError("predict() needs a Hugging Face model: the layers of a PipelineModule end in its loss")
+        if function is None:
+            loss, logits = self._evaluating("predict()", EngineCall(lambda: evaluated(self, batch), once="predict"))
+            return torch.tensor(loss, dtype=torch.float32, device="cpu"), logits
         part = EngineCall(lambda: self.steps.scoring.predict(batch, function), once="predict")
         loss, found = self._evaluating("predict()", part)
         return torch.tensor(loss, dtype=torch.float32, device="cpu"), torch.from_numpy(found)

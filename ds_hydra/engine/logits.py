@@ -7,7 +7,8 @@ gets the logits z of what it has handed in, as a tensor of torch's own graph. Wh
 are plain numbers; a second run of the same plan trains on the sum of G z, whose gradient is that of L by the chain
 rule. What `out.loss` counts in L is added to G: a loss's gradient by the logits follows from the logits.
 
-Such a step counts each batch as DeepSpeed's loop does: 1 over gradient_accumulation_steps and ranks.
+Such a step counts each batch as DeepSpeed's loop does: 1 over gradient_accumulation_steps and ranks. Logits of an
+evaluation are numbers alone.
 """
 
 from __future__ import annotations
@@ -75,12 +76,35 @@ def forward(host: HydraEngine, mine: Mine, entries: Sequence[Collected], first: 
     for entry, (share, _) in zip(entries, mine.batches, strict=True):
         parts = found[begin : (begin := begin + len(share.sequences))]
         numbers = torch.from_numpy(np.concatenate(parts)) if parts else torch.zeros(0, objective.of_logits)
+        host.three_calls.hand_out(entry, in_rows(entry.batch, numbers))
         kept = _kept(entry.batch, len(numbers))
-        out = numbers.new_zeros((*kept.shape, objective.of_logits))
-        out[kept] = numbers
-        host.three_calls.hand_out(entry, out)
         own.append(_Own(entry, share.sequences, numbers.to(host.three_calls.dtype), kept))
     return Run(planned, gathered, own)
+
+
+def evaluated(host: HydraEngine, batch: Any) -> tuple[float, Tensor]:
+    """Without an update: the mean loss of the batches of all ranks, and the logits of this rank's, (tokens, words)."""
+    crew, scoring, shares = host.crew, host.steps.scoring, host.steps.shares
+    with crew.activity("evaluation"):
+        mine = shares.read([(batch, 1.0)]).checked(lambda _: scoring.check_model())
+        gathered = shares.gather(mine, "predict()", "logits")
+        plan = crew.plans.plan_once(tuple(range(len(gathered.lengths))), gathered.lengths)
+        delivered = shares.deliver(plan, [_known(sequence) for sequence in mine.sequences], gathered)
+    with scoring.evaluating():
+        words = crew.job.source.vocab_size or 0
+        found, _ = scoring.found_by(Objective(of_logits=words), plan, delivered, gathered, None)
+    numbers = torch.from_numpy(np.concatenate(found)) if found else torch.zeros(0, words)
+    summed, count = _summed(host, numbers, mine.sequences)
+    total, targets = crew.world.channel.rows(torch.tensor([float(summed), count], dtype=torch.float64)).sum(dim=0)
+    return float(total / targets), numbers.to(host.three_calls.dtype)
+
+
+def in_rows(batch: Any, numbers: Tensor) -> Tensor:
+    """Numbers (tokens, words) of a batch's tokens where the tokens stand in it, (rows, length, words); 0 at padding."""
+    kept = _kept(batch, len(numbers))
+    out = numbers.new_zeros((*kept.shape, numbers.shape[1]))
+    out[kept] = numbers
+    return out
 
 
 def losses(host: HydraEngine, run: Run) -> list[float]:
@@ -127,11 +151,17 @@ def _counts(host: HydraEngine, one: _Own) -> Tensor:
 
 def _loss(host: HydraEngine, logits: Tensor, sequences: Sequence[TokenSequence]) -> Tensor:
     """The mean loss of a batch's targets, (), by its logits (tokens, words)."""
+    summed, count = _summed(host, logits, sequences)
+    return summed / count
+
+
+def _summed(host: HydraEngine, logits: Tensor, sequences: Sequence[TokenSequence]) -> tuple[Tensor, int]:
+    """The sum of the losses of a batch's targets, (), and their number."""
     labels = torch.from_numpy(np.concatenate([one.labels for one in sequences] or [np.zeros(0, dtype=np.int64)]))
     learnt = labels != IGNORE_INDEX
     own: Any = getattr(host.job.source, "token_loss", None)
     of_tokens = own or (lambda given, targets: F.cross_entropy(given, targets, reduction="none"))
-    return of_tokens(logits[learnt], labels[learnt]).sum() / learnt.sum()  # type: ignore[no-any-return]
+    return of_tokens(logits[learnt], labels[learnt]).sum(), int(learnt.sum())
 
 
 def _known(sequence: TokenSequence) -> TokenSequence:

@@ -122,7 +122,7 @@ class Scoring:
         return " without adapters" if self._active and not now else ""
 
     @contextmanager
-    def _evaluating(self) -> Iterator[None]:
+    def evaluating(self) -> Iterator[None]:
         """All ranks run forward, without adapters where the script has switched them off."""
         forwards = self._crew.stepper.forwards
         forwards.adapted = not self.mode
@@ -135,7 +135,7 @@ class Scoring:
     def handed(self, batch: Any) -> tuple[float, float]:
         """Mean losses of what the ranks hand in: over this rank's targets, and over all; NaN where there are none."""
         plan, data, own = self._evaluated(batch)
-        with self._evaluating():
+        with self.evaluating():
             found = self._crew.stepper.forwards.sequence_losses(plan, data, self._crew.plans.table)
         return mean_of(found, own), mean_of(found)
 
@@ -145,7 +145,7 @@ class Scoring:
         refuse_without_loss(self._crew.job.source)
         width = width_of(function, self._crew.job.source.vocab_size or 2)
         plan, data, own = self._evaluated(batch)
-        with self._evaluating():
+        with self.evaluating():
             loss, found = self._crew.stepper.forwards.predictions(plan, data, self._crew.plans.table, function, width)
         begin = sum(plan.lengths[: own.start])
         return loss, found[begin : begin + sum(plan.lengths[own])]
@@ -163,7 +163,7 @@ class Scoring:
         """Mean loss of a dataset that all ranks have, run at once."""
         refuse_without_loss(self._crew.job.source)
         data = self._host.sequences(batch)
-        with self._evaluating():
+        with self.evaluating():
             plan = self._plan_of(data, tuple(i for i, length in enumerate(data.lengths) if length))
             return self._crew.stepper.forwards.evaluate(plan, data, self._crew.plans.table)
 
@@ -172,7 +172,7 @@ class Scoring:
         refuse_without_loss(self._crew.job.source)
         data = self._host.sequences(dataset)
         sums, counts = np.zeros(len(data)), np.zeros(len(data), dtype=np.int64)
-        with self._evaluating():
+        with self.evaluating():
             for ids in _parts(data, self._host.hydra_config.tokens_per_step):
                 plan = self._plan_of(data, ids)
                 found = self._crew.stepper.forwards.sequence_losses(plan, data, self._crew.plans.table)
@@ -248,7 +248,7 @@ class Scoring:
             gathered = shares.gather(mine, call, call if routing is None else f"{call} with routed_experts")
             plan = crew.plans.plan_once(tuple(range(len(gathered.lengths))), gathered.lengths)
             delivered = shares.deliver(plan, mine.sequences, gathered, gathered.layout.num_columns)
-        with self._evaluating():
+        with self.evaluating():
             return self.of_sequences(plan, delivered, gathered, routing=routing)
 
     def _at_own_place(self, found: list[Float64Array], column: int) -> list[Tensor]:

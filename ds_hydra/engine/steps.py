@@ -108,7 +108,8 @@ class HandedStep(NamedTuple):
         kept = outcome.of_sequences
         # A model's own output has its routers' loss in it: a batch is told the whole step's.
         own = [mean_of(kept, part) + outcome.router_loss for part in self.batches or ()] if kept else []
-        return replace(outcome, other_loss=self.loss, batch_losses=own, run_twice=self.run_twice)
+        by_script = self.loss is not None
+        return replace(outcome, other_loss=self.loss, by_script=by_script, batch_losses=own, run_twice=self.run_twice)
 
 
 class HandedSteps:
@@ -266,7 +267,7 @@ class Parts:
         self._shares, self._scoring = steps.shares, steps.scoring
         self._planned: list[PlannedStep] = []
         self.losses: list[float] = []  # of the parts that wait for an update
-        self._seconds = 0.0
+        self._seconds, self._by_script = 0.0, False
 
     @property
     def count(self) -> int:
@@ -284,7 +285,7 @@ class Parts:
     def forget(self) -> None:
         """Drop what waits for an update."""
         self._crew.stepper.forget()
-        self._planned, self.losses, self._seconds = [], [], 0.0
+        self._planned, self.losses, self._seconds, self._by_script = [], [], 0.0, False
 
     def forward_backward(
         self, batch: Any, loss: Any, normaliser: float | None, temperature: float | None, mixes_tokens: bool | None
@@ -382,6 +383,7 @@ class Parts:
         """Train on a part; returns this rank's share of its loss."""
         crew, step = self._crew, self._host.global_steps + 1
         stepper, memory = crew.stepper, crew.prepared.memory
+        self._by_script = self._by_script or objective is not None
         built, weight = stepper.build_together(plan, delivered, crew.plans.table_of(step - 1), step, objective)
         with explained(plan, memory, crew.world.rank, lambda: stepper.running, lambda: stepper.peak_bytes):
             stepper.forward_backward(built, weight, step, normaliser=divisor, keep_losses=keep_losses)
@@ -402,12 +404,12 @@ class Parts:
 
     def _update(self, loss: float | None, scale: float | None, *, schedule: bool) -> StepOutcome:
         crew, step, began = self._crew, self._host.global_steps + 1, time.perf_counter() - self._seconds
-        planned = joined_steps(self._planned)
-        self._planned, self.losses, self._seconds = [], [], 0.0
+        planned, by_script = joined_steps(self._planned), self._by_script
+        self._planned, self.losses, self._seconds, self._by_script = [], [], 0.0, False
         with crew.together("planning"):
             crew.away.bring_back()
             with crew.tracing.step(step):
-                outcome = replace(crew.stepper.update(step, scale=scale), other_loss=loss)
+                outcome = replace(crew.stepper.update(step, scale=scale), other_loss=loss, by_script=by_script)
             self._steps.record(planned, outcome, time.perf_counter() - began, schedule=schedule)
             crew.update.count(step, outcome.grad_norm)
         return outcome
@@ -635,6 +637,7 @@ class TrainingSteps:
             cluster=crew.world.cluster.digest,
             watched={**watched, "new_costs": crew.learned.learn(step, planned.plan)},
         )
+        record = replace(record, counts="script" if outcome.by_script else crew.job.config.loss_norm)
         if crew.job.source.options.activation_checkpointing:
             record = replace(record, recomputed=1.0)
         host.finish_step(record, schedule=schedule)

@@ -137,6 +137,8 @@ class PendingLoss(Tensor):
     _plain: Tensor
     _constant: float | Tensor
     _target: Tensor | None  # a plain tensor that takes the value
+    _find_logits: Callable[[], Tensor] | None = None  # of a batch that was evaluated
+    _found: Tensor | None = None  # its logits, once they were asked for
 
     @staticmethod
     def __new__(cls, terms: Sequence[Term], constant: float | Tensor = 0.0, like: Tensor | None = None) -> PendingLoss:
@@ -242,7 +244,11 @@ class PendingLoss(Tensor):
 
     @property
     def logits(self) -> Tensor:
-        """Of this rank's batch, (rows, length, words), with a gradient [Note: logits of batches]."""
+        """Of this rank's batch, (rows, length, words), with a gradient in training [Note: logits of batches]. In an
+        evaluation all ranks must ask for them."""
+        if self._find_logits is not None:
+            self._found = self._find_logits() if self._found is None else self._found
+            return self._found
         entry = self.terms[0].entry if len(self.terms) == 1 else None
         if entry is None or entry.read_logits is None:
             raise ConfigError(
@@ -292,7 +298,8 @@ class PendingLoss(Tensor):
         if name == "__getitem__" and isinstance(args[0], cls) and isinstance(args[1], int | str | slice):
             return args[0]._part(args[1])
         if name == "__contains__" and isinstance(args[0], cls) and isinstance(args[1], str):
-            return args[1] == "loss" or (args[1] == "logits" and all(one.entry.read_logits for one in args[0].terms))
+            known = args[0]._find_logits is not None or all(one.entry.read_logits for one in args[0].terms)
+            return args[1] == "loss" or (args[1] == "logits" and known)
         losses = [value for value in tree_leaves((args, kwargs)) if isinstance(value, PendingLoss)]
         unknown = [loss for loss in losses if not loss.is_known]
         if unknown and (len(unknown) > 1 or unknown[0] is not args[0] or not needs_no_value(function)):
@@ -473,9 +480,11 @@ class ThreeCalls:
             refuse_modes("engine(batch)", instead, later=True)
         return batch
 
-    def known(self, loss: float) -> PendingLoss:
-        """The loss of a batch that has run."""
-        return PendingLoss((), loss, self._like)
+    def known(self, loss: float, find_logits: Callable[[], Tensor] | None = None) -> PendingLoss:
+        """The loss of a batch that has run, and what finds its logits."""
+        found = PendingLoss((), loss, self._like)
+        found._find_logits = find_logits
+        return found
 
     def collect(self, batch: Any, backward: Callable[..., Any], num_items: Any) -> Collected:
         """Keep a batch for the coming step; the `backward` of its loss is the engine's."""

@@ -42,6 +42,7 @@ from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
 from ds_hydra.checkpoint.other_engines import other_checkpoint
+from ds_hydra.engine.logits import in_rows
 from ds_hydra.host.released import give_back
 from ds_hydra.host.three_calls import Collected, PendingLoss
 from ds_hydra.hugging_face.accelerator import in_place_of_deepspeed
@@ -126,10 +127,6 @@ def _targets(batch: Any) -> Any:
 logger = logging.getLogger(__name__)
 
 _TRAINING_ARGS, _STATE = "training_args.bin", "trainer_state.json"  # as Trainer names them
-_NO_LOGITS = (
-    "needs the logits of whole batches, which no rank has: pass preprocess_logits_for_metrics, which treats each token "
-    "alone, such as `lambda logits, labels: logits.argmax(-1)`"
-)
 
 
 class HydraTrainer(Trainer):
@@ -138,8 +135,8 @@ class HydraTrainer(Trainer):
     Takes the arguments of `Trainer`, and the `loss_fn` of `ds_hydra.initialize`. Put before another subclass of
     Trainer's among the bases of a class, it gives that one the engine. `preprocess_logits_for_metrics` runs where the
     logits are, on any number of tokens: it must treat each token alone, as an argmax does, and its second argument are
-    the labels that these logits are to predict. `compute_metrics` and `predict` have what it returns. Raises
-    ConfigError for what needs the logits of whole batches of all ranks: metrics or predictions without it.
+    the labels that these logits are to predict. `compute_metrics` and `predict` have what it returns; without it the
+    logits of all words, as of a plain Trainer, which travel over the host.
     """
 
     # Trainer's own, of which the annotations are seen where transformers' are not.
@@ -175,8 +172,6 @@ class HydraTrainer(Trainer):
         return config
 
     def _refuse_unfit(self) -> None:
-        if self.compute_metrics is not None and self._token_function is None:
-            raise ConfigError(f"HydraTrainer(compute_metrics=...) {_NO_LOGITS}")
         if self._loss_fn is not None and self.args.label_smoothing_factor:
             raise ConfigError(
                 f"HydraTrainer has a loss_fn and label_smoothing_factor {self.args.label_smoothing_factor}: smooth in "
@@ -328,6 +323,9 @@ class HydraTrainer(Trainer):
         if not self.plans_steps:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         found = loss = model(**inputs, num_items_in_batch=num_items_in_batch)
+        if model.three_calls.evaluating and num_items_in_batch is not None and self.compute_loss_func is None:
+            share = _targets(inputs) / num_items_in_batch * self.accelerator.num_processes
+            loss = torch.nan_to_num(found.loss) * share
         if self.compute_loss_func is not None:
             loss = self.compute_loss_func(found, inputs.get("labels"), num_items_in_batch=num_items_in_batch)
             if num_items_in_batch is not None:
@@ -343,21 +341,32 @@ class HydraTrainer(Trainer):
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
-        """The mean loss of the batches of all ranks, or of this rank's, (); and, unless that is all, what
-        `preprocess_logits_for_metrics` gives for each token of this rank's rows, (rows, tokens) or (rows, tokens, k),
-        and the labels."""
+        """The mean loss of the batches of all ranks, or of this rank's, or what a `compute_loss` of the script's own
+        makes of them, (); and, unless that is all, what `preprocess_logits_for_metrics` gives for each token of this
+        rank's rows, (rows, tokens) or (rows, tokens, k), without it their logits; and the labels."""
         if not self.plans_steps:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         engine: Any = self.deepspeed
         engine.eval()
-        if prediction_loss_only:
+        of_script = None
+        if type(self).compute_loss is not HydraTrainer.compute_loss or self.compute_loss_func is not None:
+            inputs, engine.three_calls.items_are_counted = self._prepare_inputs(inputs), True
+            counted = super()._get_num_items_in_batch([inputs], self.args.device)
+            with torch.no_grad():
+                of_script, _ = self.compute_loss(engine, inputs, return_outputs=True, num_items_in_batch=counted)
+            of_script = of_script.detach().mean().to(self.args.device)
+        elif prediction_loss_only:
             own, mean = engine.evaluate_collected(inputs)
             return torch.tensor(own if self.evaluates_each_rank else mean, device=self.args.device), None, None
-        if self._token_function is None:
-            raise ConfigError(f"HydraTrainer.predict() {_NO_LOGITS}")
+        if prediction_loss_only:
+            return of_script, None, None
         loss, found = engine.predict(inputs, self._token_function)
-        rows = _in_rows(found, inputs["input_ids"], inputs.get("attention_mask"))
-        return loss.to(self.args.device), rows.to(self.args.device), inputs.get("labels")
+        if self._token_function is None:
+            rows = in_rows(inputs, found)
+        else:
+            rows = _in_rows(found, inputs["input_ids"], inputs.get("attention_mask"))
+        loss = loss.to(self.args.device) if of_script is None else of_script
+        return loss, rows.to(self.args.device), inputs.get("labels")
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write a folder that `from_pretrained` loads. Every rank must call it."""

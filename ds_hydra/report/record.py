@@ -177,6 +177,7 @@ class StepRecord:
     expert_imbalance: float = 0.0  # largest rank's rows over even ones, in the mean of layers; 0: none are spread
     worst_expert_imbalance: float = 0.0  # the same of the layer where it is the largest
     recomputed: float = 0.0  # share of all layers of all tokens that backwards computed again
+    counts: str = ""  # what a target counts: as hydra.loss_norm says, or "script": as a script's own loss has it
     run_twice: int = 0  # batches that ran when their losses were read, and again with the step
     num_padding: int = 0  # padding tokens, computed in addition to num_tokens
     total_steps: int | None = None  # hydra.total_steps

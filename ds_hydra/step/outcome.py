@@ -101,6 +101,7 @@ class StepOutcome:
     other_loss: float | None = None  # the step's, where its tokens' losses add up to another number
     of_sequences: tuple[Floats, Floats] | None = None  # sums of their targets' losses, and the counts, where kept
     run_twice: int = 0  # batches whose gradients were of no use, as they count otherwise than they had run with
+    by_script: bool = False  # what its tokens count follows from a loss of the script's own
     batch_losses: list[float] = field(default_factory=list)  # of this rank's batches, where asked for
 
     @property

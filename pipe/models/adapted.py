@@ -13,7 +13,16 @@ from typing import Any
 
 from torch import nn
 
-from ds_hydra.pipe.adapters import LORA_EMBEDDING, LORA_LINEAR, LORA_STACK, SAVED_WHOLE, class_path, head_of
+from ds_hydra.pipe.adapters import (
+    DORA,
+    LORA_EMBEDDING,
+    LORA_LINEAR,
+    LORA_STACK,
+    MAGNITUDE,
+    SAVED_WHOLE,
+    class_path,
+    head_of,
+)
 from ds_hydra.pipe.model_plan import ParamSpec, ShardRule
 from ds_hydra.zero_hetero.errors import ConfigError
 
@@ -21,7 +30,7 @@ NAMES_OF_PEFT = "base_model.model."
 """What stands before the names of the base's parameters in a PEFT model."""
 
 _PEFT_MODEL, _MIXED_MODEL = "peft.peft_model.PeftModel", "peft.mixed_model.PeftMixedModel"
-_KNOWN = frozenset({LORA_LINEAR, LORA_EMBEDDING, LORA_STACK, SAVED_WHOLE})
+_KNOWN = frozenset({LORA_LINEAR, LORA_EMBEDDING, LORA_STACK, SAVED_WHOLE, MAGNITUDE})
 _REMEDY = "train with peft.LoraConfig, its target_modules and modules_to_save, or leave the adapter out"
 
 
@@ -66,7 +75,7 @@ def names_with_adapters(base: Any, aliases: Mapping[str, str]) -> dict[str, str]
 
 def _saved_parts(module: Any) -> list[nn.Module]:
     """What PEFT has put into a module of its own and saves."""
-    names = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "modules_to_save")
+    names = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "modules_to_save")
     return [module._modules[name] for name in names if name in module._modules] if class_path(module) in _KNOWN else []
 
 
@@ -76,7 +85,8 @@ def active_adapters(model: nn.Module) -> tuple[str, ...]:
     Raises ConfigError where only some modules' are, and where what runs then is a module that no stage has.
     """
     found: dict[tuple[str, ...], str] = {}
-    wrapped = [(path, module) for path, module in model.named_modules() if class_path(module) in _KNOWN]
+    tuners = _KNOWN - {MAGNITUDE}
+    wrapped = [(path, module) for path, module in model.named_modules() if class_path(module) in tuners]
     for path, module in wrapped:
         tuner: Any = module
         found.setdefault(() if tuner.disable_adapters else tuple(tuner.active_adapters), path)
@@ -136,15 +146,16 @@ def refuse_adapters(model: nn.Module) -> None:
 
 def _refuse_state(path: str, module: Any) -> None:
     for variant in getattr(module, "lora_variant", {}).values():
-        raise ConfigError(
-            f"{path} is a LoRA layer of a kind of its own ({type(variant).__name__}; DoRA is one), which is not "
-            "supported: set use_dora and the like back to what LoraConfig has by default"
-        )
+        if class_path(variant) != DORA or class_path(module) != LORA_LINEAR:
+            raise ConfigError(
+                f"{path} is a LoRA layer of a kind of its own ({type(variant).__name__}), which is not supported: of "
+                "those DoRA of linear layers is; leave the others out, and use_dora where it adapts embeddings"
+            )
     if getattr(module, "merged", False):
         raise ConfigError(
             f"the adapter of {path} is merged into its layer and would not be trained: call unmerge_adapter()"
         )
-    if module.disable_adapters:
+    if getattr(module, "disable_adapters", False):
         raise ConfigError(
             f"the adapter of {path} is disabled and would not be trained: call enable_adapter_layers(), or leave the "
             "`with model.disable_adapter()` before initialize()"

@@ -166,7 +166,15 @@ def whole_and_in_parts(rank: int) -> list[Any]:
         states.append(whole_state(engine))
         record = engine.last_step
         records.append(
-            (record.step, record.loss, record.grad_norm, record.learning_rate, record.num_targets, record.plan)
+            (
+                record.step,
+                record.loss,
+                record.grad_norm,
+                record.learning_rate,
+                record.num_targets,
+                record.plan,
+                record.counts,
+            )
         )
         engine.destroy()
     return [same(*states), *records]
@@ -176,6 +184,7 @@ def test_the_parts_of_a_step_make_the_step_to_the_bit() -> None:
     for equal, whole, parts in run_ranks(whole_and_in_parts, 4, timeout=200):
         assert equal
         assert whole == parts
+        assert whole[-1] == "token"
 
 
 def example(rank: int) -> list[float]:
@@ -252,7 +261,7 @@ def test_what_a_model_keeps_in_fp32_leaves_it_so(tmp_path: Path) -> None:
         assert torch.equal(value, read[name]), name
 
 
-@pytest.mark.parametrize("family", ["lora and whole modules", "lora of the ends", "lora beside another"])
+@pytest.mark.parametrize("family", ["lora and whole modules", "lora of the ends", "lora beside another", "dora"])
 def test_full_parameters_of_a_peft_model(family: str, tmp_path: Path) -> None:
     def given(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
         model = build_model(family, torch.float32)
@@ -311,6 +320,7 @@ def test_engines_of_one_process_group_train_as_if_each_were_alone() -> None:
         assert len(reference) in (0, len(items))
         engine.forward_backward(items, GSPO())
         engine.optimizer_step()
+        assert engine.last_step.counts == "script"
 
     def job(rank: int) -> list[bool]:
         alone = []

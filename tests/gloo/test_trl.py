@@ -64,6 +64,7 @@ def test_a_trainer_on_two_ranks_is_trls_own_in_one_process(case: str, tmp_path: 
     (losses, found), (expected, plain) = (
         run_ranks(_train, ranks, case, str(tmp_path), f"{tmp_path}/{ranks}", ranks, timeout=300)[0] for ranks in (2, 1)
     )
+    plain = {name: value for name, value in plain.items() if ".ref." not in name}  # TRL's copy of an adapter
     begun = model.state_dict() | {name: torch.zeros(()) for name in plain if "lora_B" in name}
     moved = max(float((plain[name] - begun[name]).abs().max()) for name in plain.keys() & begun.keys())
     apart = max(float((found[name] - plain[name]).abs().max()) for name in plain)

@@ -317,6 +317,7 @@ FIXED_STRATEGIES = (
 UNDER_STRICT = {
     "functions, sgd fp32": "blocking",
     "layer_list": "connect",
+    "dora, all tokens": "blocking connect",
     "phases that change": "blocking one_queue",
     "V, slices": "blocking connect",
     "states": "blocking connect",
@@ -381,7 +382,7 @@ def _adapted() -> Iterator[Case]:
         yield base
         yield base.row(f"{family}, slices", "tp2pp2/v", "pp4/list", "tp4", steps=3, slices=True, recompute=True)
         yield base.row(f"{family}, split", "tp2pp2/zb-h1", "tp2pp2/v", "sp2 + pp2/zb-h1", steps=3)
-        quick = family == "lora and whole modules"
+        quick = family in ("lora and whole modules", "dora")
         yield base.row(f"{family}, all tokens", *CHANGING, token_sharding=False, quick=quick)
     base = Case("", "lora", CHANGING)
     yield base.row("lora, one strategy", "tp2pp2", steps=3, quick=True)

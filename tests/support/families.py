@@ -206,6 +206,8 @@ ADAPTED: dict[str, tuple[str, dict[str, Any]]] = {
     "lora of fused layers": ("phi3", {"target_modules": "all-linear", "rank_pattern": {"qkv_proj": 3}}),
     "lora beside experts": ("mixtral", {"target_modules": _ATTENTION}),
     "lora and whole modules": ("llama", {"target_modules": "all-linear", "modules_to_save": _SAVED}),
+    "dora": ("llama", {"target_modules": "all-linear", "use_dora": True}),
+    "dora with dropout": ("qwen2", {"target_modules": [*_ATTENTION, "up_proj"], "use_dora": True, "lora_dropout": 0.2}),
     "lora beside another": ("llama", {"target_modules": ["q_proj", "down_proj"], "another": True}),
     "lora of some layers": ("llama_tied", {"target_modules": r"model\.layers\.[13]\..*\.(q_proj|down_proj)"}),
 }
