@@ -60,6 +60,8 @@ LORA_EMBEDDING = "peft.tuners.lora.layer.Embedding"
 LORA_STACK = "peft.tuners.lora.layer.ParamWrapper"
 DORA = "peft.tuners.lora.variants.DoraLinearVariant"
 MAGNITUDE = "peft.tuners.lora.dora.DoraLinearLayer"
+TOKENS = "peft.tuners.trainable_tokens.layer.TrainableTokensLayer"
+AROUND_TOKENS = "peft.utils.other.TrainableTokensWrapper"
 SAVED_WHOLE = "peft.utils.other.ModulesToSaveWrapper"
 
 # What a parameter's name has inside a wrapped linear layer: base_layer.weight, lora_A.default.weight.
@@ -158,6 +160,33 @@ def share_magnitudes(lora: Any, **how: Rows) -> None:
         wrap(magnitudes, partial(magnitudes.forward, **how), "tensor parallel", "magnitudes")
 
 
+def run_tokens(model: nn.Module) -> None:
+    """Let rows of embeddings and heads that PEFT trains alone (`trainable_token_indices`) stand beside the whole
+    weight, which ranks may share, and not be copied into it."""
+    for module in model.modules():
+        if class_path(module) == TOKENS:
+            wrap(module, partial(_with_tokens, module), "function", "trained tokens")
+
+
+def _with_tokens(module: Any, x: Tensor) -> Tensor:
+    base = module.base_layer
+    out: Tensor = base(x)
+    for name in () if module.disable_adapters else module.active_adapters:
+        words = torch.tensor(module.token_indices[name], device=out.device)
+        rows = module.trainable_tokens_delta[name].to(out.dtype)
+        if isinstance(base, nn.Linear):
+            out = out.index_copy(-1, words, F.linear(x, rows))
+            continue
+        place = torch.full((base.num_embeddings,), -1, device=out.device).index_copy(
+            0, words, torch.arange(len(words), device=out.device)
+        )[x]
+        scale = module._get_embed_scale()
+        own = F.embedding(place.clamp(min=0), rows)
+        own = own if scale is None else own * scale.to(own.dtype)
+        out = torch.where((place >= 0).unsqueeze(-1), own, out)
+    return out
+
+
 def linear_path(path: str, module: nn.Module) -> str:
     """Path of `linear_of(module)`."""
     return f"{path}.base_layer" if is_lora(module) else path
@@ -211,7 +240,10 @@ def switched_off(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def trained_copy(module: nn.Module) -> nn.Module:
-    """What runs in place of a module that PEFT keeps whole beside a trained copy; any other module is its own."""
+    """What runs in place of a module that PEFT keeps whole beside a trained copy, or has put around one of which it
+    trains some rows; any other module is its own."""
+    if class_path(module) == AROUND_TOKENS:
+        return module.token_adapter.base_layer  # type: ignore[union-attr, return-value]
     if class_path(module) != SAVED_WHOLE:
         return module
     wrapper: Any = module

@@ -285,6 +285,8 @@ def tensor_parallel_obstacle(model: nn.Module, plan: Mapping[str, str], ends: Se
             return f"the plan cuts {name} as a linear layer, but its weight is wrapped or computed ({kind}); {remedy}"
     embedding, head = ends
     paths = {id(module): name for name, module in model.named_modules()}
+    if ".token_adapter." in paths[id(head)]:
+        return f"some rows of the head are trained by themselves (trainable_token_indices); {remedy}"
     for end, plain in ((embedding, isinstance(embedding, nn.Embedding)), (head, is_linear(head))):
         if not plain or "weight" not in end._parameters:
             return f"{paths[id(end)]} is a {type(end).__name__}, whose rows cannot be told apart; {remedy}"

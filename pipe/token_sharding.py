@@ -43,7 +43,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ds_hydra.pipe.adapters import linear_of, linear_path, run_on_own_rows
+from ds_hydra.pipe.adapters import ends_of, linear_of, linear_path, run_on_own_rows, trained_copy
 from ds_hydra.pipe.collectives import (
     Group,
     Pending,
@@ -148,8 +148,8 @@ def blocks_of(plan: Mapping[str, str], model: nn.Module) -> dict[str, str]:
             found[linear_path(name, module)] = name.rpartition(".")[0]
         elif style == "moe_tp_experts":
             found[name] = name
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
-    return {name: block for name, block in found.items() if model.get_submodule(name) not in ends}
+    ends = ends_of(model)
+    return {name: block for name, block in found.items() if trained_copy(model.get_submodule(name)) not in ends}
 
 
 def with_blocks(

@@ -79,7 +79,6 @@ def quantized() -> Any:
 REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: lora(use_dora=True, target_modules=["embed_tokens"]), r"embed_tokens is a LoRA .*DoraEmbeddingVariant"),
     (lambda: lora(target_parameters=["o_proj.weight"]), r"o_proj is a .*ParamWrapper of 'weight', which is no stack"),
-    (lambda: lora(trainable_token_indices={"embed_tokens": [1]}), r"embed_tokens is a .*TrainableTokensWrapper, which"),
     (lambda: peft(IA3Config(target_modules=["k_proj"], feedforward_modules=[])), "'default' is of the kind IA3, which"),
     (lambda: peft(VeraConfig(target_modules=["q_proj"])), "'default' is of the kind VERA, .*peft.LoraConfig"),
     (lambda: peft(PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")), "is of the kind PREFIX_TUNING"),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hydra.pipe.adapters import LORA_EMBEDDING, LORA_LINEAR, SAVED_WHOLE, class_path
+from ds_hydra.pipe.adapters import LORA_EMBEDDING, LORA_LINEAR, SAVED_WHOLE, TOKENS, class_path
 from ds_hydra.zero_hetero.errors import ConfigError
 
 _OF_ADAPTER = re.compile(r"\.lora_((embedding_)?[AB]|magnitude_vector)\.")
@@ -30,6 +30,8 @@ class Merged:
 
     def __init__(self, base: Any, aliases: Mapping[str, str]):
         self._modules = dict(base.named_modules())
+        if any(class_path(module) == TOKENS for module in self._modules.values()):
+            raise ConfigError('rows that are trained by themselves are not merged here: take adapters "alone"')
         for path, module in self._modules.items():
             if any(getattr(module, "lora_bias", {}).values()) and module.get_base_layer().bias is None:
                 raise ConfigError(

@@ -21,6 +21,7 @@ from ds_hydra.config.hydra_block import HydraConfig
 from ds_hydra.data.columns import ModelInput
 from ds_hydra.data.tokens import Limits
 from ds_hydra.host.environment import launched_node_size
+from ds_hydra.pipe.adapters import trained_copy
 from ds_hydra.ranks.host_memory import available_bytes
 from ds_hydra.ranks.together import Texts, together
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -39,6 +40,7 @@ def limits_of(config: HydraConfig, model: nn.Module) -> Limits:
 def vocab_size(model: nn.Module) -> int | None:
     """Rows of the model's input embedding; None when the model does not say which module that is."""
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    embedding = embedding if embedding is None else trained_copy(embedding)
     return getattr(embedding, "num_embeddings", None)
 
 

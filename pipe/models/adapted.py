@@ -14,12 +14,14 @@ from typing import Any
 from torch import nn
 
 from ds_hydra.pipe.adapters import (
+    AROUND_TOKENS,
     DORA,
     LORA_EMBEDDING,
     LORA_LINEAR,
     LORA_STACK,
     MAGNITUDE,
     SAVED_WHOLE,
+    TOKENS,
     class_path,
     head_of,
 )
@@ -30,7 +32,8 @@ NAMES_OF_PEFT = "base_model.model."
 """What stands before the names of the base's parameters in a PEFT model."""
 
 _PEFT_MODEL, _MIXED_MODEL = "peft.peft_model.PeftModel", "peft.mixed_model.PeftMixedModel"
-_KNOWN = frozenset({LORA_LINEAR, LORA_EMBEDDING, LORA_STACK, SAVED_WHOLE, MAGNITUDE})
+_HELD = "peft.tuners._buffer_dict.BufferDict"  # by rows that are trained alone: what they were
+_KNOWN = frozenset({LORA_LINEAR, LORA_EMBEDDING, LORA_STACK, SAVED_WHOLE, MAGNITUDE, TOKENS, AROUND_TOKENS})
 _REMEDY = "train with peft.LoraConfig, its target_modules and modules_to_save, or leave the adapter out"
 
 
@@ -75,7 +78,10 @@ def names_with_adapters(base: Any, aliases: Mapping[str, str]) -> dict[str, str]
 
 def _saved_parts(module: Any) -> list[nn.Module]:
     """What PEFT has put into a module of its own and saves."""
-    names = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "modules_to_save")
+    names = (
+        "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "modules_to_save",
+        "trainable_tokens_delta",
+    )  # fmt: skip
     return [module._modules[name] for name in names if name in module._modules] if class_path(module) in _KNOWN else []
 
 
@@ -139,7 +145,7 @@ def refuse_adapters(model: nn.Module) -> None:
                 f"{path} is a {kind} of {module.parameter_name!r}, which is no stack of experts: not supported. PEFT "
                 "makes one of target_parameters: name the layer in target_modules"
             )
-        if kind not in _KNOWN:
+        if kind not in _KNOWN | {_HELD}:
             raise ConfigError(f"{path} is a {kind}, which is not supported; {_REMEDY}")
         _refuse_state(path, module)
 

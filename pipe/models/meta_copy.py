@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from ds_hydra.pipe.adapters import run_magnitudes, run_stacks
+from ds_hydra.pipe.adapters import run_magnitudes, run_stacks, run_tokens
 from ds_hydra.pipe.models.whose_code import names_of, slots_of
 from ds_hydra.zero_hetero.errors import ConfigError
 
@@ -449,6 +449,7 @@ def ready_to_run(model: nn.Module) -> None:
     if getattr(model, "peft_config", None):
         run_stacks(model)
         run_magnitudes(model)
+        run_tokens(model)
 
 
 def run_experts_one_by_one(model: nn.Module) -> None:

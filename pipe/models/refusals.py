@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ds_hydra.pipe.adapters import head_of
+from ds_hydra.pipe.adapters import head_of, trained_copy
 from ds_hydra.pipe.attention.interface import CHUNKED
 from ds_hydra.pipe.model_plan import ParamSpec
 from ds_hydra.pipe.models.adapted import refuse_adapters
@@ -278,7 +278,7 @@ def attention_functions(module: nn.Module, name: str) -> list[Any]:
 
 def known_tokens(model: Any) -> int:
     """Tokens that a model knows: rows of its embedding, or what its config says where that is wrapped."""
-    weight = getattr(model.get_input_embeddings(), "weight", None)
+    weight = getattr(trained_copy(model.get_input_embeddings()), "weight", None)
     return int(model.config.get_text_config().vocab_size if weight is None else weight.shape[0])
 
 

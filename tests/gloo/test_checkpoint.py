@@ -594,7 +594,7 @@ def _logits(model: Any) -> Tensor:
 @pytest.mark.drawn
 @pytest.mark.parametrize(
     "family",
-    ["lora with biases", "lora and whole modules", "lora beside another", "dora"],
+    ["lora with biases", "lora and whole modules", "lora beside another", "dora", "lora and tokens"],
 )  # fmt: skip
 def test_peft_loads_what_was_saved(family: str, tmp_path: Path) -> None:
     """The base that it started from and the saved adapters make the model that was trained."""

@@ -287,7 +287,7 @@ def test_full_parameters_of_a_peft_model(family: str, tmp_path: Path) -> None:
 def test_what_cannot_be_merged_is_refused() -> None:
     def refused(rank: int) -> list[str]:
         found = []
-        for family in ("lora with biases of its own", "llama"):
+        for family in ("lora with biases of its own", "lora and tokens", "llama"):
             engine = small_engine(rank, model=build_model(family, torch.float32), data=None)
             for how in ("merged", "alone", "both"):
                 try:
@@ -296,7 +296,8 @@ def test_what_cannot_be_merged_is_refused() -> None:
                     found.append(str(error))
         return found
 
-    biases, alone, both, whole, none, _ = run_ranks(refused, 1)[0]
+    biases, alone, both, tokens, _, _, whole, none, _ = run_ranks(refused, 1, timeout=100)[0]
+    assert "rows that are trained by themselves are not merged here" in tokens
     assert 'has a bias and the layer none, so it cannot be merged: take adapters "alone"' in biases
     assert int(alone) > 0
     assert int(whole) > 0

@@ -208,10 +208,12 @@ ADAPTED: dict[str, tuple[str, dict[str, Any]]] = {
     "lora and whole modules": ("llama", {"target_modules": "all-linear", "modules_to_save": _SAVED}),
     "dora": ("llama", {"target_modules": "all-linear", "use_dora": True}),
     "dora with dropout": ("qwen2", {"target_modules": [*_ATTENTION, "up_proj"], "use_dora": True, "lora_dropout": 0.2}),
+    "lora and tokens": ("llama", {"target_modules": ["q_proj", "down_proj"], "trainable_token_indices": [5, 7, 40]}),
     "lora beside another": ("llama", {"target_modules": ["q_proj", "down_proj"], "another": True}),
     "lora of some layers": ("llama_tied", {"target_modules": r"model\.layers\.[13]\..*\.(q_proj|down_proj)"}),
 }
 ADAPTED_WITHOUT_TP: dict[str, tuple[str, dict[str, Any]]] = {
+    "lora and tied tokens": ("llama_tied", {"target_modules": ["q_proj"], "trainable_token_indices": [5, 7, 40]}),
     "lora of the ends": ("llama", {"target_modules": ["embed_tokens", "q_proj", "lm_head"]}),
     "lora of Conv1D": ("gpt2", {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
     "lora with biases of its own": ("qwen2", {"target_modules": _ATTENTION, "lora_bias": True}),
