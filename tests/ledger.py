@@ -59,10 +59,11 @@ CAPABILITIES: Mapping[str, Capability] = {
         Lines(1800, 900, 120),
         apart=True,
     ),
-    # What a script reads of a batch before its step, and trains on what it makes of it.
+    # What a script reads of a batch before its step, and trains on what it makes of it; drawn loops beside DeepSpeed.
     "losses read early": Capability(
-        "ds_hydra/engine/rounds.py ds_hydra/engine/logits.py ds_hydra/host/early.py tests/gloo/test_early_losses.py",
-        Lines(560, 430, 0),
+        "ds_hydra/engine/rounds.py ds_hydra/engine/logits.py ds_hydra/host/early.py tests/gloo/test_early_losses.py "
+        "tests/support/drawn_loops.py tests/support/read_orders.py tools/bench_reads.py",
+        Lines(560, 700, 110),
     ),
     "layers beyond attention": Capability(
         "pipe/models/boxes.py pipe/models/boxed_layers.py pipe/models/find_boxes.py pipe/models/recurrent_heads.py "

@@ -111,6 +111,8 @@ HEADS_TIME, HEADS_KEPT = {2: 0.7, 4: 0.45}, {2: 0.6, 4: 0.35}  # by ranks that s
 CUT_OVER_WHOLE, HYBRID_LONGEST, CUT_STEP = 4.0, 1.5, 1.0
 SLICES_OF_STATES = 1e-9  # of loss and gradients in FP64, by the largest entry
 OVER_DEEPSPEED = 1.0  # of a step's time or CPU time over plain DeepSpeed's
+# Of a collected step's CPU time: one whose losses are read as they are; read otherwise, or logits: bench_reads.
+READ_AS_IT_IS, READ = 1.1, 2.1
 DEEPSPEED_AGREEMENT = 1e-5  # of loss and gradient norm from equal parameters in FP32
 GPU_LOSS_AGREEMENT = 5e-3  # of the first step's loss: BF16, other orders of sums
 GPU_ATTENTION = 2e-2  # BF16 against FP32, relative to the largest entry

@@ -112,11 +112,12 @@ def losses(host: HydraEngine, run: Run) -> list[float]:
     return [float(_loss(host, one.logits, one.sequences)) for one in run.own]
 
 
-def train(host: HydraEngine, run: Run) -> None:
-    """Train on what a script has made of the logits; they are let go of."""
+def train(host: HydraEngine, run: Run) -> bool:
+    """Train on what a script has made of the logits; they are let go of. Whether it has counted padding."""
     crew, steps = host.crew, host.steps
     words = crew.job.source.vocab_size or 0
     sequences: list[TokenSequence] = []
+    padding = any(bool(given.cpu()[~one.kept].any()) for one in run.own if (given := one.entry.by_logits) is not None)
     for one in run.own:
         counts = _counts(host, one).double().cpu().numpy()
         begin = 0
@@ -130,6 +131,7 @@ def train(host: HydraEngine, run: Run) -> None:
     delivered = steps.shares.deliver(run.planned.plan, sequences, run.gathered, words)
     whole = host.three_calls.batches_of_update() * host.world_size
     steps.parts.add_objective(run.planned, delivered, Objective(_linear, layout, of_logits=words), float(whole))
+    return padding
 
 
 def _linear(logits: Tensor, fields: dict[str, Tensor]) -> Tensor:

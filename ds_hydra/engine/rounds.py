@@ -62,7 +62,7 @@ class Rounds:
         self._host, self._early, self._never = host, losses == "early", losses == "step"
         self._first = True  # whether it is to be found out in this step
         self._was_read = False  # a loss of this step, before it has run
-        self._told = False
+        self._told = self._told_padding = False
         self._ran: list[tuple[Collected, float]] = []  # batches of this step that ran with such a factor
         self._held = self._batches = self._sequences = 0  # parts of this step in the masters, and what these have
         self._dropped = False  # whether the gradients of parts of this step are gone
@@ -91,32 +91,35 @@ class Rounds:
 
     def calling(self, call: Callable[[], Result]) -> Result:
         """Make a call of all ranks, when no rank has a batch for a round any more."""
-        self.serve()
-        return self._again(call)
+        return self._served(lambda _: call())
 
-    def _again(self, call: Callable[[], Result]) -> Result:
+    def _served(self, call: Callable[[Tensor | None], Result]) -> Result:
+        """The same of a call that is given what `serve` returns; again, where a rank reads a loss in its place."""
         while True:
+            said = self.serve()
             try:
-                return call()
+                return call(said)
             except LossIsRead:
                 self._first = True
-                self.serve()
 
     def make_step(self, collected: Callable[[], StepOutcome], batches: Sequence[Collected]) -> StepOutcome:
         """Make the step of these batches: of the parts that have run, where what they count allows it, or the
         `collected` one."""
         host, early, self._step = self._host, self._early, batches
-        try:
-            said = self.serve()
+
+        def made(said: Tensor | None) -> StepOutcome:
+            nonlocal early
             early = early or (said is not None and bool(said[:, _READ].any()))
             if said is not None and self._logits and said[:, _TRAINED].any():
-                outcome = self._end(1.0, batches, float(said[:, _MADE].sum()) / self._whole)
-            elif said is None or (scale := self._scale(said)) is None:
-                host.steps.handed.run_twice = self._batches
-                self.drop()
-                outcome = self._again(collected)
-            else:
-                outcome = self._end(scale, batches)
+                return self._end(1.0, batches, float(said[:, _MADE].sum()) / self._whole)
+            if said is not None and (scale := self._scale(said)) is not None:
+                return self._end(scale, batches)
+            host.steps.handed.run_twice = self._batches
+            self.drop()
+            return collected()
+
+        try:
+            outcome = self._served(made)
             self._normaliser = float(outcome.weight)
             self._early, self._first = early or self._logits, False
             return outcome
@@ -176,11 +179,11 @@ class Rounds:
         return replace(outcome, batch_losses=known)
 
     def serve(self) -> Tensor | None:
-        """Take part in rounds until no rank has a batch for one: what all have said in the last, None without
-        rounds."""
+        """Take part in rounds until no rank has a batch for one, nor reads logits: what all have said in the last, None
+        without rounds."""
         while self.run:
             said = self._round([])
-            if not said[:, _BATCHES].any():
+            if not said[:, [_BATCHES, _LOGITS]].any():
                 return said
         return None
 
@@ -264,7 +267,12 @@ class Rounds:
     def _train_runs(self, number: int) -> None:
         """Train on so many runs of this step."""
         for run in self._logit_runs[self._trained_runs : number]:
-            logits.train(self._host, run)
+            if logits.train(self._host, run) and not self._told_padding:
+                self._told_padding = True
+                logger.warning(
+                    "a loss counts the logits of padding, which are zeros here and train nothing: a plain loop would "
+                    "train on what the model says of padding. Leave these places out, as by attention_mask (told once)"
+                )
             self._trained_runs += 1
 
     def _factor(self, number: int) -> float:

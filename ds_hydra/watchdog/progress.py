@@ -142,8 +142,9 @@ _IN_VAIN = {
     ),
     ROUND: (
         "computes a loss that may be read before its step,",
-        "give all ranks as many batches before a collective of the script's own, engine([]) where one has none, or set "
-        '"losses": "step" in the block "hydra", by which losses are there after engine.step()',
+        "before a collective of the script's own give all ranks as many batches, engine([]) where one has none, and "
+        'read logits for the first time on all of them; or set "losses": "step" in the block "hydra", by which losses '
+        "are there after engine.step()",
     ),
 }
 
