@@ -87,7 +87,13 @@ class Seen(NamedTuple):
     """Tokens that see each other in both directions, as those of an image may [Note: spans]."""
 
     spans: tuple[tuple[int, int], ...]  # [start, stop) of each, in the whole row
-    layers: frozenset[str]  # the layer types in which they do; "": of layers that have none
+    layers: frozenset[str] = frozenset()  # the layer types in which they do; "": of layers that have none
+    whole: bool = False  # whether they do so beyond a layer's window
+
+    def within(self, start: int, stop: int) -> Seen | None:
+        """Those that begin among some tokens, counted from the first of these; None: there are none."""
+        spans = tuple((a - start, b - start) for a, b in self.spans if start <= a < stop and b > a + 1)
+        return self._replace(spans=spans) if spans else None
 
 
 TEMPERATURE = "temperature"  # by which the logits are divided

@@ -60,7 +60,7 @@ class Images(NamedTuple):
     token: int  # id of the placeholders
     units: tuple[Unit, ...] = ()
     positions: Tensor | None = None  # (axes, tokens), where the model counts them on several axes
-    seen: frozenset[str] = frozenset()  # layer types in which tokens of an image see each other
+    seen: Seen | None = None  # in which layers tokens of an image see each other
 
     def attach(
         self, batch: MicroBatch, spans: Sequence[Span], sequences: Sequence[TokenSequence], place: StagePlace
@@ -119,8 +119,8 @@ class _Row(NamedTuple):
         units = _dealt(list(self._units()), place.stage.tp * place.stage.sp)
         shown = Shown(units, rows, (first, first + len(places)), places, local)
         given = {name: getattr(self.batch, name) for name in self.batch.__dataclass_fields__}
-        if self.kind.seen:
-            given["pack"] = replace(pack, seen=Seen(_runs(marks, pack.offsets), self.kind.seen))
+        if self.kind.seen is not None:
+            given["pack"] = replace(pack, seen=self.kind.seen._replace(spans=_runs(marks, pack.offsets)))
         return ImageBatch(**given, shown=shown)
 
     def _units(self) -> Iterator[ShownUnit]:
@@ -173,6 +173,15 @@ def together(units: Sequence[Columns], layout: str) -> dict[str, Tensor]:
     """The columns of several units as one, as a processor puts them; of none there are none."""
     axis = 1 if layout == "beside" else 0
     return {name: torch.cat([unit[name] for unit in units], dim=axis) for name in units[0]} if units else {}
+
+
+def patches_of(columns: Columns, layout: str) -> list[int]:
+    """Patches of each unit, where the columns tell them; else 0."""
+    if layout == "grid":
+        return [int(one) for one in next(column for name, column in columns.items() if "grid" in name).prod(-1)]
+    if layout == "padded":
+        return [int(one) for one in (columns["image_position_ids"] >= 0).all(-1).sum(-1)]
+    return [0] * len(max(columns.values(), key=Tensor.numel))
 
 
 def check_rows(images: Images, input_ids: Int64Array, place: str) -> None:

@@ -18,12 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ds_hydra.images.content import Columns, together
+from ds_hydra.images.content import Columns, patches_of, together
 from ds_hydra.images.seam import COUNT, ENCODE, FORMS, GIVEN, Seam, arguments, encoded, encoder_of, leaves_of, numbered
 from ds_hydra.images.small import Maker, makers, placeholder, small_model
 from ds_hydra.pipe.attention.interface import layer_type
 from ds_hydra.pipe.models.meta_copy import copy_to_meta
 from ds_hydra.pipe.models.refusals import failing, find_layers
+from ds_hydra.pipe.rows import Seen
 from ds_hydra.self_check.precision import doubled
 from ds_hydra.zero_hetero.errors import ConfigError
 
@@ -140,7 +141,7 @@ class Subject:
             right = self.logits(sample, **self.pixels(sample))
         if any(len(leaf) != sum(sample.rows) for leaf in leaves):
             raise self.refusal("its encoder makes other numbers of rows for the embeddings and for the layers behind")
-        patches = int(sample.units[0]["image_grid_thw"].prod()) if self.maker.layout == "grid" else 0
+        patches = patches_of(sample.units[0], self.maker.layout)[0]
         axes = self._counted(sample)
         widths = tuple(leaf.shape[-1] for leaf in leaves)
         seam = Seam(
@@ -199,25 +200,27 @@ class Subject:
         if any(apart(first, second) > 0 for first, second in zip(one, other, strict=True)):
             raise self.refusal("its encoder draws random numbers in training: set its dropout to 0 in the config")
 
-    def _seen(self, seam: Seam, leaves: Sequence[Tensor]) -> frozenset[str]:
-        """The types of layers in which tokens of an image see those behind them: the first of an image has a gradient
-        of its last then. ConfigError where others see what is behind them."""
+    def _seen(self, seam: Seam, leaves: Sequence[Tensor]) -> Seen | None:
+        """In which layers tokens of an image see those behind them: the first of an image has a gradient of its last
+        then. ConfigError where others see what is behind them."""
         layers: Any = self.model.get_submodule(find_layers(self.model))
         marks = torch.eq(self.samples[0].tokens, self.token).nonzero().flatten().tolist()
         first, last = marks[0], marks[self.samples[0].rows[0] - 1]
         with _cut_at(layers) as values:
             self._with_rows(seam, [leaf.detach().requires_grad_() for leaf in leaves])
-        found, inputs = set[str](), dict[int, Tensor]()
+        found, inputs, whole = set[str](), dict[int, Tensor](), True
         for index, value, entered in values:
             if index not in inputs:
                 inputs[index] = entered
                 continue
             sees = [_seen_by(at, value, inputs[index]) for at in (0, first)]
-            if sees[0] > 0 or sees[1] > last:
+            if sees[0][-1] > 0 or sees[1][-1] > last:
                 raise self.refusal("tokens before an answer see those behind them, and stages attend causally")
-            if sees[1] > first:
+            if sees[1][-1] > first:
                 found.add(_type_of(layers[index]))
-        return frozenset(found)
+                # The small copy has windows that are shorter than an image.
+                whole = whole and _seen_by(last, value, inputs[index])[0] <= first
+        return Seen((), frozenset(found), whole) if found else None
 
     def _deepest(self, seam: Seam, leaves: Sequence[Tensor]) -> tuple[int, ...]:
         """The last layer that each leaf enters, before it or in it: hidden states are cut at each, so that what a leaf
@@ -296,10 +299,11 @@ def _cut_at(layers: Sequence[nn.Module]) -> Iterator[list[tuple[int, Tensor, Ten
             handle.remove()
 
 
-def _seen_by(token: int, out: Tensor, entered: Tensor) -> int:
-    """The last token that one sees in a layer, by what entered it and its output, (1, tokens, features)."""
+def _seen_by(token: int, out: Tensor, entered: Tensor) -> tuple[int, int]:
+    """The first and the last token that one sees in a layer: by its output and what entered, (1, tokens, features)."""
     gradient = torch.autograd.grad(out[0, token].sum(), entered, retain_graph=True)[0][0].abs().amax(-1)
-    return int((gradient > NEAR * gradient.max()).nonzero().max())
+    seen = (gradient > NEAR * gradient.max()).nonzero()
+    return int(seen.min()), int(seen.max())
 
 
 def _type_of(layer: nn.Module) -> str:

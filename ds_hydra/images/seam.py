@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hydra.images.content import Columns, Images, Unit
+from ds_hydra.pipe.rows import Seen
 
 ENCODE = "get_image_features"  # what transformers' models call it
 COUNT = "get_rope_index"  # by which those that number tokens on several axes do it
@@ -52,7 +53,7 @@ class Seam:
     axes: int  # on which tokens are numbered; 1: as text is
     roots: tuple[str, ...]  # modules and parameters that are used for images alone
     silent: frozenset[str]  # their parameters that have no gradient all the same
-    seen: frozenset[str] = frozenset()  # layer types in which tokens of an image see each other [Note: spans]
+    seen: Seen | None = None  # in which layers tokens of an image see each other [Note: spans]
 
     def of(self, name: str) -> bool:
         """Whether a parameter is used for images alone."""

@@ -13,13 +13,15 @@ from torch import Tensor
 
 from ds_hydra.images.content import Columns
 from ds_hydra.images.seam import COUNT
+from ds_hydra.pipe.models.meta_copy import run_experts_one_by_one
 from ds_hydra.self_check.precision import doubled
-from ds_hydra.self_check.shrink import shrunk_config
+from ds_hydra.self_check.shrink import HEAD_DIM, shrunk_config, usual
 from ds_hydra.zero_hetero.errors import ConfigError
 
 _SMALL = 2_000_000  # parameters of a model that is copied as it is
 LAYERS = 6
 _POSITIONS, _VOCABULARY = 256, 512
+_WINDOW = 3  # shorter than an image, so that it shows whether that has all of it
 _HIDDEN, _HEADS, _PATCHES = 32, 4, 4  # of the encoder: features, heads, patches of an image along a side
 _WIDTHS = re.compile(r"^(hidden_size|embed_dim|d_model|dim)$")
 _OUT = re.compile(r"^(out_hidden_size|output_dim|projection_dim|text_hidden_size)$")
@@ -33,11 +35,15 @@ def small_model(model: Any) -> Any:
         config = copy.deepcopy(model.config)
         if sum(parameter.numel() for parameter in model.parameters()) > _SMALL:
             config = _small_config(model, model.config)
+        text = config.get_text_config()
+        if isinstance(getattr(text, "sliding_window", None), int):
+            text.sliding_window = min(text.sliding_window, _WINDOW)
         with doubled(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             with torch.device("cpu"):
                 made = type(model)(config).double().eval()
-            _draw(made)
+            run_experts_one_by_one(made)
+        _draw(made)
     except Exception as error:
         raise ConfigError(
             f"hydra.images: no small copy of {type(model).__name__} can be made to try images on "
@@ -59,14 +65,17 @@ def _draw(model: Any) -> None:
 
 def _small_config(model: Any, config: Any) -> Any:
     text = config.get_text_config()
-    heads, kv_heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    heads = usual(text, "num_attention_heads")
+    kv_heads = usual(text, "num_key_value_heads") or heads
     common = math.gcd(heads, kv_heads)
     small = shrunk_config(config, LAYERS, next(n for n in range(max(1, heads // 4), 0, -1) if common % n == 0),
                           _POSITIONS, _VOCABULARY)  # fmt: skip
     hidden = small.get_text_config().hidden_size
     rotary = getattr(small.get_text_config(), "rope_parameters", None)
     if isinstance(rotary, dict) and any(hasattr(type(module), COUNT) for module in model.modules()):
-        rotary.setdefault("mrope_section", [2, 1, 1])
+        own = rotary.get("partial_rotary_factor") or getattr(text, "partial_rotary_factor", None) or 1.0
+        pairs = int(HEAD_DIM * own) // 2
+        rotary.setdefault("mrope_section", [pairs - 2 * (pairs // 4), pairs // 4, pairs // 4])
     vars(small).update({key: _PATCHES for key in vars(small) if key == "mm_tokens_per_image"})
     seen = 200
     for key, value in vars(config).items():
@@ -104,9 +113,10 @@ def _of_encoder(key: str, value: Any, old: Any, hidden: int) -> Any:
     if _WIDTHS.search(key):
         # Qwen2-VL calls so what leaves its encoder, whose own features are embed_dim.
         return hidden if key == "hidden_size" and hasattr(old, "embed_dim") else _HIDDEN
-    if _INNER.search(key):
-        return 2 * _HIDDEN
-    return _HEADS if re.search(r"(num_heads|num_attention_heads)$", key) else value
+    if _INNER.search(key):  # of some a number of whole rows, which are put together
+        times, rest = divmod(value, getattr(old, "hidden_size", None) or 1)
+        return (times if not rest and 1 < times < 9 else 2) * _HIDDEN
+    return _HEADS if re.search(r"(num_heads|num_attention_heads|num_key_value_heads)$", key) else value
 
 
 def vision_config(config: Any) -> Any:
@@ -152,6 +162,9 @@ def makers(config: Any, taken: Mapping[str, Any] | tuple[str, ...]) -> Iterator[
         for count in dict.fromkeys((frames, 2, 1)):
             yield Maker("grid", patches((channels * count * patch * patch,)))
         yield Maker("grid", patches((channels, patch, patch)))
+    if "image_position_ids" in taken:
+        pooled = _number(part, ("pooling_kernel_size",), 1)
+        yield from (_padded(patch, pooled, channels), _padded(patch * pooled, 1, channels))
     if "pixel_attention_mask" in taken and "spatial_shapes" not in taken:
         mask = torch.ones(1, 1, size, size, dtype=torch.bool)
         yield Maker(
@@ -164,6 +177,20 @@ def makers(config: Any, taken: Mapping[str, Any] | tuple[str, ...]) -> Iterator[
         yield Maker("whole", lambda _: {"pixel_values": noise(1, 3, channels, size, size),
                                         "image_sizes": torch.tensor([[size, size]])})  # fmt: skip
     yield Maker("each", lambda _: {"pixel_values": noise(1, channels, size, size)})
+
+
+def _padded(patch: int, pooled: int, channels: int) -> Maker:
+    """Images of 8 times `pooled`^2 patches at most, of which as many are put together."""
+    most = 8 * pooled**2
+    return Maker("padded", lambda which: {
+        "pixel_values": torch.rand(1, most, channels * patch**2, dtype=torch.float64),
+        "image_position_ids": _places(2 * pooled, (2 + 2 * which) * pooled, most)})  # fmt: skip
+
+
+def _places(h: int, w: int, most: int) -> Tensor:
+    """Where the patches of an image stand, (1, most, 2): column and row, -1 behind the last."""
+    found = torch.cartesian_prod(torch.arange(h), torch.arange(w)).flip(-1)
+    return torch.nn.functional.pad(found, (0, 0, 0, most - h * w), value=-1)[None]
 
 
 def _number(config: Any, keys: tuple[str, ...], default: int) -> int:

@@ -34,7 +34,7 @@ class ImageText(CausalLM):
         self._refused: Mapping[str, str] = {}
         self._attends = {root: name for root in seam.roots if (name := _attention_of(model, root))}
         super().__init__(model, replace(options, token_sharding=False), **given)
-        if self.boxes:
+        if self.boxes and not self.boxes.packed:
             raise ConfigError(
                 f"{self.name} has modules in which tokens meet otherwise than by Hugging Face's attention interface "
                 f"({self.boxes.told(self.layers_path)}): images are not trained with them; leave hydra.images out to "
@@ -51,7 +51,7 @@ class ImageText(CausalLM):
         self._published_plan = without(self._published_plan, self.seam.roots)
         super()._plan()
         self.specs = {name: _partial(spec) if name in own else spec for name, spec in self.specs.items()}
-        self.plan = _planned(self.plan, self.specs, own, self._refused, seen=bool(self.seam.seen))
+        self.plan = _planned(self.plan, self.specs, own, self._refused, seen=self.seam.seen is not None)
 
     def refusing(self, verdicts: Mapping[str, str]) -> ImageText:
         """The same model, which is not trained under the kinds of pipelines of which `verdicts` have a difference."""

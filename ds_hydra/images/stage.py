@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from ds_hydra.images.content import Shown, ShownUnit, shown_of, together
 from ds_hydra.images.seam import encoded
 from ds_hydra.pipe.models.causal_stage import CausalStage
-from ds_hydra.pipe.models.cut import CutForward
 from ds_hydra.pipe.models.draws import Keys
 from ds_hydra.pipe.rows import MicroBatch
 from ds_hydra.pipe.stage import StagePlace
@@ -59,23 +58,12 @@ class _Everybodys(torch.autograd.Function):
         return grad, None
 
 
-class _Cut:
-    """A stage's part of the model's forward, which is given rows of images beside its tokens."""
-
-    def __init__(self, cut: CutForward):
-        self._cut, self.beside = cut, dict[str, Any]()
-
-    def __call__(self, received: Tensor | None, **inputs: Any) -> Any:
-        return self._cut(received, **{**inputs, **self.beside})
-
-
 class ImageStage(CausalStage):
     """A stage whose tokens may stand for rows of images."""
 
     def __init__(self, source: ImageText, place: StagePlace, device: torch.device, dtype: torch.dtype):
         super().__init__(source, place, device, dtype)
         self._seam, self._device, self._dtype = source.seam, device, dtype
-        self._cut: Any = _Cut(self._cut)
         self._with_hidden, self._handed = source.beside(place.stage.first_layer), source.beside(place.stage.last_layer)
         self._names = [name for name in self._owners if source.seam.of(name)] if place.is_first else []
         self._carried: Tensor | None = None  # (1, T_local, features of all leaves) of the micro-batch that runs

@@ -9,6 +9,8 @@ found with. Two images of 640 x 480 and 1,024 x 1,536, and what a row of feature
   each     pixel_values (13 + 7, 3, 448, 448): an entry is an image, or a tile of one; all have as many rows
   beside   pixel_values (1, 13 + 7, 3, 364, 364), and a mask: the same, on the axis behind that of the sequences; an
            image that is all zeros fills up
+  padded   pixel_values (2, 2520, 768), image_position_ids (2, 2520, 2): an entry is an image, with places for its
+           patches and -1 behind the last; always as many patches for a row of features
   whole    pixel_values (2, 3, 1540, 1036), image_sizes (2, 2): what an image has of the rows cannot be told without
            running its encoder, so the images of a sequence stay together
 
@@ -27,7 +29,7 @@ from torch import Tensor
 
 from ds_hydra.data.columns import as_array
 from ds_hydra.data.sequences import items_of
-from ds_hydra.images.content import TOGETHER, Columns, Unit
+from ds_hydra.images.content import TOGETHER, Columns, Unit, patches_of
 from ds_hydra.images.seam import Seam
 from ds_hydra.zero_hetero.errors import ConfigError
 
@@ -77,7 +79,7 @@ def _of_mapping(handed: Mapping[Any, Any], seam: Seam, first: int) -> tuple[list
     rest = {name: value for name, value in given.items() if name not in _TYPES}
     items = list(items_of(rest))
     marks = [as_array(item["input_ids"] if isinstance(item, Mapping) else item) == seam.token for item in items]
-    if seam.seen and columns and types is None:
+    if seam.seen is not None and columns and types is None:
         raise ConfigError(
             f"item {first} of the data has images and no {' or '.join(_TYPES[::-1])}, without which the model's own "
             f"forward lets no token of an image see those behind it: {TOGETHER}"
@@ -162,12 +164,10 @@ def _told(where: str, tokens: int, images: int, seam: Seam, rows: int = 0) -> st
 
 def _sizes(columns: Columns, counts: Sequence[int], seam: Seam) -> list[tuple[int, int]]:
     """Of each image its entries in the largest column, and its rows of features."""
-    if seam.layout == "grid":
-        grid = next(column for name, column in columns.items() if "grid" in name)
-        patches = [int(one) for one in grid.prod(-1)]
-        return [(one, one // seam.per_row) for one in patches]
-    number = len(max(columns.values(), key=Tensor.numel))
-    return [(1, seam.per_row or sum(counts) // number)] * number
+    patches = patches_of(columns, seam.layout)
+    if patches and patches[0]:
+        return [(one if seam.layout == "grid" else 1, one // seam.per_row) for one in patches]
+    return [(1, seam.per_row or sum(counts) // len(patches))] * len(patches)
 
 
 def _share(column: Tensor, number: int, starts: Any, unit: int) -> Tensor:

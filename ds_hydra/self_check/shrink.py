@@ -89,7 +89,7 @@ def shrunk_config(
     """A copy of a config with `layers` layers and small widths. Raises ValueError where it has no attention heads."""
     small = copy.deepcopy(config)
     text = small.get_text_config()
-    heads, hidden = _usual(text, "num_attention_heads"), _usual(text, "hidden_size")
+    heads, hidden = usual(text, "num_attention_heads"), usual(text, "hidden_size")
     if not isinstance(heads, int) or not isinstance(hidden, int):
         raise ValueError("the config does not say how wide a layer is and how many attention heads it has")
     kept = kept_layers(text, layers)
@@ -122,7 +122,7 @@ def kept_layers(config: Any, count: int) -> tuple[int, ...]:
     return tuple(sorted((chosen * count)[:count]))
 
 
-def _usual(config: Any, key: str) -> Any:
+def usual(config: Any, key: str) -> Any:
     """A value by its usual name; where layers differ in it, which configs do not tell by `getattr`, the others'."""
     own = getattr(config, "attribute_map", {}).get(key, key)
     return vars(config)[own] if own in vars(config) else getattr(config, key, None)

@@ -26,7 +26,8 @@ later tokens of its span. Those are what a causal kernel computes of the span tu
 
 So two calls do, one for the row and one for all of its spans. Both return a log-sum-exp, by which their outputs are put
 together; and the backward of each, which is handed what was put together, gives its exact part of the gradients, as
-with sinks. A window bounds what is before a token, and not what is behind it in its span.
+with sinks. A window bounds what is before a token, and not what is behind it in its span. In some models (Gemma 4
+unified) it bounds nothing of a span, which must be no longer than a window then, but where a mask says what is seen.
 
 Sinks: Xiao et al. 2023 (StreamingLLM), learnt as in gpt-oss. A softmax in parts: Dao et al. 2022 (FlashAttention).
 """
@@ -54,7 +55,7 @@ from ds_hydra.pipe.contexts import Context
 from ds_hydra.pipe.dropout import AttentionDropout
 from ds_hydra.pipe.head_sharing import RowPart
 from ds_hydra.pipe.pinned import on_device
-from ds_hydra.pipe.rows import Pack, Reach
+from ds_hydra.pipe.rows import Pack, Reach, Seen
 from ds_hydra.pipe.ulysses import HeadGroup, over_heads
 from ds_hydra.zero_hetero.errors import ConfigError
 
@@ -152,17 +153,18 @@ def _by_heads(rows: Tensor) -> Tensor:
     return rows if rows.dim() == 4 else rows.transpose(0, 1)
 
 
-Spans = tuple[tuple[int, int], ...]  # [start, stop) of tokens that see each other [Note: spans]
-
-
-def visible(queries: range, keys: range, window: int | None, device: torch.device, spans: Spans = ()) -> Tensor:
+def visible(queries: range, keys: range, window: int | None, device: torch.device, spans: Seen | None = None) -> Tensor:
     """Which keys of a sequence these queries of it see, (queries, keys); a window counts the token itself."""
     rows = torch.arange(queries.start, queries.stop, device=device)[:, None]
     columns = torch.arange(keys.start, keys.stop, device=device)[None]
     seen = columns <= rows
-    for start, stop in spans:
-        seen |= (rows >= start) & (rows < stop) & (columns >= start) & (columns < stop)
-    return seen if window is None else seen & (columns > rows - window)
+    near = columns > rows - window if window is not None else torch.ones_like(seen)
+    if spans is None:
+        return seen & near
+    inside = torch.zeros_like(seen)
+    for start, stop in spans.spans:
+        inside |= (rows >= start) & (rows < stop) & (columns >= start) & (columns < stop)
+    return seen & near | inside if spans.whole else (seen | inside) & near
 
 
 def has_log_sum_exp(q: Tensor, v: Tensor) -> bool:
@@ -236,12 +238,17 @@ class WithSpans(NamedTuple):
     keys: Tensor
 
     @classmethod
-    def on_gpu(cls, scale: float, segments: Segments, window: int | None, spans: Spans, device: torch.device) -> Kernel:
-        """Of spans of the whole sequences `segments` of a row, by `OnGpu`."""
+    def on_gpu(
+        cls, scale: float, segments: Segments, window: int | None, seen: Seen | None, device: torch.device
+    ) -> Kernel:
+        """Of spans of the whole sequences `segments` of a row, by `OnGpu`. ConfigError for one that is longer than a
+        window and sees beyond it."""
         causal = OnGpu(scale, _bounds(segments, device), window)
-        longer = tuple((start, stop) for start, stop in spans if stop - start > 1)
-        if not longer:
+        if seen is None:
             return causal
+        longer = seen.spans
+        if seen.whole and window is not None and (most := max(stop - start for start, stop in longer)) > window:
+            raise ConfigError(f"an image of {most} tokens, which see each other, is longer than a window of {window}")
         rows = [on_device(torch.cat([torch.arange(stop - 1 - by, start - by, -1) for start, stop in longer]), device)
                 for by in (1, 0)]  # fmt: skip
         turned = Segments.whole(tuple(stop - start - 1 for start, stop in longer))
@@ -357,7 +364,7 @@ def varlen_attention(
     dropout: AttentionDropout | None = None,
     backend: str | None = None,
     context: Context | None = None,
-    spans: Spans = (),
+    seen: Seen | None = None,
 ) -> Tensor:
     """Causal attention within each sequence of a pack, by Ulysses over its sequence parallel group.
 
@@ -365,12 +372,13 @@ def varlen_attention(
     `window` counts the token itself; with a `chunk` a token sees those of its own of the chunks of so many tokens into
     which a sequence falls, from its first on; `softcap` bounds the scores by softcap * tanh(scores / softcap); `sinks`
     (heads,) are learnt scores of a key that every token sees and that has no value; `dropout` is that of the heads at
-    hand; `context` keeps the keys and values of a pack's slice for the slices behind it; tokens of each of the `spans`
-    of the whole row see each other in both directions [Note: spans].
+    hand; `context` keeps the keys and values of a pack's slice for the slices behind it; tokens of each span
+    of `seen` see each other in both directions [Note: spans].
     Raises ConfigError for a backend that lacks what is asked for, for a slice without a context, and for spans in
     slices, in chunks, or where ranks share the queries of a head.
     """
-    if spans and (pack.chunk is not None or chunk is not None):
+    seen = None if seen is None else seen.within(0, pack.num_tokens)
+    if seen is not None and (pack.chunk is not None or chunk is not None):
         raise ConfigError("tokens of an image see each other, and run in slices or chunks: neither is implemented")
     scale, reach = q.shape[-1] ** -0.5 if scale is None else scale, Reach(window, chunk)
     known: list[_Keys] = []  # by group of key/value heads, which several groups may share
@@ -381,11 +389,11 @@ def varlen_attention(
             known.append(_keys(group, pack, reach, context))
         attend = partial(
             _attend, scale=scale, window=window, softcap=softcap, backend=backend,
-            sinks=None if sinks is None else sinks[heads], spans=spans,
+            sinks=None if sinks is None else sinks[heads], seen=seen,
         )  # fmt: skip
         drop = None if dropout is None else replace(dropout, first_head=dropout.first_head + heads.start)
         if group.part is not None:
-            if spans:
+            if seen is not None:
                 raise ConfigError(
                     f"tokens of an image see each other, and {pack.sp} sequence parallel ranks share the queries of "
                     f"{q.shape[1]} heads: use strategies whose sp divides the heads of a rank, within a node"
@@ -434,7 +442,7 @@ def _row(
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, segments: Segments, *, scale: float, window: int | None, softcap: float | None,
-    sinks: Tensor | None, dropout: AttentionDropout | None, backend: str | None, spans: Spans = (),
+    sinks: Tensor | None, dropout: AttentionDropout | None, backend: str | None, seen: Seen | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention on one rank's heads, by the backend that is asked for or the fastest that has what is needed."""
     # A window that no sequence exceeds changes nothing, and without one every backend has its fastest kernel.
@@ -448,10 +456,10 @@ def _attend(
     attend = BACKENDS[backend] if backend else choose_backend(q, v, softcap)
     narrower = q.shape[-1] - v.shape[-1]
     by_kernel = attend is torch_varlen and dropout is None and not narrower
-    if (sinks is not None or spans) and by_kernel and gpu_works(q.device, q.dtype, q.shape[-1]):
-        return with_sinks(q, k, v, sinks, WithSpans.on_gpu(scale, segments, window, spans, q.device))
-    if sinks is not None or dropout is not None or spans:
-        return per_sequence_sdpa(q, k, v, segments, scale, window, softcap, sinks=sinks, dropout=dropout, spans=spans)
+    if (sinks is not None or seen is not None) and by_kernel and gpu_works(q.device, q.dtype, q.shape[-1]):
+        return with_sinks(q, k, v, sinks, WithSpans.on_gpu(scale, segments, window, seen, q.device))
+    if sinks is not None or dropout is not None or seen is not None:
+        return per_sequence_sdpa(q, k, v, segments, scale, window, softcap, sinks=sinks, dropout=dropout, seen=seen)
     if attend is per_sequence_sdpa or not narrower:
         return attend(q, k, v, segments, scale, window, softcap)
     # Fused kernels take values as wide as keys, and those of latent attention are narrower.
@@ -520,7 +528,7 @@ def flash_attn(
 
 def per_sequence_sdpa(
     q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int | None, softcap: float | None,
-    *, sinks: Tensor | None = None, dropout: AttentionDropout | None = None, spans: Spans = (),
+    *, sinks: Tensor | None = None, dropout: AttentionDropout | None = None, seen: Seen | None = None,
 ) -> Tensor:  # fmt: skip
     """One scaled_dot_product_attention per sequence: any device, any dtype, every feature.
 
@@ -535,11 +543,11 @@ def per_sequence_sdpa(
              for x, sizes in ((q, segments.queries), (k, segments.keys), (v, segments.keys)))  # fmt: skip
     for queries, keys, *rows in zip(*segments, *parts, strict=True):
         qs, ks, vs = (x.transpose(0, 1).unsqueeze(0) for x in rows)
-        own = tuple((a - start, b - start) for a, b in spans if start <= a < start + queries)
-        if shown or queries < keys or (window is not None and window < keys) or own:
+        own = None if seen is None else seen.within(start, start + queries)
+        if shown or queries < keys or (window is not None and window < keys) or own is not None:
             drop = None if dropout is None else partial(dropout, first_token=start)
-            in_memory = shown or (sinks is not None and bool(own))
-            out = _blocked(qs, ks, vs, scale, window, softcap, sinks=sinks, drop=drop, shown=in_memory, spans=own)
+            in_memory = shown or (sinks is not None and own is not None)
+            out = _blocked(qs, ks, vs, scale, window, softcap, sinks=sinks, drop=drop, shown=in_memory, own=own)
         elif sinks is not None:
             out = with_sinks(qs, ks, vs, sinks, OnCpu(scale, range(queries), range(keys), None))
         else:  # which lets the first query see the first key only: right for a whole sequence alone
@@ -565,12 +573,12 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 def _blocked(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None,
-    *, sinks: Tensor | None, drop: Callable[..., Tensor] | None, shown: bool, spans: Spans,
+    *, sinks: Tensor | None, drop: Callable[..., Tensor] | None, shown: bool, own: Seen | None,
 ) -> Tensor:  # fmt: skip
     """One sequence, or a slice with all keys so far, in blocks of query rows, each against the keys it can see.
 
     q (1, heads, T, d), k (1, kv_heads, past + T, d) and v likewise -> (1, heads, T, d_v). `shown`: the probabilities
-    stand in memory. `spans`: of a whole sequence.
+    stand in memory. `own`: spans of a whole sequence.
     """
     # A mask or a softcap needs the scores in memory. 32 heads of a sequence of 32,768 tokens have 128 GiB of them in
     # FP32; a block of 1,024 rows has 4 GiB at most. With a window of 256 tokens the rows 1024..1279 see only the keys
@@ -583,14 +591,14 @@ def _blocked(
     for start in range(0, length, size):
         stop = min(start + size, length)
         first = 0 if window is None else max(0, past + start - window + 1)
-        inside = tuple(span for span in spans if span[0] < stop and start < span[1])
-        last = max([past + stop, *(end for _, end in inside)])
+        inside = [span for span in ([] if own is None else own.spans) if span[0] < stop and start < span[1]]
+        first, last = min([first, *(a for a, _ in inside)]), max([past + stop, *(b for _, b in inside)])
         rows, columns = range(past + start, past + stop), range(first, last)
         qb, kb, vb = q[:, :, start:stop], k[:, :, first:last], v[:, :, first:last]
         if sinks is not None and not shown:
             outs.append(with_sinks(qb, kb, vb, sinks, OnCpu(scale, rows, columns, window)))
             continue
-        seen = visible(rows, columns, window, q.device, inside)
+        seen = visible(rows, columns, window, q.device, own)
         if not shown:
             grouped = queries_per_key > 1
             outs.append(_sdpa(qb, kb, vb, attn_mask=seen, scale=scale, enable_gqa=grouped))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ds_hydra.pipe.attention.backends import varlen_attention
 from ds_hydra.pipe.dropout import AttentionDropout
-from ds_hydra.pipe.rows import Pack, Seen
+from ds_hydra.pipe.rows import Pack
 from ds_hydra.zero_hetero.errors import ConfigError
 
 ATTENTION_NAME = "hydra_varlen"
@@ -101,7 +101,7 @@ def hydra_attention(
         sinks=s_aux,
         dropout=drop,
         context=context,
-        spans=() if hydra.seen is None else _spans_in(module, hydra.seen),
+        seen=hydra.seen if hydra.seen is not None and layer_type(module) in hydra.seen.layers else None,
     )
     return out.unsqueeze(0).contiguous(), None  # as Hugging Face's are, which some models view as rows of features
 
@@ -141,10 +141,6 @@ def layer_type(module: nn.Module) -> str:
     if not isinstance(index, int):
         raise NotPackedError(f"{type(module).__name__} has no layer_idx, and its config has layers of {set(kinds)}")
     return str(kinds[index])
-
-
-def _spans_in(module: nn.Module, seen: Seen) -> tuple[tuple[int, int], ...]:
-    return seen.spans if layer_type(module) in seen.layers else ()
 
 
 def _without_the_rest(v: Tensor, q: Tensor, k: Tensor) -> Tensor:

@@ -243,6 +243,7 @@ class CutForward:
     def __init__(self, model: Any, flow: Flow, layers_path: str, stage: Stage, device: torch.device):
         """`model` is changed in place: its layers before the stage hand on, its last local one ends the forward."""
         self.model, self._flow = model, flow
+        self.beside: dict[str, Any] = {}  # what the model is handed of a micro-batch beside its tokens
         self._received: Tensor | None = None
         self._placeholders: Placeholders | None = None
         self._capturing = False
@@ -265,7 +266,7 @@ class CutForward:
             if self._first or hollow:
                 self._placeholders = Placeholders(torch.device("meta") if hollow else self._device)
                 self._placeholders.__enter__()
-            self.model(**inputs)
+            self.model(**{**inputs, **self.beside})
         except _Reached as reached:
             return reached.value
         finally:

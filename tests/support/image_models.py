@@ -35,6 +35,21 @@ MODELS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
         **_TOKENS, "text_config": {**_TEXT, "rope_parameters": {**_MROPE, "mrope_interleaved": True}},
         "vision_config": {**_QWEN, "hidden_size": WIDTH, "intermediate_size": 48, "out_hidden_size": WIDTH,
                           "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64}}),
+    "qwen3_5": ("Qwen3_5ForConditionalGeneration", "qwen3_5", {
+        **_TOKENS, "text_config": {
+            **_TEXT, "rope_parameters": {**_MROPE, "mrope_interleaved": True}, "linear_num_key_heads": 2,
+            "layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+        "vision_config": {**_QWEN, "hidden_size": WIDTH, "intermediate_size": 48, "out_hidden_size": WIDTH,
+                          "num_position_embeddings": 64}}),
+    "gemma4": ("Gemma4ForConditionalGeneration", "gemma4", {
+        "image_token_id": IMAGE, "video_token_id": 121, "audio_token_id": 122, "boi_token_id": 123,
+        "eoi_token_id": 124, "boa_token_id": 125, "eoa_token_index": 126, "text_config": {
+            **_TEXT, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 6,
+            "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": WORDS, "num_kv_shared_layers": 0,
+            "global_head_dim": 8, "use_bidirectional_attention": "vision"},
+        "vision_config": {**_VIT, "num_key_value_heads": 4, "head_dim": 8, "patch_size": 4, "pooling_kernel_size": 2,
+                          "position_embedding_size": 64}}),
     "llava": ("LlavaForConditionalGeneration", "llava", {
         "image_token_index": IMAGE, "image_seq_length": 16, "text_config": {**_TEXT, "model_type": "llama"},
         "vision_config": {**_VIT, "model_type": "clip_vision_model", "projection_dim": WIDTH}}),
@@ -87,6 +102,12 @@ def picture(name: str, generator: torch.Generator, wide: int = 0) -> Picture:
         return Picture(
             {"pixel_values": noise(h * w, 3 * 2 * 16), "image_grid_thw": torch.tensor([[1, h, w]])}, h * w // 4
         )
+    if name == "gemma4":  # padded to 32 patches, of which four make a row
+        places = torch.cartesian_prod(torch.arange(4), torch.arange(4 + 2 * wide)).flip(-1)
+        behind = (0, 0, 0, 32 - len(places))
+        return Picture({"pixel_values": noise(1, 32, 48).abs(),
+                        "image_position_ids": torch.nn.functional.pad(places, behind, value=-1)[None]},
+                       len(places) // 4)  # fmt: skip
     if name == "smolvlm":
         return Picture({"pixel_values": noise(1, 3, 28, 28),
                         "pixel_attention_mask": torch.ones(1, 28, 28, dtype=torch.bool)}, 4)  # fmt: skip
@@ -144,7 +165,7 @@ def batch_of(name: str, samples: Sequence[ImageSample]) -> dict[str, Tensor]:
         "input_ids": padded(lambda s: s.input_ids, 0), "labels": padded(lambda s: s.labels, IGNORED),
         "attention_mask": padded(lambda s: torch.ones_like(s.input_ids), 0), **columns_of(name, samples),
     }  # fmt: skip
-    if name.startswith("qwen"):
+    if name.startswith(("qwen", "gemma4")):
         batch["mm_token_type_ids"] = (batch["input_ids"] == IMAGE).long()
     if name == "gemma3":  # whose tokens of an image see each other
         batch["token_type_ids"] = (batch["input_ids"] == IMAGE).long()
