@@ -14,10 +14,13 @@ from sphinx.highlighting import lexers
 project = html_title = "ds-hydra"
 release = version
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
-autodoc_typehints = "description"
+autodoc_member_order, autodoc_typehints = "bysource", "description"
+autodoc_typehints_description_target = "documented_params"
+default_role, highlight_language = "code", "none"
 myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 3
 html_theme = "furo"
+pygments_style = "default"  # lines of a diff are red and green on white too
 html_show_copyright = False  # LICENSE says whose it is
 exclude_patterns = ["build"]
 lexers["jsonc"] = JavascriptLexer()  # JSON with comments
@@ -29,7 +32,13 @@ def setup(app: Sphinx) -> None:
     from pictures import draw
 
     draw(Path(__file__).parent / "pictures")
+    app.connect("autodoc-process-docstring", without_notes)
     app.connect("build-finished", write_llms)
+
+
+def without_notes(app: Sphinx, what: str, name: str, found: object, options: object, lines: list[str]) -> None:
+    """Take out pointers such as [Note: streams], which readers of the code follow, in place."""
+    lines[:] = re.sub(r"\s*\[Note: [^\]]*\]", "", "\n".join(lines)).split("\n")
 
 
 def write_llms(app: Sphinx, failed: Exception | None) -> None:

@@ -67,11 +67,11 @@ def accept(config: Mapping[str, Any], ranks: int | None = None, host: str | None
 def check_config(source: Any, host: str | None = None) -> bool:
     """Whether a config has a block "hydra", after all checks that need neither a model nor data.
 
-    `source` is the script's parsed arguments, or a config as `initialize` takes it: a dict, a path or base64 text. A
-    config with "auto" is checked as the `host` that fills in the values hands it on: "Trainer", "SFTTrainer",
-    "DPOTrainer", "GRPOTrainer", "RewardTrainer" or "Accelerate". Called before model and data are built, it saves
-    waiting for them when a setting is wrong. Raises ConfigError; one that the script does not catch is printed once,
-    without a traceback, and ends it with exit code 78.
+    `source` is the script's parsed arguments, or a config as `initialize` takes it: a dict, a path or base64 text. For
+    a config with "auto" name the `host` that fills in the values: "Trainer", "SFTTrainer", "DPOTrainer", "GRPOTrainer",
+    "RewardTrainer" or "Accelerate". Call it before model and data are built: a wrong setting is told without waiting
+    for them. Raises ConfigError. One that the script does not catch is printed once, without a traceback, and ends the
+    script with exit code 78.
     """
     show_refusals_plainly()
     alone = isinstance(source, (str, os.PathLike, Mapping))
@@ -96,17 +96,19 @@ def initialize(
     loss_fn: Any = None,
     pre_step_callback: Any = None,
 ) -> tuple[Any, Any, Any, Any]:
-    """(engine, optimizer, training_dataloader, lr_scheduler) for a model and a DeepSpeed config.
+    """Make an engine of a model and a DeepSpeed config; returns (engine, optimizer, training_dataloader, lr_scheduler).
 
-    Without a block "hydra" in the config this is `deepspeed.initialize`. With it, `training_data` is a map-style
-    dataset of token sequences (see `ds_hydra.data.SequenceData`) or a stream of them [Note: streams], and
-    `engine.train_batch()` runs a step; without `training_data` the script hands each step in. `loss_fn` is a loss in
-    place of the cross entropy, from logits (T, V) and labels (T,) that of each token, (T,) (`pipe.loss.TokenLoss`).
-    `pre_step_callback(step, sequence_ids, lengths)` returns each step's `StepPlan` in place of the planner, on rank 0
-    [Note: the pre-step callback].
+    Takes the arguments of `deepspeed.initialize`, and is that function where the config has no block "hydra". `mpu` and
+    `mesh_param` are refused with the block, and `collate_fn` is not called, as sequences are packed.
 
-    The config is checked before any process group exists; ConfigError says what is wrong and what to do, and is printed
-    as `check_config` says.
+    `training_data` is a map-style dataset of token sequences, or a stream of them [Note: streams]: then
+    `engine.train_batch()` draws and runs a step. Without it the script passes the sequences of each step. `loss_fn`
+    takes the place of the cross entropy: from logits (T, V) and labels (T,) it gives the loss of each token, (T,).
+    `pre_step_callback(step, sequence_ids, lengths)`, called on rank 0, returns the step's `StepPlan` in place of the
+    planner [Note: the pre-step callback].
+
+    The config is checked before any process group exists. ConfigError says what is wrong and what to do. Every rank
+    must call it.
     """
     show_refusals_plainly()
     accepted = accept(read_config(args, config, config_params))

@@ -301,10 +301,10 @@ def test_the_first_figure_needs_neither_torch_nor_a_planner() -> None:
 
 
 README_ROWS = {
-    FIXED: "best fixed layout of TP, PP, CP (ring or Ulysses), packed and dealt out in turn",
-    BALANCED: "such a layout, sequences balanced by our costs",
+    FIXED: "best fixed layout of TP, PP, CP (ring or Ulysses), batches packed",
+    BALANCED: "such a layout, each sequence placed by its cost",
     SCHEDULED: "Megatron-Core's dynamic context parallelism, as it schedules",
-    ZERO_3: "DeepSpeed ZeRO-3 with Ulysses, packed and dealt out in turn",
+    ZERO_3: "DeepSpeed ZeRO-3 with Ulysses, batches packed",
     INFINIPIPE: "InfiniPipe, as published",
     ONE: "ds-hydra with one layout in every step",
 }

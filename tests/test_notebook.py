@@ -52,7 +52,9 @@ def test_what_it_printed_is_a_run_under_several_layouts() -> None:
     assert len({layout for layout, _ in listed}) == 3
     assert listed[-1][1] < listed[0][1] - 0.1
     whole = "".join(map(texts, code_cells(read(TOUR))))
-    assert all(word in whole for word in ("ds_config_hydra.json is written", "steps won", "self-check", "run.html"))
+    assert all(
+        word in whole for word in ("ds_config_hydra.json is written", "steps that took it", "self-check", "run.html")
+    )
 
 
 def test_its_sentences_are_as_short_as_those_of_pages() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import pydoc
 import re
+from collections.abc import Iterator
 
 import pytest
 
-from tools.count_pages import HOW_TO, ROOT, count, limited, missed, pages, words
+from tools.count_pages import HOW_TO, LONGEST_SENTENCE, ROOT, count, limited, missed, pages, words
 
 LATER: frozenset[str] = frozenset()
 """Pages that are not written by these rules yet."""
@@ -46,8 +49,39 @@ def test_a_how_to_page_without_code_and_a_long_paragraph_are_told() -> None:
 def test_the_reference_has_all_that_pages_tell_users_to_call() -> None:
     reference = (ROOT / "docs" / "api.md").read_text("utf-8")
     texts = [(ROOT / page).read_text("utf-8") for page in pages() if page != "docs/api.md" and page.count("/") < 2]
-    (methods,) = re.findall(r"HydraEngine\n   :members: (.+)", reference)
+    (methods,) = re.findall(r"HydraEngine\(\)\n   :members: (.+)", reference)
     called = set(re.findall(r"\b(?:engine|critic)\.(\w+)\(", "\n".join(texts))) - {"engine"}
     assert called - set(methods.split(", ")) <= {"state_dict"}, "HydraEngine in docs/api.md lacks methods"
     classes = set(re.findall(r"\bHydra\w*(?:Trainer|Accelerator)\b", "\n".join(texts)))
-    assert not {name for name in classes if f".{name}\n" not in reference}
+    assert not {name for name in classes if not re.search(rf"\.{name}\b", reference)}
+
+
+PRIVATE = r"hand(s|ed)? in|masters?|pull(s|ed)?|push(es|ed)?|slices?|strateg(y|ies)|crew|computed? again"
+"""What the glossary explains, or nobody: a reader of the reference has the field's words."""
+
+
+def of_reference() -> Iterator[tuple[str, str]]:
+    """(name, docstring) of all that docs/api.md names, without pointers to notes, and without formulas."""
+    reference = (ROOT / "docs" / "api.md").read_text("utf-8")
+    for found in re.finditer(r"^\.\. auto\w+:: ([\w.]+).*\n((?:   :.*\n)*)", reference, re.M):
+        named = pydoc.locate(found[1])
+        if inspect.ismodule(named):
+            members = [getattr(named, name) for name in named.__all__]
+        else:
+            of_class = re.findall(r":members: (.+)", found[2])
+            some = [inspect.getattr_static(named, name, None) for name in ", ".join(of_class).split(", ")]
+            members = [named, *(one for one in some if one is not None)]
+        for member in members:
+            text = inspect.getdoc(member) or ""
+            yield f"{found[1]}: {member!r}", re.sub(r"\s*\[Note: [^\]]*\]|^ {4}.*$", "", text, flags=re.M)
+
+
+def test_the_reference_reads_as_pages_do() -> None:
+    told = list(of_reference())
+    assert len(told) > 50
+    long = {
+        name: [one for one in count("docs/api.md", text).sentences if words(one) > LONGEST_SENTENCE]
+        for name, text in told
+    }
+    assert not {name: some for name, some in long.items() if some}
+    assert not {name: found[0] for name, text in told if (found := re.search(rf"\b({PRIVATE})\b(?!`)", text))}

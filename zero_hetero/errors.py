@@ -7,19 +7,19 @@ from __future__ import annotations
 
 
 class ConfigError(ValueError):
-    """A setting, a model or data that this job cannot run with; raised before any work is lost."""
+    """A setting, a model or data that this job cannot run with; raised before any work is lost. Exit code 78."""
 
     exit_code = 78  # EX_CONFIG of sysexits.h: starting the same job again does not help
 
 
 class PlanError(ValueError):
-    """A plan, a strategy or a layout that contradicts itself or the job it is meant for."""
+    """A plan or a layout that contradicts itself or the job it is meant for. Exit code 78."""
 
     exit_code = 78
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written, or that is not what was saved; names the file and the remedy."""
+    """A checkpoint that cannot be written, or that is not what was saved; names file and remedy. Exit code 74."""
 
     exit_code = 74  # EX_IOERR
     passing = False  # whether the same may go well a little later, as where a disk is full

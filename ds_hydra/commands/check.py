@@ -72,7 +72,7 @@ def run(args: argparse.Namespace, name: str) -> int:
         (str(shape), verdict.state, verdict.difference, round(verdict.seconds, 1), verdict.reason)
         for shape, verdict in sorted(result.verdicts.items(), key=lambda item: (item[0].num_ranks, str(item[0])))
     ]
-    print_table(("pipeline", "verdict", "difference", "seconds", "why"), rows)
+    print_table(("replica", "trains as one process", "difference", "seconds", "why"), rows)
     cut = "may" if not result.no_slices else f"may not ({result.no_slices})"
     print(f"long sequences {cut} be cut into chunks")
     missed = [
@@ -80,10 +80,10 @@ def run(args: argparse.Namespace, name: str) -> int:
         for text, strategy in zip(args.strategies, strategies, strict=True)
         if (objection := result.objection(strategy)) is not None
     ]
-    equal = f"{len(strategies) - len(missed)} of {len(strategies)} strategies train as one process does"
+    equal = f"{len(strategies) - len(missed)} of {len(strategies)} layouts train as one process does"
     after = (
         "leave the others out of hydra.strategies" if missed else
-        f"whether it fits is said by ds-hydra memory --model {args.model} --gpus {strategies[0].num_ranks}"
+        f"see whether it fits: ds-hydra memory --model {args.model} --gpus {strategies[0].num_ranks}"
     )  # fmt: skip
     figures = {"rows": rows, "no_slices": result.no_slices}
     return finish(name, f"{equal}, checked in {result.seconds:.1f} s; next: {after}", figures, missed, args.json)

@@ -178,6 +178,10 @@ def choices(result: Result) -> Iterator[str]:
         yield f"Layers are recomputed: without it no layout holds more than {result.times[False].holds:,} tokens."
     elif best:
         yield "Recompute layers: it is the faster way here."
+    ours, fixed = result.times[best].ours, result.times[best].fixed
+    if ours is not None and fixed is not None and fixed < ours:
+        layout = result.times[best].rivals[BALANCED][0]
+        yield f"A fixed layout set up by hand, {layout}, would be {ours / fixed:.2f} times as fast as ds-hydra."
     yield from truncated(result.said, result.sample)
     if result.swap.handed_in and (layouts := result.times[best].layouts):
         yield f'Or in place of "auto" the layouts that these lengths took: "strategies": {json.dumps(layouts)}'
@@ -299,9 +303,9 @@ def _write(args: argparse.Namespace, result: Result, job: Job, costs: str) -> in
     if result.swap.note:
         print(f"The loop of {args.script}: {result.swap.note}.")
     if diff:
-        print(f"\nChange the script, a loop of {result.swap.kind}: patch -p0 < {patch}\n{diff.rstrip()}")
+        print(f"\nChange the script, which uses {result.swap.kind}: patch -p0 < {patch}\n{diff.rstrip()}")
     else:
-        print(f"\n{args.script}, a loop of {result.swap.kind}, needs no change")
+        print(f"\n{args.script}, which uses {result.swap.kind}, needs no change")
     print(f"\nStart it: {command_of(result, args.script, out, job.gpus, job.node_size)}")
     return 0
 

@@ -171,8 +171,10 @@ class Job:
         ]
         spread = ""
         if gains:
-            spread = f"The gain over the best fixed layout, balanced, is {min(gains):.2f} to {max(gains):.2f} on a "
-            spread += "device half to twice as fast.\n"
+            spread = (
+                f"On a device half to twice as fast ds-hydra is {min(gains):.2f} to {max(gains):.2f} times as fast as "
+            )
+            spread += "the best fixed layout, balanced.\n"
         return (
             f"AN ESTIMATE from FLOPs, nothing was measured.\n"
             f"Assumed for each GPU: {self.memory_gib:.0f} GiB and {costs}.\n{spread}"

@@ -82,7 +82,7 @@ def run(args: argparse.Namespace, name: str) -> int:
     joint = memory.together({one: place_strategy(one, args.gpus, source.plan.num_layers) for one in shapes})
     rows = [_row(memory, scheme, args.tokens) for scheme in schemes]
     together = [
-        {"strategy": str(shape)} | _row(joint, scheme, args.tokens)
+        {"layout": str(shape)} | _row(joint, scheme, args.tokens)
         for shape in shapes
         for scheme in dict.fromkeys(pipeline.cost_key for pipeline in shape.pipelines)
     ]
@@ -91,15 +91,15 @@ def run(args: argparse.Namespace, name: str) -> int:
           f"fullest stage with micro-batches of {args.tokens} tokens")  # fmt: skip
     _print(rows)
     if together:
-        print("the same in a job that has all of these strategies as candidates")
+        print("\nThe same in a job that has all of these layouts as candidates:")
         _print(together)
     choices = [] if args.measure else _choices(source, memory_of, schemes, node)
     if choices:
-        print(f"the longest sequence by what becomes of what layers keep; slices have {_SLICE} tokens, and each host "
-              f"{host_bytes / 2**30:.0f} GiB")  # fmt: skip
+        print(f"\nLongest sequence if layers are kept, recomputed, recomputed in chunks of {_SLICE} tokens, or wait "
+              f"on the host, which has {host_bytes / 2**30:.0f} GiB:")  # fmt: skip
         _print(choices)
     limits = {scheme: memory.max_length(scheme) for scheme in schemes}
-    missed = [] if any(limits.values()) else [f"no scheme holds one token in {memory_bytes / 2**30:.1f} GiB"]
+    missed = [] if any(limits.values()) else [f"no layout holds one token in {memory_bytes / 2**30:.1f} GiB"]
     summary = "; ".join(_which(limits, args.tokens, args.gpus, bool(job.hydra and job.hydra.activation_checkpointing)))
     return finish(name, summary, {"rows": rows, "together": together, "longest": choices}, missed, args.json)
 
@@ -126,8 +126,8 @@ def _choices(
         on_host = max(needs.on_host(longest) for needs in fetched.stages(scheme))
         in_slices = 0 if source.plan.no_slices else again.longest_in_slices(scheme, _SLICE)
         rows.append({
-            "scheme": str(scheme), "kept": kept.max_length(scheme), "computed again": again.max_length(scheme),
-            "again, in slices": in_slices, "fetched": longest, "GiB of a host": f"{node * on_host / 2**30:.0f}",
+            "replica": str(scheme), "kept": kept.max_length(scheme), "recomputed": again.max_length(scheme),
+            "in chunks": in_slices, "kept on host": longest, "GiB of a host": f"{node * on_host / 2**30:.0f}",
         })  # fmt: skip
     return rows
 
@@ -135,16 +135,21 @@ def _choices(
 def _which(limits: Mapping[ParallelScheme, int], tokens: int, gpus: int, recomputed: bool) -> Iterator[str]:
     """Which rows hold so many tokens, and which one to take: of those the narrowest."""
     holding = [scheme for scheme, limit in limits.items() if limit >= tokens]
-    yield f"{len(holding)} of {len(limits)} schemes hold micro-batches of {tokens:,} tokens"
+    yield f"{len(holding)} of {len(limits)} kinds of replicas hold micro-batches of {tokens:,} tokens"
     if holding:
         narrow = min(holding, key=lambda scheme: (scheme.num_ranks, -limits[scheme]))
-        yield f"take {narrow}, the narrowest of them, {gpus // narrow.num_ranks} at once"
         if narrow.num_ranks > 1:
-            yield "shorter sequences can run on narrower ones beside it"
+            yield f"{narrow} is the narrowest; shorter sequences run on narrower replicas beside it"
+        yield f'next: write the layout {_times(gpus // narrow.num_ranks, narrow)}, or "auto"'
     if limits and max(limits.values()) < tokens:
         widest = max(limits, key=limits.__getitem__)
         hint = "use more GPUs" if recomputed else "set hydra.activation_checkpointing, or use more GPUs"
-        yield f"the most is {limits[widest]:,}, by {widest}: {hint}"
+        yield f"the most is {limits[widest]:,}, by {widest}; next: {hint}"
+
+
+def _times(count: int, scheme: ParallelScheme) -> str:
+    """A layout of so many equal replicas, as hydra.strategies has it."""
+    return f"{count}*{scheme}" if count > 1 else str(scheme)
 
 
 def _print(rows: Sequence[dict[str, object]]) -> None:
@@ -156,9 +161,9 @@ def _row(memory: JobMemory, scheme: Shape, tokens: int) -> dict[str, object]:
     total, gib = needs.total(tokens), 2**30
     limit = memory.max_length(scheme)
     return {
-        "scheme": str(scheme),
+        "replica": str(scheme),
         "stage": needs.stage,
-        "masters": f"{needs.masters / gib:.2f}",
+        "fp32": f"{needs.masters / gib:.2f}",
         "optimizer": f"{needs.optimizer / gib:.2f}",
         "params": f"{needs.params / gib:.2f}",
         "grads": f"{needs.grads / gib:.2f}",
@@ -166,7 +171,7 @@ def _row(memory: JobMemory, scheme: Shape, tokens: int) -> dict[str, object]:
         "activations": f"{(total - needs.states) / gib:.2f}",
         "total": f"{total / gib:.2f}",
         "fits": "yes" if limit >= tokens else "no",
-        "MaxLen": limit,
+        "max tokens": limit,
     }
 
 

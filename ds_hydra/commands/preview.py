@@ -102,7 +102,7 @@ def parse_arguments(arguments: Sequence[str] | None, name: str) -> argparse.Name
 
 
 def print_lengths(sample: LengthSample, table: CostTable, context: int) -> None:
-    """Histogram by sequences (#) and by tokens (=), with the MaxLen of every scheme where it falls."""
+    """Histogram by sequences (#) and by tokens (=), with the most tokens that each replica holds where they fall."""
     rows = length_histogram(sample.lengths, context)
     tokens = max(1, sum(row[2] for row in rows))
     left_out = f"; {sample.too_long} longer ones are left out, up to {sample.longest:,}" if sample.too_long else ""
@@ -111,28 +111,30 @@ def print_lengths(sample: LengthSample, table: CostTable, context: int) -> None:
     for high, count, held in rows:
         share, weight = count / len(sample.lengths), held / tokens
         limits = [f"{c.scheme}:{c.max_length}" for c in table.costs if low < c.max_length <= high]
-        bar, note = "#" * round(BAR * share), f"MaxLen {' '.join(limits)}" if limits else ""
+        bar, note = "#" * round(BAR * share), f"max tokens {' '.join(limits)}" if limits else ""
         print(f"{high:>9} {share:>6.1%} {bar:<{BAR}}  {note}".rstrip())
         print(f"{'':>9} {weight:>6.1%} {'=' * round(BAR * weight)}")
         low = high
     above = [f"{c.scheme}:{c.max_length}" for c in table.costs if c.max_length > context]
     if above:
-        print(f"{'above':>9}        {'':<{BAR}}  MaxLen {' '.join(above)}")
+        print(f"{'above':>9}        {'':<{BAR}}  max tokens {' '.join(above)}")
     print()
 
 
 def print_preview(preview: Preview, strategies: Sequence[str]) -> None:
     """Steps won by each strategy, how sure the plans are, and step times beside those of fixed layouts, as bars."""
     won = [(text, preview.wins[text]) for text in strategies if preview.wins.get(text)]
-    print_table(("strategy", "steps won"), won)
+    print_table(("layout", "steps that took it"), won)
     if len(won) < len(strategies):
-        print(f"{len(strategies) - len(won)} other candidates, in no step")
+        print(f"{len(strategies) - len(won)} other candidates were taken in no step")
     p10, p50, p90 = np.percentile(preview.step_ms, [10, 50, 90])
     mean = preview.step_ms.mean()
     print(f"\nstep time, simulated: p10 {p10:.0f}  p50 {p50:.0f}  p90 {p90:.0f}  mean {mean:.0f} ms")
-    print(f"a step's slowest pipeline takes {np.median(preview.balance):.3f} of its mean one, in the median")
+    print(
+        f"the slowest replica of a step takes {np.median(preview.balance):.3f} times the mean one, in the median step"
+    )
     g50, g90 = np.percentile(preview.gaps, [50, 90])
-    print(f"no plan under these strategies is faster by more than {g50:.2%} in the median, {g90:.2%} at p90\n")
+    print(f"no other plan of these layouts is faster by more than {g50:.1%} in the median step, {g90:.1%} at p90\n")
     print_bars([(what, float(ms.mean())) for what, ms in _rows(preview)])
     if FIXED not in preview.rivals:
         print("no fixed layout holds the context")
@@ -143,7 +145,10 @@ def after(preview: Preview) -> str:
     best = preview.rivals.get(BALANCED)
     gain = None if best is None else best.step_ms.mean() / preview.step_ms.mean()
     if gain is not None and gain < LITTLE:
-        return f"little is to be gained on these lengths: the best fixed layout, balanced, takes {gain:.2f} as long"
+        return (
+            f"little is to be gained on these lengths: the best fixed layout, balanced, takes {gain:.2f} as long; "
+            "next: try fewer --tokens, a longer --context or other --gpus, or stay with what you run"
+        )
     most = max(preview.wins, key=lambda text: preview.wins[text])
     return f'next: ds-hydra init writes the block for your job; in it "strategies" are "auto", or begin with "{most}"'
 
@@ -152,7 +157,7 @@ def _rows(preview: Preview) -> list[tuple[str, Floats]]:
     """(what, ms of each step), in that order."""
     rows = [(f"{name}: {one.layout}", one.step_ms) for name, one in preview.rivals.items()]
     rows += [(f"{text}, each sequence in the first phase that holds it", ms) for text, ms in preview.phased_ms.items()]
-    rows += [(f"{way.layout} in every step, rollouts dealt out in {name}" if name in DEALT
+    rows += [(f"{way.layout} in every step, rollouts placed as {name} does" if name in DEALT
               else f"{name}: {way.layout}", way.step_ms) for name, way in preview.hosts.items()]  # fmt: skip
     rows.append((_ours(preview), preview.step_ms))
     return rows
@@ -185,7 +190,12 @@ def plot(path: Path, sample: LengthSample, table: CostTable, preview: Preview, c
     for cost in table.costs:
         left.axvline(cost.max_length, color="0.5", linewidth=0.8)
         left.text(cost.max_length, left.get_ylim()[1], f" {cost.scheme}", rotation=90, va="top", fontsize=7)
-    left.set(xscale="log", xlabel="tokens of a sequence", ylabel="share", title="Lengths, and MaxLen of every scheme")
+    left.set(
+        xscale="log",
+        xlabel="tokens of a sequence",
+        ylabel="share",
+        title="Lengths, and the most tokens that a replica holds",
+    )
     left.legend(loc="upper left")
     right.plot(preview.step_ms / 1e3, label=_ours(preview))
     for name, one in preview.rivals.items():
@@ -269,7 +279,7 @@ def previewed(args: argparse.Namespace, told_lengths: bool = True) -> Previewed:
             seed=args.seed, wider=wider, exposed=Messages(cluster, args.tokens).exposed_ms,
         )  # fmt: skip
         if told_lengths:
-            print(f"{len(strategies)} strategies proposed in {time.perf_counter() - began:.1f} s")
+            print(f"{len(strategies)} layouts proposed in {time.perf_counter() - began:.1f} s")
     preview = preview_steps(
         table, strategies, lengths, setting, args.steps, options, phased, cluster, hosts=args.rollouts is not None
     )

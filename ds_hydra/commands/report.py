@@ -6,7 +6,7 @@
 Loss, learning rate and tokens a second over the steps, the pipelines of one step, predicted against measured time,
 errors by strategy and scheme, balance, strategies, lengths, planning time. `--lengths` takes a file of lengths as
 `ds-hydra preview` does. `--quick` draws the last 200 steps only. A run of twenty steps and more is judged by aims,
-which are printed: exit code 1 when one is missed.
+which are printed: exit code 1 if one is not met.
 """
 
 from __future__ import annotations
@@ -179,7 +179,14 @@ def run(args: argparse.Namespace, name: str) -> int:
     lengths = [] if args.lengths is None else read_length_file(args.lengths).tolist()
     out = args.out or args.steps.parent / "report"
     figures = draw_report(records, out, lengths, args.step)
-    headers = ("strategy", "steps", "ms", "error of pipelines, med / p90", "of the step", "of what was expected")
+    headers = (
+        "layout",
+        "steps",
+        "ms",
+        "prediction off, median / p90: replicas",
+        "whole step",
+        "corrected by earlier steps",
+    )
     print_table(headers, strategy_rows(records))
     for figure in figures:
         print(f"{figure.path}: {figure.words}")
@@ -191,8 +198,8 @@ def run(args: argparse.Namespace, name: str) -> int:
     overall = {key: summarise(relative_errors(foretold(records), key)) for key in _PREDICTIONS}
     schemes = sorted({scheme for r in records for scheme in pipeline_schemes(r["strategy"])})
     summary = (
-        f"{len(records)} steps, {len(schemes)} schemes, step prediction error {_pair(overall['predicted_step_ms'])} "
-        f"(median / p90), expected {_pair(overall['expected_ms'])}; "
+        f"{len(records)} steps, {len(schemes)} kinds of replicas; predictions of steps are off by "
+        f"{_pair(overall['predicted_step_ms'])} (median / p90), with corrections {_pair(overall['expected_ms'])}; "
         f"{f'{broken} broken lines; ' if broken else ''}{out / 'index.html'}"
     )
     print()
@@ -202,9 +209,11 @@ def run(args: argparse.Namespace, name: str) -> int:
         print(f"too short to be judged: {len(records)} steps, of at least {LEAST}")
     else:
         aims = judged(records)
-        print_table(("judged by", "seen", "aim", "met"), [(*row[:3], "yes" if row[3] else "NO") for row in aims])
-        missed = [f"{what}: {seen}, not {aim}" for what, seen, aim, met in aims if not met]
-        after = remedy(missed) or ("nothing is to be mended" if args.html else "--html FILE shows it as one page")
+        print_table(("judged by", "seen", "should be", "is"), [(*row[:3], "yes" if row[3] else "NO") for row in aims])
+        missed = [f"{what}: {seen}, should be {aim}" for what, seen, aim, met in aims if not met]
+        after = remedy(missed) or (
+            "train on: all is as it should be" if args.html else "--html FILE shows it as one page"
+        )
     return finish(name, f"{summary}; next: {after}", {"errors": overall, "steps": len(records)}, missed, args.json)
 
 

@@ -60,14 +60,14 @@ TOLD = {
     "activation_checkpointing": "use hydra.activation_checkpointing, or the model's gradient_checkpointing_enable(); "
     "cpu_checkpointing alone is taken, as hydra.offload",
     "aio": "nothing is read from or written to NVMe",
-    "allgather_size": "parameters move by pull and push",
+    "allgather_size": "parameters move by all-gathers into the layout of the step",
     "autotuning": "the planner searches the strategies",
     "checkpoint": _OWN_CHECKPOINTS,
     "comms_logger": _IN_RECORDS,
     "data_parallel_size": _BY_STRATEGIES,
     "dataloader_drop_last": "the order of sequences is one global one without batches to drop",
     "datastates_ckpt": _OWN_CHECKPOINTS,
-    "disable_allgather": "parameters move by pull and push",
+    "disable_allgather": "parameters move by all-gathers into the layout of the step",
     "expert_parallel": _BY_STRATEGIES,
     "flops_profiler": _IN_RECORDS,
     "fp32_allreduce": "communication_data_type is the type of gradients on the wire",
@@ -87,7 +87,7 @@ TOLD = {
     "use_data_before_expert_parallelism": _BY_STRATEGIES,
     "vocabulary_size": "it is the model's",
     "wall_clock_breakdown": _IN_RECORDS,
-    "zero_force_ds_cpu_optimizer": "the optimizer runs where the masters are",
+    "zero_force_ds_cpu_optimizer": "the optimizer runs on the devices",
 }
 """Settings that say how, and not what: taken, with what this engine does instead."""
 
@@ -210,11 +210,11 @@ _OFFLOAD = frozenset(
     )
 )
 KINDS = {
-    "parameters and gradients move by pull and push": _TRANSFERS,
+    "parameters and gradients move by all-gathers and reduce-scatters of each step's layout": _TRANSFERS,
     "nothing is quantized, communication_data_type is the type of gradients on the wire": _QUANTIZED,
     "saving writes whole weights, and checkpoints have one layout for any number of ranks": _SAVING,
-    "nothing is offloaded; masters and optimizer state are 1/N on each of N ranks, and whether the job fits is checked "
-    "before step 0": _OFFLOAD,
+    "nothing is offloaded; FP32 parameters and optimizer states are 1/N on each of N ranks, and whether the job fits "
+    "is checked before step 0": _OFFLOAD,
 }
 CHANGES_RESULTS = frozenset({"zenflow"})
 ZERO_SETTINGS = frozenset({"stage"}).union(CHANGES_RESULTS, *KINDS.values())
@@ -270,8 +270,8 @@ def _of_stage(stage: int) -> list[str]:
     if stage < 2:
         return []
     return [
-        f"{BLOCK}.stage {stage}: masters and optimizer state are sharded over all ranks as in stage 1, parameters are "
-        "laid out by each step's strategy, and whether the job fits is checked before step 0"
+        f"{BLOCK}.stage {stage}: FP32 parameters and optimizer states are sharded over all ranks as in stage 1, "
+        "parameters follow each step's layout, and whether the job fits is checked before step 0"
     ]
 
 
@@ -447,8 +447,8 @@ def _screen_precision(settings: dict[str, Any], kind: str) -> list[str]:
     for key in _HALF_MASTERS:
         if is_on(block.get(key, False)):
             raise ConfigError(
-                f'config: {kind}.{key} cannot be used with a "hydra" block: masters and optimizer state are FP32, '
-                "which trains otherwise. Remove it; hydra spreads them over all ranks"
+                f'config: {kind}.{key} cannot be used with a "hydra" block: FP32 parameters and states stay FP32 '
+                "here; 16 bit trains otherwise. Remove it; hydra spreads them over all ranks"
             )
     told = [
         f"{kind}.{key} has no effect here: {instead}"

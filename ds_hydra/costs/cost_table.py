@@ -203,7 +203,7 @@ class SchemeCost:
 class CostTable:
     """The costs of every scheme that the job may use, in the order given; a scheme occurs once.
 
-    `slow` are ranks that take longer than the costs say: which pipelines they slow down depends on the strategy.
+    `slow` are ranks that take longer than the costs say: which pipelines they slow down depends on the layout.
     """
 
     costs: tuple[SchemeCost, ...]

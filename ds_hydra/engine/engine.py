@@ -61,10 +61,11 @@ Result = TypeVar("Result")
 
 
 class HydraEngine(HostEngine):
-    """Trains a model by heterogeneous strategies that change from step to step.
+    """Trains a model by layouts that change from step to step, of replicas with different parallelism.
 
-    Made by `ds_hydra.initialize`. The model's own parameters move to the meta device: from then on the master
-    shards are the parameters, and `fp32_state_dict` gathers them. Every rank must make the same calls.
+    `ds_hydra.initialize` makes it. From then on the parameters are FP32 shards, 1/N on each of N ranks, and those of
+    the model itself lie on the meta device; `fp32_state_dict` gathers them. Every rank must make the same calls in the
+    same order, and an error of one rank is raised on all.
     """
 
     job: Job
@@ -249,15 +250,17 @@ class HydraEngine(HostEngine):
     # A step in one call.
 
     def train_batch(self, data_iter: Any = None, *, sequence_loss: SequenceLoss | None = None) -> Tensor:
-        """Run one step and return its loss, a scalar in FP32. Every rank must call it.
+        """Run one step and return its loss, a scalar in FP32 that is equal on all ranks. Every rank must call it.
 
-        The sequences come from `training_data`, or are what the ranks hand in: `data_iter` is then this rank's share of
-        the step, a list of sequences or a collated batch [Note: what can be handed in], or an iterator or loader whose
-        next item is one. A rank that has none passes an empty list. What cannot be trained on raises ConfigError on
-        all ranks and names the rank and the item; StopIteration is raised when the iterators of all ranks have ended.
+        The sequences come from `training_data`, or from the script: `data_iter` is then this rank's share of the step,
+        a list of sequences or a collated batch [Note: what can be handed in], or an iterator or loader whose next item
+        is one. A rank without any passes an empty list.
 
-        `sequence_loss` maps the summed losses (n,) of the sequences that this rank hands in to the losses (groups,) of
-        pairs or groups of them, whose mean over all ranks is then trained on [Note: losses of whole sequences].
+        `sequence_loss` maps the summed losses (n,) of this rank's sequences to the losses (groups,) of pairs or groups
+        of them. Their mean over all ranks is then trained on [Note: losses of whole sequences].
+
+        Raises ConfigError on all ranks for what cannot be trained on, with the rank and the item, and StopIteration
+        when the iterators of all ranks have ended.
         """
         if sequence_loss is not None and data_iter is None:
             raise ConfigError("a sequence_loss is of sequences that are handed in: pass them to train_batch() too")
@@ -278,8 +281,8 @@ class HydraEngine(HostEngine):
         temperature: float | None = None,
         mixes_tokens: bool | None = None,
     ) -> Tensor:
-        """Add the gradient of the loss of some sequences to those that wait for `optimizer_step`; returns the loss, a
-        scalar in FP32, equal on all ranks.
+        """Add the gradient of a loss of some sequences to those that wait for `optimizer_step`; returns the loss, a
+        scalar in FP32 that is equal on all ranks. Every rank must call it.
 
         `sequences` are this rank's, a list or a collated batch as for `train_batch`, or an empty list; it may be called
         any number of times before an update. `loss` is called as loss(log_probs, entropy, fields) and returns one loss
@@ -288,26 +291,25 @@ class HydraEngine(HostEngine):
         (T,) or (T, k) [Note: fields]. Without one it is the job's own, such as the cross entropy. Of a model whose head
         gives one number for each token it is called as loss(values, fields), and there must be one.
 
-        Their sum over all ranks is divided by `normaliser`, a number that is equal on all of them; without one by the
-        number of targets that all ranks hand in with this call, or by what the loss names (`ds_hydra.losses`). So a
-        step of several calls gives them the count of all its tokens. `temperature` divides the logits; a column of that
-        name does so for each sequence or token.
+        Their sum over all ranks is divided by `normaliser`, a number that is equal on all of them. Without one it is
+        divided by the number of targets of this call on all ranks, or by what the loss names (`ds_hydra.losses`). If a
+        step has several calls, give each of them the count of all the step's tokens. `temperature` divides the logits;
+        a column of that name does so for each sequence or token.
 
         A loss that needs other tokens too, of the sequence or of its group, says so by `mixes_tokens`, or by an
-        attribute of that name: it is called once on each rank, with all targets of the sequences that the rank hands
-        in, `fields["sequence"]` numbering these, and may return any number of losses (n,); their number on all ranks is
-        the normaliser, unless one is given. It costs one more forward.
+        attribute of that name. It is called once on each rank, with all targets of this rank's sequences, which
+        `fields["sequence"]` numbers, and may return any number of losses (n,). Their number on all ranks is the
+        normaliser, unless one is given. It costs one more forward.
 
-        A column `routed_experts`, (tokens, routers, chosen), has the experts that the routers are to use in place of
-        their own choices, of each token at its own place, as `log_probs` gives them [Note: replayed routers]; no loss
-        sees it.
+        A column `routed_experts`, (tokens, routers, chosen), has the experts that the routers use in place of their own
+        choices, as `log_probs` gives them [Note: replayed routers]. No loss sees it.
 
-        Where a step has several calls, or an evaluation follows one of them, each rank keeps its 1/N of the gradients
-        in memory of their own from then on, one number a parameter, which predictions of memory do not count.
+        From the first step of several calls on, each rank keeps its 1/N of the gradients in memory of their own, one
+        number a parameter. Predictions of memory do not count them.
 
-        ConfigError on all ranks, which names rank and item, and nothing has changed: for sequences that cannot be
-        trained on; for a field of another length than the tokens, that some items or ranks lack, or that is not finite;
-        and for a loss that looks at other tokens and does not say so, reads the model, or draws random numbers.
+        Raises ConfigError on all ranks, with rank and item, for sequences that cannot be trained on, and for a field
+        that is not finite, of a wrong length, or missing on some. Also for a loss that looks at other tokens and does
+        not say so, reads the model, or draws random numbers. Then nothing has changed.
         """
         self.rounds.begin()
         self.steps.begin_training("forward_backward()")
@@ -317,7 +319,8 @@ class HydraEngine(HostEngine):
 
     def optimizer_step(self) -> float:
         """Update the parameters by the gradients of all `forward_backward` calls since the last update; returns their
-        norm before clipping. If that is not finite, nothing changes and the step counts as skipped.
+        norm before clipping. If that is not finite, nothing changes and the step counts as skipped. Every rank must
+        call it.
 
         It counts as a step and is recorded as one; the LR schedule moves by `lr_scheduler.step()` alone. ConfigError if
         there are no gradients.
@@ -331,9 +334,8 @@ class HydraEngine(HostEngine):
         return outcome.grad_norm
 
     def zero_grad(self, *_: Any, **__: Any) -> None:
-        """Drop the gradients of `forward_backward` calls since the last update; a step of `train_batch` or of the three
-        calls begins with gradients of its own, and ConfigError is raised between `backward` and the boundary's `step`,
-        where plain DeepSpeed would drop some."""
+        """Drop the gradients of `forward_backward` calls since the last update. Other steps begin with gradients of
+        their own. ConfigError between `backward` and the boundary's `step`, where DeepSpeed would drop some."""
         self.three_calls.refuse_dropping("engine.zero_grad()")
         self.three_calls.shows_gradients = False
         if not self.rounds.hold:  # gradients of a batch whose backward is still to come
@@ -346,12 +348,12 @@ class HydraEngine(HostEngine):
     # DeepSpeed's loop of three calls [Note: three calls].
 
     def forward(self, *inputs: Any, **kwargs: Any) -> PendingLoss:
-        """Collect a batch for the coming step and return its loss, which is pending until then or until it is read
-        [Note: losses read early].
+        """Collect a batch for the coming step and return its loss, a scalar whose value is there after that step, or
+        when it is read [Note: losses read early]. `engine(batch)` is the same call.
 
         The batch is one argument, a mapping or anything else that `train_batch` takes, or the keyword arguments of a
-        Hugging Face model. After `eval()` the batches of all ranks run at once, and the loss is there: the mean over
-        the targets of this rank's batch. Then every rank must call it, with an empty list where it has no batch.
+        Hugging Face model. After `eval()` the batches of all ranks run at once: the loss is the mean over the targets
+        of this rank's batch, in FP32. Then every rank must call it, with an empty list where it has no batch.
         """
         batch = self.three_calls.batch(inputs, kwargs)
         if self.three_calls.evaluating:
@@ -363,15 +365,16 @@ class HydraEngine(HostEngine):
         return self.three_calls.loss_of(entry)
 
     def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True, **unused: Any) -> Tensor:
-        """Let a loss of `engine(batch)` count in the coming step, with the factors that were put on it.
+        """Let a loss of `engine(batch)` count in the coming step, with the factors that the script put on it.
 
-        Returns what DeepSpeed's returns: the loss over gradient_accumulation_steps, unless `scale_wrt_gas` is False.
+        Returns what DeepSpeed's engine returns: the loss over gradient_accumulation_steps, unless `scale_wrt_gas` is
+        False. `retain_graph` has no effect.
         """
         return self.three_calls.backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
 
     def step(self, lr_kwargs: Any = None) -> None:
-        """At the gradient accumulation boundary plan and run all that was collected; elsewhere only count. `lr_kwargs`
-        go to the LR schedule's step."""
+        """At the gradient accumulation boundary plan and run all collected batches, and update; elsewhere only count.
+        `lr_kwargs` go to the LR schedule's step. Every rank must call it."""
         self.micro_steps, self._step_applied = self.micro_steps + 1, False
         if (batches := self.three_calls.taken()) is None:
             return
@@ -434,12 +437,15 @@ class HydraEngine(HostEngine):
         return self._evaluating("evaluate()", part, meets=True)
 
     def predict(self, batch: Any, function: TokenFunction | None = None) -> tuple[Tensor, Tensor]:
-        """Mean loss of the batches of all ranks, (), and what `function` gives for each token of this rank's, (tokens,
-        k) in FP64, sequence after sequence; without an update. Without a function these are the logits.
+        """Evaluate a batch, and compute something of each token's logits, such as an argmax; without an update.
 
-        `function` maps logits (1, T, V) and labels (1, T) of any T tokens to (1, T) or (1, T, k), each token alone,
-        such as an argmax: it runs where the logits are. ConfigError for one that looks at several tokens, and for a
-        PipelineModule. Every rank must call it, with an empty list where it has no batch.
+        Returns the mean loss of the batches of all ranks, (), and what `function` gives for the tokens of this rank's
+        batch, (tokens, k) in FP64, sequence after sequence. `function` maps logits (1, T, V) and labels (1, T) of any T
+        tokens to (1, T) or (1, T, k), each token by itself; it runs on the rank that has the logits. Without a function
+        these are the logits.
+
+        ConfigError for a function that looks at several tokens, and for a PipelineModule. Every rank must call it, with
+        an empty list where it has no batch.
         """
         if not isinstance(self.job.source, CausalLM):
             raise ConfigError("predict() needs a Hugging Face model: the layers of a PipelineModule end in its loss")
@@ -468,8 +474,8 @@ class HydraEngine(HostEngine):
     def log_probs(
         self, sequences: Any, *, entropy: bool = False, temperature: float | None = None, routed_experts: bool = False
     ) -> TokenScores | RoutedScores:
-        """The log-probability of each token of this rank's sequences, given those before it, and the entropy of what it
-        is drawn from, in the mode of an evaluation; see `TokenScores`.
+        """The log-probability of each token of this rank's sequences, given those before it, as `TokenScores`; with
+        `entropy` that of each token's distribution too. Nothing is dropped out. Every rank must call it.
 
         `sequences` and `temperature` as of `forward_backward`; other columns than those for tokens, labels and masks
         are not read, but for `routed_experts`. With that argument it returns `RoutedScores`, which has the experts that
@@ -483,8 +489,8 @@ class HydraEngine(HostEngine):
         return self._evaluating("log_probs()", EngineCall(score, once="log_probs"))
 
     def values(self, sequences: Any) -> list[Tensor]:
-        """Of a model whose head has one output: the value of each of this rank's sequences before each of its tokens,
-        in the mode of an evaluation; one tensor (tokens,) each, in FP32 or, for a model in FP64, in that.
+        """The values of a critic, a model whose head has one output, before each token of this rank's sequences: one
+        tensor (tokens,) each, in FP32, or in FP64 for a model in that. Nothing is dropped out. Every rank must call it.
 
         At place i stands what the head makes of the tokens before i; 0 at the first, and where `labels` or a mask say
         that nothing is to be learnt. `sequences` as of `log_probs`.
@@ -507,7 +513,7 @@ class HydraEngine(HostEngine):
         self, *, dtype: torch.dtype | None = None, ranks: Sequence[int] | None = None, adapters: str = "merged"
     ) -> Iterator[tuple[str, Tensor]]:
         """The weights for an inference engine: (name, whole tensor on the device) one after the other, in the type that
-        the model is computed in, or in `dtype`; no rank has more than one bucket (some layers) at a time.
+        the model is computed in, or in `dtype`. A rank holds the whole tensors of some layers at a time, not of all.
 
         Names are those of the model's Hugging Face folder, as `save_16bit_model` writes it, with experts one by one;
         tied parameters come once. The order is the same on all ranks, and all must take all of them; `ranks` are those

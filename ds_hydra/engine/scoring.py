@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 class Evaluation:
     """Losses of a dataset, equal on all ranks."""
 
-    sums: npt.NDArray[np.float64]  # (sequences,) of its targets' losses
-    num_targets: npt.NDArray[np.int64]  # (sequences,) 0 for a sequence that was left out, or has none
+    sums: npt.NDArray[np.float64]  #: (sequences,) sum of the losses of its targets
+    num_targets: npt.NDArray[np.int64]  #: (sequences,) 0 for a sequence that was left out, or has none
 
     def to_json(self) -> list[Any]:
         """As JSON holds it."""
@@ -83,23 +83,23 @@ def _parts(data: SequenceData, tokens: int) -> Iterator[tuple[int, ...]]:
 
 
 class TokenScores(NamedTuple):
-    """Of the sequences that this rank has handed in, in that order: one tensor (tokens,) each, on the engine's device,
-    in FP32 or, for a model in FP64, in that.
+    """Of this rank's sequences, in their order: one tensor (tokens,) each, on the engine's device, in FP32, or in FP64
+    for a model in that.
 
     What stands at place i is about token i, given the tokens before it; it is 0 at the first, and where `labels` or a
     mask say that nothing is to be learnt.
     """
 
-    log_probs: list[Tensor]  # log p(label), which is the token itself unless `labels` say otherwise
-    entropy: list[Tensor] | None  # of p
+    log_probs: list[Tensor]  #: log p(label), which is the token itself unless `labels` say otherwise
+    entropy: list[Tensor] | None  #: of p; None where it was not asked for
 
 
 class RoutedScores(NamedTuple):
-    """The same, with what the routers have chosen for the token at place i itself: (tokens, routers, chosen) int64."""
+    """`TokenScores` with the experts that the routers have chosen for the token at place i itself."""
 
     log_probs: list[Tensor]
     entropy: list[Tensor] | None
-    routed_experts: list[Tensor]
+    routed_experts: list[Tensor]  #: (tokens, routers, chosen) int64
 
 
 class Scoring:

@@ -71,9 +71,9 @@ class HydraAccelerator(Accelerator):
     """An `Accelerator` whose DeepSpeed engine is the one of the config's block "hydra".
 
     A loop of `accelerator.accumulate(model)`, `model(**batch).loss`, `accelerator.backward(loss)` and
-    `optimizer.step()` runs as it is [Note: three calls]: batches are collected until gradients would be synchronised,
-    and run in that `backward` as one planned step; a loss can be read after it. Takes the arguments of `Accelerator`,
-    and the `loss_fn` of `ds_hydra.initialize`.
+    `optimizer.step()` runs as it is [Note: three calls]. Batches are collected until gradients would be synchronised,
+    and run in that `backward` as one planned step. A loss can be read after it, and before at some cost. Takes the
+    arguments of `Accelerator`, and the `loss_fn` of `ds_hydra.initialize`. Without the block it is the plain one.
     """
 
     def __init__(self, *args: Any, loss_fn: TokenLoss | None = None, **kwargs: Any):

@@ -151,5 +151,6 @@ def _rows(inputs: dict[str, Any]) -> list[dict[str, Tensor]]:
 class HydraRewardTrainer(RewardTrainer, _OfRewards):
     """A `RewardTrainer` on the engine of the block "hydra" [Note: rewards].
 
-    Raises ConfigError for a model whose head is not one linear layer of one output.
+    Takes the arguments of `RewardTrainer`. Raises ConfigError for a model whose head is not one linear layer of one
+    output.
     """

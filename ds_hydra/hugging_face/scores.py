@@ -274,18 +274,27 @@ def _with_fused_head(model: nn.Module) -> list[nn.Module]:
 
 
 class HydraGRPOTrainer(_InPlaceOfModel, GRPOTrainer, _ScoresTrainer):  # type: ignore[misc]  # TRL gives no default
-    """A `GRPOTrainer` on the engine of the block "hydra" [Note: TRL's losses of log-probabilities]."""
+    """A `GRPOTrainer` on the engine of the block "hydra" [Note: TRL's losses of log-probabilities].
+
+    Takes the arguments of `GRPOTrainer`. transformers generates on whole weights, which each rank gathers. Raises
+    ConfigError for `use_vllm` and images.
+    """
 
 
 class HydraRLOOTrainer(_InPlaceOfModel, RLOOTrainer, _ScoresTrainer):  # type: ignore[misc]  # TRL gives no default
-    """An `RLOOTrainer` on the engine of the block "hydra" [Note: TRL's losses of log-probabilities]."""
+    """An `RLOOTrainer` on the engine of the block "hydra" [Note: TRL's losses of log-probabilities].
+
+    Takes the arguments of `RLOOTrainer`. transformers generates on whole weights, which each rank gathers. Raises
+    ConfigError for `use_vllm` and images.
+    """
 
 
 class HydraDPOTrainer(_InPlaceOfModel, DPOTrainer, _ScoresTrainer):
     """A `DPOTrainer` on the engine of the block "hydra" [Note: TRL's losses of log-probabilities].
 
-    With `precompute_ref_log_probs` each rank computes its share by the whole model, before the engine is made. What TRL
-    logs of the logits themselves is left out: their means, and `mean_token_accuracy`.
+    Takes the arguments of `DPOTrainer`. With `precompute_ref_log_probs` each rank computes its share of the reference
+    by the whole model, before the engine is made. What TRL logs of the logits is left out: their means, and
+    `mean_token_accuracy`. Raises ConfigError for the reference of an adapter without `precompute_ref_log_probs`.
     """
 
     _scores_references = True

@@ -25,9 +25,10 @@ logger = logging.getLogger(__name__)
 class HydraSFTTrainer(HydraTrainer, SFTTrainer):
     """An `SFTTrainer` on the engine of the block "hydra" [Note: Trainer].
 
-    TRL prepares the data; `packing` and `padding_free` train as the same sequences apart. What it takes from the logits
-    of a batch (entropy, token accuracy) is not logged. `activation_offloading` is "activations" in `hydra.offload`.
-    Raises ConfigError for a loss of TRL's other than "nll".
+    Takes the arguments of `SFTTrainer`, and prepares the data as that does: **sequences are cut at `max_length`, 1,024
+    tokens by default.** Packs are taken apart into their sequences. What TRL computes of the logits of a batch
+    (entropy, token accuracy) is not logged. `activation_offloading` is "activations" in `hydra.offload`. Raises
+    ConfigError for a `loss_type` other than "nll".
     """
 
     _num_tokens = 0  # of all ranks' sequences in the updates so far

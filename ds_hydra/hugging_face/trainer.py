@@ -132,11 +132,13 @@ _TRAINING_ARGS, _STATE = "training_args.bin", "trainer_state.json"  # as Trainer
 class HydraTrainer(Trainer):
     """A `Trainer` on the engine of the block "hydra" in `TrainingArguments(deepspeed=...)` [Note: Trainer].
 
-    Takes the arguments of `Trainer`, and the `loss_fn` of `ds_hydra.initialize`. Put before another subclass of
-    Trainer's among the bases of a class, it gives that one the engine. `preprocess_logits_for_metrics` runs where the
-    logits are, on any number of tokens: it must treat each token alone, as an argmax does, and its second argument are
-    the labels that these logits are to predict. `compute_metrics` and `predict` have what it returns; without it the
-    logits of all words, as of a plain Trainer, which travel over the host.
+    Takes the arguments of `Trainer`, and the `loss_fn` of `ds_hydra.initialize`. To give a subclass of your own the
+    engine, write `class Mine(HydraTrainer, YourTrainer)`. Without the block it is the plain `Trainer`.
+
+    `preprocess_logits_for_metrics` runs on the rank that has the logits, on any number of tokens. So it must treat each
+    token by itself, as an argmax does. Its second argument are the labels that these logits are to predict.
+    `compute_metrics` and `predict` get what it returns. Without it they get the logits of all words, as from a plain
+    Trainer, which travel over the host.
     """
 
     # Trainer's own, of which the annotations are seen where transformers' are not.

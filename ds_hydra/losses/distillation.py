@@ -14,8 +14,8 @@ from ds_hydra.pipe.rows import CANDIDATE_LOG_PROBS
 
 @dataclass(frozen=True)
 class Distillation:
-    """KL divergence between a teacher's distribution q and the model's p over the teacher's top k words and, as one
-    more word, all others (arXiv 1503.02531; the direction as in arXiv 2306.13649, section 3), in the mean over tokens:
+    """KL divergence between a teacher's distribution q and the model's p, in the mean over tokens (arXiv 1503.02531;
+    the direction as in arXiv 2306.13649, section 3). It is over the teacher's top k words and, as one more, all others:
 
         "forward"   sum of q (log q - log p)
         "reverse"   sum of p (log p - log q)

@@ -23,10 +23,10 @@ class PolicyLoss:
 
     KL is the estimate exp(d) - d - 1 with d = reference_log_probs - log_probs (arXiv 2402.03300, eq. 4).
 
-    Columns: `advantages`, a number of a token or of a whole sequence; `old_log_probs`, a number of a token, without
-    which r is 1 and has the gradient of log_probs, as in the first update by what the present policy has made;
-    `reference_log_probs` where `kl` is not 0. `average` says what tokens count: "tokens", all alike; "sequences", in
-    each sequence the mean of its tokens; "constant", 1/max_tokens of a sequence each.
+    Columns: `advantages`, a number of a token or of a whole sequence. `old_log_probs`, a number of a token; without it
+    r is 1 and has the gradient of log_probs, as in the first update. `reference_log_probs`, a number of a
+    token, where `kl` is not 0. `average` says what tokens count: "tokens", all alike; "sequences", in each sequence the
+    mean of its tokens; "constant", 1/max_tokens of a sequence each.
     """
 
     clip: float = 0.2

@@ -22,8 +22,8 @@ class DPO:
         "sigmoid"   -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h), where e is `label_smoothing`
         "ipo"       (h - 1 / (2 beta))^2 (IPO, arXiv 2310.12036, eq. 17)
 
-    Columns: `pair`, a whole number of a sequence, equal for the two of a pair, which one rank hands in; `chosen`, 1 for
-    the preferred sequence and 0 for the other; `reference_log_probs`, a number of a token, as `engine.log_probs` of the
+    Columns: `pair`, a whole number of a sequence, equal for the two of a pair, which are of one rank. `chosen`, 1 for
+    the preferred sequence and 0 for the other. `reference_log_probs`, a number of a token, as `engine.log_probs` of the
     reference model gives them.
     """
 

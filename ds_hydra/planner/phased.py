@@ -23,7 +23,7 @@ class PhasedPlanner:
     """Plans steps of given phases: each sequence runs in the first phase that it is short enough for.
 
     `longest[p]` is the longest sequence of phase p in tokens; in any case a phase takes only what one of its pipelines
-    can hold. A phase that gets no sequence is not in the step's plan. Raises PlanError for a strategy without costs.
+    can hold. A phase that gets no sequence is not in the step's plan. Raises PlanError for a layout without costs.
     """
 
     # Example: "4*tp1 then tp4" with `longest` (100, 900) and the lengths 50, 300, 80. Phase 0 runs 50 and 80 on four

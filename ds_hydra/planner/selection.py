@@ -480,15 +480,15 @@ class Made(NamedTuple):
 class Planner:
     """Plans steps: `plan(step, ids, lengths) -> StepPlan`. Same input and options give the same plan.
 
-    All `strategies` must have the same number of ranks. Raises PlanError when that fails, a pipeline has no costs,
-    or plans to replay ask for what no runtime can run.
+    `cost_table` has the costs of every replica, in ms, and `strategies` are the layouts to choose from, all of the same
+    number of ranks. Raises PlanError where that fails, a replica has no costs, or plans to replay cannot be run.
 
-    `exposed_ms` says what each strategy's pulls, pushes and messages add to a step (`simulate.exposed`): the plan is
+    `exposed_ms` says what all-gathers, reduce-scatters and messages of each layout add to a step, in ms: the plan is
     that of the shortest step, and its gap to the bound is that of the step. Without it they add nothing. `step_ms` says
-    what a plan's step really takes with them, and decides among the best plans.
+    what a plan's step takes with them, and decides among the best plans.
 
-    `room` refuses composed strategies that the training side cannot run; `budget` None: one that does not look at the
-    steps' time. `cpu_s` reads a clock for the record alone.
+    `room` refuses layouts, made for one step, that do not fit in memory. `budget` bounds the time of a plan by that of
+    the steps; None: it does not. `cpu_s` reads a clock, for the record alone.
     """
 
     def __init__(
@@ -548,7 +548,7 @@ class Planner:
         return max(self._longest.values())
 
     def plan(self, step: int, sequence_ids: Sequence[int], lengths: Sequence[int]) -> StepPlan:
-        """The plan of one step. PlanError for bad lengths and sequences that no strategy holds."""
+        """The plan of one step. PlanError for bad lengths and sequences that no layout holds."""
         return self.made(step, sequence_ids, lengths).plan
 
     def made(self, step: int, sequence_ids: Sequence[int], lengths: Sequence[int]) -> Made:

@@ -28,10 +28,10 @@ def train(
 ) -> list[Any]:
     """Run a script, or a function, on `ranks` processes of a Ray cluster, and return when they have ended.
 
-    `arguments` are the script's words, or what the function is called with. Each rank gets `resources`, one GPU and one
-    CPU if left out, or one CPU where the cluster has no GPUs; Ray is given up to `wait_seconds` to have them, and
-    places ranks by `strategy`, one of its placement groups' (PACK, SPREAD, STRICT_PACK, STRICT_SPREAD). `runtime_env`
-    is Ray's, of the actors.
+    `arguments` are the script's words, or what the function is called with. Each rank gets `resources`: one GPU and one
+    CPU if left out, or one CPU where the cluster has no GPUs. Ray may take up to `wait_seconds` until they are there.
+    `strategy` is how Ray places the ranks, one of PACK, SPREAD, STRICT_PACK and STRICT_SPREAD. `runtime_env` is Ray's,
+    of the actors.
 
     Jobs whose config has the block `hydra.elastic` go on when ranks die: up to `respawn` are started again, to join.
     With `most` above `ranks` the job also grows to that many when the cluster has room for more.

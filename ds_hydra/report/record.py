@@ -165,55 +165,57 @@ class StepRecord:
     step: int
     loss: float
     grad_norm: float | None
-    learning_rate: float  # of the first parameter group, as used by this step
-    num_tokens: int  # of the sequences, padding not counted
-    num_targets: int  # tokens that were predicted
+    learning_rate: float  #: of the first parameter group, as used by this step
+    num_tokens: int  #: of the sequences, padding not counted
+    num_targets: int  #: tokens that were predicted
     num_sequences: int
     strategy: str
-    changed: bool  # the strategy differs from the step before
-    step_ms: float  # measured, from the plan to the start of the masters' update
-    predicted_ms: float  # of the slowest pipeline, each phase's, before messages
-    router_loss: float = 0.0  # the part of the loss that a mixture of experts' routers have
-    expert_imbalance: float = 0.0  # largest rank's rows over even ones, in the mean of layers; 0: none are spread
-    worst_expert_imbalance: float = 0.0  # the same of the layer where it is the largest
-    recomputed: float = 0.0  # share of all layers of all tokens that backwards computed again
-    counts: str = ""  # what a target counts: as hydra.loss_norm says, or "script": as a script's own loss has it
-    run_twice: int = 0  # batches that ran when their losses were read, and again with the step
-    num_padding: int = 0  # padding tokens, computed in addition to num_tokens
-    total_steps: int | None = None  # hydra.total_steps
-    pipeline_ms: tuple[float, ...] = ()  # measured time of each pipeline, in rank order, phase after phase
-    num_pipelines: tuple[int, ...] = ()  # of each phase; () stands for one phase
-    searched_ms: float = 0.0  # the plan's time by the formula that the search works with
-    lower_bound_ms: float = 0.0  # by that formula no plan of this step is faster; 0 when not known
+    changed: bool  #: the strategy differs from the step before
+    step_ms: float  #: measured, from the plan to the start of the masters' update
+    predicted_ms: float  #: of the slowest pipeline, each phase's, before messages
+    router_loss: float = 0.0  #: the part of the loss that a mixture of experts' routers have
+    expert_imbalance: float = 0.0  #: largest rank's rows over even ones, in the mean of layers; 0: none are spread
+    worst_expert_imbalance: float = 0.0  #: the same of the layer where it is the largest
+    recomputed: float = 0.0  #: share of all layers of all tokens that backwards computed again
+    counts: str = ""  #: what a target counts: as hydra.loss_norm says, or "script": as a script's own loss has it
+    run_twice: int = 0  #: batches that ran when their losses were read, and again with the step
+    num_padding: int = 0  #: padding tokens, computed in addition to num_tokens
+    total_steps: int | None = None  #: hydra.total_steps
+    pipeline_ms: tuple[float, ...] = ()  #: measured time of each pipeline, in rank order, phase after phase
+    num_pipelines: tuple[int, ...] = ()  #: of each phase; () stands for one phase
+    searched_ms: float = 0.0  #: the plan's time by the formula that the search works with
+    lower_bound_ms: float = 0.0  #: by that formula no plan of this step is faster; 0 when not known
     planning_ms: float = 0.0
-    planning_hidden: bool = True  # the plan was ready when the step began
+    planning_hidden: bool = True  #: the plan was ready when the step began
     plan_source: str = "search"
-    planning_waited_ms: float = 0.0  # that rank 0 waited for the plan, in the step or in the thread that made it ready
-    planning_by: str = "producer"  # "restarted": one that took another's place meanwhile; "here": the training process
-    highs: HighsFigures | None = None  # what HiGHS did for the plan; None: it had nothing to do
-    mix_saved: float | None = None  # share of the step by the best plan of fewer shapes, at least; None: none is known
-    planning_recipe: str = ""  # hex, digest of all that plans follow from besides the sequences
-    plan_digest: str = ""  # hex
-    ids_digest: str = ""  # hex, of the sequence ids
-    num_micro_batches: tuple[int, ...] = ()  # of each pipeline
-    pull_ms: float = 0.0  # waited for, while nothing else ran
-    push_ms: float = 0.0  # the same; waiting for the slowest pipeline is not in it
-    slowest_wait_ms: float = 0.0  # waited for the slowest pipeline, each phase's, in the mean of the ranks
-    optimizer_ms: float = 0.0  # gradient norm; clipping and update of the step before, since this one's still run
+    planning_waited_ms: float = 0.0  #: that rank 0 waited for the plan, in the step or in the thread that made it ready
+    planning_by: str = "producer"  #: "restarted": one that took another's place meanwhile; "here": the training process
+    highs: HighsFigures | None = None  #: what HiGHS did for the plan; None: it had nothing to do
+    mix_saved: float | None = None  #: share of the step by the best plan of fewer shapes, at least; None: none is known
+    planning_recipe: str = ""  #: hex, digest of all that plans follow from besides the sequences
+    plan_digest: str = ""  #: hex
+    ids_digest: str = ""  #: hex, of the sequence ids
+    num_micro_batches: tuple[int, ...] = ()  #: of each pipeline
+    pull_ms: float = 0.0  #: waited for, while nothing else ran
+    push_ms: float = 0.0  #: the same; waiting for the slowest pipeline is not in it
+    slowest_wait_ms: float = 0.0  #: waited for the slowest pipeline, each phase's, in the mean of the ranks
+    optimizer_ms: float = 0.0  #: gradient norm; clipping and update of the step before, since this one's still run
     pull_bytes: int = 0
     push_bytes: int = 0
-    peak_memory_bytes: int = 0  # largest of the ranks, in this step; 0 when not known
-    tflops: float = 0.0  # 10^12 of the model's operations in a second, on each rank; 0 where not known or not on a GPU
-    skipped: bool = False  # the gradient was not finite, so parameters stayed as they were
-    skipped_steps: int = 0  # so far
-    plan: str = ""  # StepPlan.to_json(), for `plans_file`
-    predicted_step_ms: float | None = None  # with messages and the step's overhead
-    expected_ms: float | None = None  # the same, corrected by what earlier steps have shown; None: nothing is known yet
+    peak_memory_bytes: int = 0  #: largest of the ranks, in this step; 0 when not known
+    tflops: float = 0.0  #: 10^12 of the model's operations in a second, on each rank; 0 where not known or not on a GPU
+    skipped: bool = False  #: the gradient was not finite, so parameters stayed as they were
+    skipped_steps: int = 0  #: so far
+    plan: str = ""  #: StepPlan.to_json(), for `plans_file`
+    predicted_step_ms: float | None = None  #: with messages and the step's overhead
+    expected_ms: float | None = (
+        None  #: the same, corrected by what earlier steps have shown; None: nothing is known yet
+    )
     predicted_pipeline_ms: tuple[float, ...] = ()
-    predicted_stage_ms: tuple[tuple[float, ...], ...] = ()  # of each pipeline's stages
-    stage_ms: tuple[tuple[float, ...], ...] = ()  # computing, of each stage's slowest rank
-    corrections: Mapping[str, float] = field(default_factory=dict)  # measured / predicted time, by scheme
-    new_costs: Sequence[Any] = ()  # that later plans are made by, as `Correction.record`
+    predicted_stage_ms: tuple[tuple[float, ...], ...] = ()  #: of each pipeline's stages
+    stage_ms: tuple[tuple[float, ...], ...] = ()  #: computing, of each stage's slowest rank
+    corrections: Mapping[str, float] = field(default_factory=dict)  #: measured / predicted time, by scheme
+    new_costs: Sequence[Any] = ()  #: that later plans are made by, as `Correction.record`
 
     @property
     def balance(self) -> float:

@@ -210,12 +210,15 @@ def test_memory_ends_with_the_schemes_that_hold_what_was_asked(capsys: pytest.Ca
         assert main(["memory", "--model", TINY, "--gpus", "4", "--device-memory", "1", "--tokens", *tokens]) == 0
         rows = capsys.readouterr().out.splitlines()
         holding, missing = (sum(f" {fits} " in row for row in rows) for fits in ("yes", "no"))
-        assert rows[-1].startswith(f"ds-hydra memory: {holding} of {holding + missing} schemes hold")
+        assert rows[-1].startswith(f"ds-hydra memory: {holding} of {holding + missing} kinds of replicas hold")
         return rows[-1]
 
-    assert last("100").endswith("; take tp1, the narrowest of them, 4 at once")
-    assert "take tp4, the narrowest of them, 1 at once; shorter sequences can run on narrower" in last("60000")
-    assert last("9000000").split(": ")[-1] == "set hydra.activation_checkpointing, or use more GPUs"
+    assert last("100").endswith('; next: write the layout 4*tp1, or "auto"')
+    assert (
+        "tp4 is the narrowest; shorter sequences run on narrower replicas beside it; next: write the layout tp4,"
+        in (last("60000"))
+    )
+    assert last("9000000").split("; next: ")[-1] == "set hydra.activation_checkpointing, or use more GPUs"
 
 
 def test_memory_shows_the_longest_sequence_by_each_choice_and_what_hosts_hold(tmp_path: Path) -> None:
@@ -223,12 +226,12 @@ def test_memory_shows_the_longest_sequence_by_each_choice_and_what_hosts_hold(tm
         figures = tmp_path / "figures.json"
         command = ["memory", "--model", TINY, "--gpus", "4", "--device-memory", "1", "--host-memory", str(host)]
         assert main([*command, "--dtype", "bf16", "--json", str(figures)]) == 0
-        return next(row for row in json.loads(figures.read_text())["longest"] if row["scheme"] == "sp4")
+        return next(row for row in json.loads(figures.read_text())["longest"] if row["replica"] == "sp4")
 
     ample, scarce = longest(1000.0), longest(1.0)
-    kept, again, fetched = (int(str(ample[name])) for name in ("kept", "computed again", "fetched"))
+    kept, again, fetched = (int(str(ample[name])) for name in ("kept", "recomputed", "kept on host"))
     assert kept < again < fetched
-    assert again < int(str(scarce["fetched"])) < fetched
+    assert again < int(str(scarce["kept on host"])) < fetched
     assert scarce["GiB of a host"] == "1"
 
 

@@ -409,7 +409,7 @@ def test_limits_are_those_of_ds_hydra_memory(config: dict[str, Any], tmp_path: P
     assert main([*command, "--json", str(figures)]) == 0
     rows = json.loads(figures.read_text())["rows"]
     own = job.limits(bool(found.block.get("activation_checkpointing")))
-    assert {str(scheme): limit for scheme, limit in own.items()} == {row["scheme"]: row["MaxLen"] for row in rows}
+    assert {str(scheme): limit for scheme, limit in own.items()} == {row["replica"]: row["max tokens"] for row in rows}
     assert len(rows) > 5
     assert job.limits(True)[ParallelScheme(1)] > job.limits(False)[ParallelScheme(1)]
 
@@ -551,7 +551,7 @@ def test_preview_shows_what_hosts_do_with_rollouts(tmp_path: Path, capsys: pytes
     found = tmp_path / "found.json"
     assert preview.main([*command.split(), "--strategies", "2*tp8", "4*tp4", "--json", str(found)]) == 0
     shown = capsys.readouterr().out
-    assert all(f"rollouts dealt out in {name}" in shown for name in DEALT)
+    assert all(f"rollouts placed as {name} does" in shown for name in DEALT)
     assert SHARED in shown
     assert {name: len(times) for name, times in json.loads(found.read_text())["hosts_ms"].items()} == dict.fromkeys(
         (*DEALT, SHARED), 2

@@ -273,10 +273,10 @@ def test_preview_prints_what_it_found(tmp_path: Path) -> None:
     ]  # fmt: skip
     text = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     for word in (
-        "MaxLen",
-        "steps won",
+        "max tokens",
+        "steps that took it",
         "p50",
-        "no plan under these strategies is faster by more than",
+        "no other plan of these layouts is faster by more than",
         "\nlittle is to be gained on these lengths",
         FIXED,
         f"{BALANCED}: ",

@@ -439,7 +439,7 @@ def test_a_run_is_judged_by_aims_that_are_printed(
     assert "judged by" in capsys.readouterr().out
     bad = write(tmp_path / "bad.jsonl", [record(i, **changes) for i in range(1, 21)])
     assert report.main([str(bad)]) == 1
-    assert f"missed: {words}" in capsys.readouterr().out
+    assert f"not as it should be: {words}" in capsys.readouterr().out
 
 
 # --- Pages that show a run and a preview: whole in one file, with a drawing or a reason for everything they
