@@ -327,8 +327,9 @@ class HydraConfig:
     """The block "hydra"."""
 
     tokens_per_step: int = setting(integer(0), 0)
-    """A step draws sequences of `training_data` until it holds at least this many tokens, no more than the data have.
-    Steps that are handed in are as large as they come; 0, for these only, plans for some by `context_length`."""
+    """A step draws sequences of `training_data` until it holds at least this many tokens. More than the data have are
+    refused. Steps that a script hands in are as large as they come: for these the number sizes the first plans, and 0
+    estimates it by `context_length`."""
     reorder_steps: int = setting(integer(1, 2), 1)
     """2: the sequences of the first two steps, of the next two and so on are sorted by length and cut into two steps
     again, the long ones first. No sequence moves by more than one step, and small steps wait less for their longest
