@@ -23,6 +23,7 @@ import pytest
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from packaging.version import Version
+from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import LlamaConfig, PreTrainedModel, Trainer
 
 import ds_hydra
@@ -82,7 +83,7 @@ def holders() -> list[Any]:
             torch.distributed.distributed_c10d,
             torch.distributed.ProcessGroup, options, torch.nn.Linear(1, 1), parameter, argparse.ArgumentParser(),
             LlamaConfig(), torch.compile(torch.nn.Linear(1, 1)), PreTrainedModel, Trainer, DeepSpeedEngine, dataset,
-            dataset.to_iterable_dataset()]  # fmt: skip
+            dataset.to_iterable_dataset(), BaseTunerLayer]  # fmt: skip
 
 
 def test_private_names_of_other_packages_are_there() -> None:
@@ -90,7 +91,7 @@ def test_private_names_of_other_packages_are_there() -> None:
     used = [(name, place) for source in SOURCES for name, place in private_attributes(source) if name not in own]
     assert {"_C", "_fused_rms_norm", "_forward_hooks"} <= {name for name, _ in used}  # the sources were read
     gone = [
-        f"{place} uses {name}, which no object of torch, transformers, DeepSpeed, datasets or argparse has"
+        f"{place} uses {name}, which no object of torch, transformers, DeepSpeed, PEFT, datasets or argparse has"
         for name, place in used
         if name not in DOCUMENTED and not any(hasattr(one, name) for one in holding)
     ]
