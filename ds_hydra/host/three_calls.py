@@ -265,8 +265,16 @@ class PendingLoss(Tensor):
             return (self.loss, self.logits)[key]
         return self.loss if key in (0, "loss") else self.logits
 
+    def get(self, key: str, default: Any = None) -> Any:
+        """What an output has under a name, or `default`, as of transformers' outputs."""
+        return self._part(key) if key in ("loss", "logits") else default
+
+    def to_tuple(self) -> tuple[Tensor, Tensor]:
+        """The loss and the logits."""
+        return self.loss, self.logits
+
     def __iter__(self) -> Any:
-        return iter((self.loss, self.logits))  # of what unpacks an output
+        return iter(self.to_tuple())  # of what unpacks an output
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return repr(self.tensor()) if self.is_known else "PendingLoss(pending)"

@@ -328,7 +328,8 @@ class Distilling(Trainer):
     ) -> Any:
         outputs = model(**inputs)
         assert outputs.loss.item() > 0
-        far = (outputs.logits.softmax(-1)[..., 7] * inputs["attention_mask"]).sum() / inputs["attention_mask"].sum()
+        chosen, mask = outputs.get("logits").softmax(-1)[..., 7], inputs["attention_mask"]
+        far = (chosen * mask).sum() / mask.sum()
         loss = 0.5 * outputs.loss + 0.5 * far
         return (loss, outputs) if return_outputs else loss
 

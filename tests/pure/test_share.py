@@ -442,9 +442,12 @@ def test_reading_it_before_the_step_says_what_to_do(read: Any) -> None:
 
 def test_it_stands_for_the_whole_output() -> None:
     _, loss = handed_out()
-    assert loss.loss is loss[0] is loss["loss"] is loss
+    assert loss.loss is loss[0] is loss["loss"] is loss.get("loss") is loss
+    assert loss.get("hidden_states") is None
     assert ("loss" in loss, "logits" in loss, loss[None].shape) == (True, False, (1,))
-    for read in (lambda: loss.logits, lambda: loss[1], lambda: loss["logits"], lambda: loss[:2], lambda: list(loss)):
+    reads = (lambda: loss.logits, lambda: loss[1], lambda: loss["logits"], lambda: loss[:2], lambda: list(loss),
+             lambda: loss.get("logits"), loss.to_tuple)  # fmt: skip
+    for read in reads:
         with pytest.raises(ConfigError, match=r"forward_backward\(batch, loss\).*loss_fn\(logits, labels\)"):
             read()
 
