@@ -491,7 +491,7 @@ def test_every_rank_holds_what_is_counted(grad_dtype: str, wire: str, node_size:
         config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": grad_dtype}}
         config |= {"communication_data_type": wire}
         engine = small_engine(rank, model, config)
-        assert engine.job.source.plan.frozen_wide == (kept == "frozen")
+        assert engine.job.source.plan.frozen_wide == bool(kept)  # the biases of its routers are never trained
         found, waiting = [], 0
         for _ in config["hydra"]["strategies"]:
             engine.train_batch()
