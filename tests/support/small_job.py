@@ -32,7 +32,8 @@ from ds_hydra.zero_hetero.errors import ConfigError
 # --- Sources of stages that are found once, before ranks are forked, and not by each rank again. To find where
 # a model's stages come from takes a rank several times as long as all else of an engine, and all ranks find the
 # same. What is found, and how, has tests of its own.
-USUAL = StageOptions(token_sharding=True, functions="auto", sp_overlap=True)  # what a config's defaults ask for
+# What a config's defaults ask for.
+USUAL = StageOptions(token_sharding=True, functions="auto", sp_overlap=True, tiles=True)
 
 
 @contextlib.contextmanager
