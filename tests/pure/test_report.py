@@ -399,7 +399,7 @@ def test_a_short_run_without_predictions_is_not_judged_and_has_no_error(
     assert report.main([str(write(tmp_path / "steps.jsonl", bad))]) == 0
     said = capsys.readouterr().out
     assert "too short to be judged: 4 steps, of at least 20" in said
-    assert "step prediction error - (median / p90), expected -" in said
+    assert "- (median / p90), with corrections -" in said
     told = (tmp_path / "report" / "index.html").read_text()
     assert "nothing was predicted" in told
     assert not [line for line in (*said.splitlines(), told) if "error" in line and "%" in line.split("error")[1][:12]]
