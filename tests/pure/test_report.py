@@ -410,7 +410,7 @@ def test_the_tool_prints_a_summary_and_refuses_what_is_no_steps_file(
 ) -> None:
     path = write(tmp_path / "steps.jsonl", [record(i) for i in range(1, 9)])
     assert report.main([str(path), "--json", str(tmp_path / "figures.json")]) == 0
-    assert capsys.readouterr().out.strip().splitlines()[-1].startswith("ds-hydra report: 8 steps, 3 schemes")
+    assert capsys.readouterr().out.strip().splitlines()[-1].startswith("ds-hydra report: 8 steps, 3 kinds of replicas")
     assert (tmp_path / "report" / "index.html").is_file()
     assert json.loads((tmp_path / "figures.json").read_text())["steps"] == 8
     assert report.main([str(tmp_path / "missing.jsonl")]) == 2
