@@ -58,6 +58,12 @@ def test_layers_in_which_tokens_of_an_image_see_each_other_are_found() -> None:
     assert subject("llava").seam.seen is None
 
 
+def test_looking_takes_no_random_number_of_the_scripts() -> None:
+    model, before = image_model("llava"), torch.get_rng_state()
+    subject_of(model)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_a_prompt_that_sees_itself_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"PaliGemmaForConditionalGeneration .* before an answer see those behind"):
         subject("paligemma")

@@ -294,7 +294,7 @@ class HydraDPOTrainer(_InPlaceOfModel, DPOTrainer, _ScoresTrainer):
 
     Takes the arguments of `DPOTrainer`. With `precompute_ref_log_probs` each rank computes its share of the reference
     by the whole model, before the engine is made. What TRL logs of the logits is left out: their means, and
-    `mean_token_accuracy`. Raises ConfigError for the reference of an adapter without `precompute_ref_log_probs`.
+    `mean_token_accuracy`. Raises ConfigError for an adapter trained before, without `precompute_ref_log_probs`.
     """
 
     _scores_references = True

@@ -15,7 +15,7 @@ from ds_hydra.images.content import Columns
 from ds_hydra.images.seam import COUNT
 from ds_hydra.pipe.models.meta_copy import run_experts_one_by_one
 from ds_hydra.self_check.precision import doubled
-from ds_hydra.self_check.shrink import HEAD_DIM, shrunk_config, usual
+from ds_hydra.self_check.shrink import rotary_sections, shrunk_config, usual
 from ds_hydra.zero_hetero.errors import ConfigError
 
 _SMALL = 2_000_000  # parameters of a model that is copied as it is
@@ -43,7 +43,7 @@ def small_model(model: Any) -> Any:
             with torch.device("cpu"):
                 made = type(model)(config).double().eval()
             run_experts_one_by_one(made)
-        _draw(made)
+            _draw(made)
     except Exception as error:
         raise ConfigError(
             f"hydra.images: no small copy of {type(model).__name__} can be made to try images on "
@@ -73,9 +73,8 @@ def _small_config(model: Any, config: Any) -> Any:
     hidden = small.get_text_config().hidden_size
     rotary = getattr(small.get_text_config(), "rope_parameters", None)
     if isinstance(rotary, dict) and any(hasattr(type(module), COUNT) for module in model.modules()):
-        own = rotary.get("partial_rotary_factor") or getattr(text, "partial_rotary_factor", None) or 1.0
-        pairs = int(HEAD_DIM * own) // 2
-        rotary.setdefault("mrope_section", [pairs - 2 * (pairs // 4), pairs // 4, pairs // 4])
+        part = rotary.get("partial_rotary_factor") or getattr(text, "partial_rotary_factor", None) or 1.0
+        rotary.setdefault("mrope_section", rotary_sections(part))
     vars(small).update({key: _PATCHES for key in vars(small) if key == "mm_tokens_per_image"})
     seen = 200
     for key, value in vars(config).items():

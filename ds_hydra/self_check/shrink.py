@@ -178,7 +178,7 @@ def _clamped(token_id: Any, vocabulary: int) -> Any:
 
 def _shrunk_rotary(parameters: dict[Any, Any]) -> dict[Any, Any]:
     """Rotary parameters, or those of each kind of layer, for heads of HEAD_DIM and few positions."""
-    pairs = int(HEAD_DIM * parameters.get("partial_rotary_factor", 1.0)) // 2
+    part = parameters.get("partial_rotary_factor", 1.0)
     small: dict[Any, Any] = {}
     for key, value in parameters.items():
         if isinstance(value, dict):
@@ -186,12 +186,22 @@ def _shrunk_rotary(parameters: dict[Any, Any]) -> dict[Any, Any]:
         elif key == "original_max_position_embeddings":
             small[key] = FEW_POSITIONS
         elif key in ("short_factor", "long_factor"):
-            small[key] = list(value)[:pairs]
+            small[key] = list(value)[: _rotary_pairs(part)]
         elif key == "mrope_section":
-            small[key] = [pairs - 2 * (pairs // 4), pairs // 4, pairs // 4]
+            small[key] = rotary_sections(part)
         else:
             small[key] = value
     return small
+
+
+def rotary_sections(part: float) -> list[int]:
+    """How many pairs of a head, of which so large a part is turned, go by each of three axes of positions."""
+    pairs = _rotary_pairs(part)
+    return [pairs - 2 * (pairs // 4), pairs // 4, pairs // 4]
+
+
+def _rotary_pairs(part: float) -> int:
+    return int(HEAD_DIM * part) // 2
 
 
 def _agree(config: Any) -> None:
