@@ -425,7 +425,7 @@ def test_a_config_is_written_that_a_job_accepts(
                "--device-memory", "24", "--lengths", "pretraining"]  # fmt: skip
     assert main(command) == 0
     told = capsys.readouterr().out
-    low, high = map(float, re.findall(r"is ([\d.]+) to ([\d.]+) on a device half to twice as fast", told)[0])
+    low, high = map(float, re.findall(r"half to twice as fast ds-hydra is ([\d.]+) to ([\d.]+) times", told)[0])
     assert low < high, "a faster device waits longer for the same links"
     assert "AN ESTIMATE from FLOPs, nothing was measured" in told
     assert "Assumed for each GPU: 24 GiB and an A100 at 0.48 of its peak, 150 TFLOP/s, 150 GB/s within a node" in told
