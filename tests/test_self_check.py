@@ -340,7 +340,7 @@ def test_the_command_prints_a_verdict_for_each_pipeline(capsys: pytest.CaptureFi
     printed = capsys.readouterr().out
     assert printed.count("equal") == 2
     assert "(tp2 > sp2)" in printed
-    assert "2 of 2 strategies train as one process does" in printed
+    assert "2 of 2 layouts train as one process does" in printed
     assert command(["check", model, "--strategies", "tp7"]) == 2
     assert "cannot be shared by tp=7" in capsys.readouterr().err
 
