@@ -516,7 +516,7 @@ def test_each_stage_of_zero_is_told_in_a_few_lines() -> None:
     assert accepted is not None
     lines = [note for note in accepted.notes if note.startswith("zero_optimization")]
     assert len(lines) == 4
-    for line, words in zip(lines, ("stage 3: FP32", "all-gathers", "whole weights", "offloaded"), strict=True):
+    for line, words in zip(lines, ("stage 3: FP32", "all-gathers", "whole weights", "NVMe"), strict=True):
         assert words in line
 
 

@@ -117,7 +117,8 @@ class MasterShards:
     """This rank's part of the FP32 parameters and their gradients; see [Note: master shards].
 
     `layouts[b]`: who owns which interval of bucket b. `shards[b]`, `grads[b]`: this rank's, flat, in `dtype`. There are
-    no gradients before the first `put_grads`.
+    no gradients before the first `put_grads`. Gradients are on `device`, and so are the shards unless they are
+    `on_host`.
     """
 
     def __init__(
@@ -129,14 +130,17 @@ class MasterShards:
         dtype: torch.dtype = torch.float32,
         *,
         pinned: bool = False,
+        run: int = 0,
     ):
-        """`pinned`: in memory of the host that a device reads by itself."""
+        """`pinned`: in memory of the host that a device reads by itself. `run`: at most so many elements of the shards
+        come to the device for an update at one time, and all are in the host's memory; 0: they are on the device."""
         self.buckets = tuple(buckets)
         self.rank = rank
         self.num_ranks = num_ranks
         self.layouts: list[Layout] = [even_layout(bucket.numel, num_ranks) for bucket in self.buckets]
         sizes = [layout.sizes[rank] for layout in self.layouts]
-        self.flat = torch.zeros(sum(sizes), dtype=dtype, device=device, pin_memory=pinned)
+        self.device, self._run = torch.device(device), run
+        self.flat = torch.zeros(sum(sizes), dtype=dtype, device="cpu" if run else device, pin_memory=pinned)
         self.shards: list[Tensor] = list(self.flat.split(sizes))
         self.grads: list[Tensor] = []
         self._own_grads: list[Tensor] = []
@@ -148,6 +152,11 @@ class MasterShards:
             listed = [name for bucket in self.buckets for name, _ in bucket.params]
             twice = sorted({name for name in listed if listed.count(name) > 1})
             raise PlanError(f"{twice} are in two buckets each; list shared parameters once, where they are stored")
+
+    @property
+    def on_host(self) -> bool:
+        """Whether values and optimizer states are in the host's memory, and come to the device for an update."""
+        return self._run > 0
 
     def load(self, name: str, flat: Tensor) -> None:
         """Take this rank's interval of a whole parameter, given flat in master order, of any dtype and device.
@@ -171,7 +180,8 @@ class MasterShards:
         kept from then on."""
         if grads is None:
             if not self._own_grads:
-                self._own_grads = list(torch.zeros_like(self.flat).split([shard.numel() for shard in self.shards]))
+                memory = torch.zeros_like(self.flat, device=self.device)
+                self._own_grads = list(memory.split([shard.numel() for shard in self.shards]))
             grads = self._own_grads
         self.grads = list(grads)
         with as_tensors():
@@ -216,7 +226,8 @@ class MasterShards:
         once. What one group owns side by side in a bucket becomes one 1-D parameter whose data are a view of the
         shard, and whose `.grad` is one of what `put_grads` is given: update with `step()`, and never drop the gradients
         with `zero_grad()`, for a push overwrites them. Every group is returned, those without elements too, so that
-        schedulers see the same groups on every rank.
+        schedulers see the same groups on every rank. Of shards that are `on_host` parameters are cut to what comes to
+        the device at once, and show zeros there.
         """
         group_of = self._group_of_each(groups)
         # An element-wise optimizer does not care where a parameter begins or ends. So what lies side by side in one
@@ -224,14 +235,21 @@ class MasterShards:
         params: list[list[nn.Parameter]] = [[] for _ in groups]
         self.spans = []
         for bucket, start, stop, group in self._runs(group_of):
-            param = nn.Parameter(self.shards[bucket][start:stop])
-            params[group].append(param)
-            self.spans.append(OptimizerSpan(param, bucket, start, stop))
+            for first in range(start, stop, self._run or stop - start):
+                last = min(stop, first + self._run) if self._run else stop
+                param = nn.Parameter(self.shown(bucket, first, last))
+                params[group].append(param)
+                self.spans.append(OptimizerSpan(param, bucket, first, last))
         self._in_groups = [[*map(id, owned)] for owned in params]
         return [
             {**{key: value for key, value in group.items() if key != "names"}, "params": owned}
             for group, owned in zip(groups, params, strict=True)
         ]
+
+    def shown(self, bucket: int, start: int, stop: int) -> Tensor:
+        """What a parameter of the optimizer shows between updates: its part of a shard, or zeros without memory."""
+        shard = self.shards[bucket][start:stop]
+        return torch.zeros((), dtype=shard.dtype, device=self.device).expand(len(shard)) if self._run else shard
 
     def moved_parameters(self, groups: Sequence[Mapping[str, Any]]) -> str:
         """Which of an optimizer's groups hold other parameters than `param_groups` gave them, in words; "": none."""
@@ -257,9 +275,10 @@ class MasterShards:
             start, stop = piece.first, piece.first + piece.shard.numel()
             yield piece.shard
             for param, bucket, first, last in self.spans:
-                if bucket == piece.bucket and first <= start and stop <= last:
+                begin, end = max(first, start), min(last, stop)
+                if bucket == piece.bucket and begin < end:
                     states = optimizer.state.get(param, {}).values()
-                    yield from (s[start - first : stop - first] for s in states
+                    yield from (s[begin - first : end - first] for s in states
                                 if isinstance(s, Tensor) and s.shape == param.shape)  # fmt: skip
 
     def gather_full(
@@ -298,7 +317,7 @@ class MasterShards:
         """A whole bucket, flat, on the receivers, and nothing elsewhere; `local` is what this rank has of it."""
         # One collective of all ranks, also where one is to have the bucket: messages from each rank would make a pair
         # of each, whose buffers on devices stay, and as much comes to its node.
-        sizes = self.layouts[bucket].sizes
+        sizes, local = self.layouts[bucket].sizes, local.to(self.device)
         if group is None or self.num_ranks == 1:
             whole = local.clone()
         else:

@@ -73,8 +73,13 @@ class Pulls:
         first_tag: int = 0,
         early: bool = False,
         scratch: Scratch | None = None,
+        apart: Collection[int] = (),
+        fill: Callable[[Tensor, Tensor], None] | None = None,
     ):
         """Bucket b is pulled with tag `first_tag + b`; `early`: later steps are issued at once [Note: lanes].
+
+        Shards of the buckets `apart` are in another memory than the buffers: `fill(shard, memory)` casts one into
+        memory of the device.
 
         `scratch` is the rank's, of which the pulls take the first `scratch_bytes` until `finish`; None: memory of their
         own.
@@ -83,10 +88,13 @@ class Pulls:
         self.shards = tuple(shards)
         self.buffers = tuple(buffers)
         self.first_tag = first_tag
-        self.early = early
+        self.early, self._apart, self._fill = early, frozenset(apart), fill
         self._handles: dict[int, Movement] = {}  # by bucket; empty between `finish` and the next `start`
         pairs = list(zip(self.shards, self.buffers, strict=True))
-        casts = [padded(shard.numel()) * (shard.dtype != buffer.dtype) for shard, buffer in pairs]
+        casts = [
+            padded(shard.numel()) * (shard.dtype != buffer.dtype or index in self._apart)
+            for index, (shard, buffer) in enumerate(pairs)
+        ]
         sizes = zip([*casts, *(link.pull_scratch for link in self.links)], [*self.buffers, *self.buffers], strict=True)
         windows = side_by_side([numel * buffer.dtype.itemsize for numel, buffer in sizes])
         self._casts, self._spaces = windows[: len(pairs)], windows[len(pairs) :]
@@ -108,6 +116,9 @@ class Pulls:
                 shard, buffer = self.shards[index].detach(), self.buffers[index]
                 space = self._scratch.at(self._spaces[index], buffer.dtype)
                 cast = self._scratch.at(self._casts[index], buffer.dtype)[: shard.numel()]
+                if index in self._apart and self._fill is not None:
+                    self._fill(shard, cast)
+                    shard = cast
                 handle = link.pull(shard, buffer, tag=self.first_tag + index, scratch=space, cast=cast)
                 if self.early and before is not None:
                     finish_steps([before])
@@ -140,7 +151,7 @@ class Pulls:
         for link, shard, buffer in zip(self.links, self.shards, self.buffers, strict=True):
             # What was on the wire is the cast, with other bits than the shard; others have written over it since. It
             # is made once more, in memory of its own, one bucket at a time: gradients are in the scratch memory now.
-            hops = link.hops(shard.detach().to(buffer.dtype), buffer)
+            hops = link.hops(shard.detach().to(buffer), buffer)
             totals += checksums_of(hops, num_ranks, first=count)
             count += len(hops)
         return totals

@@ -68,7 +68,8 @@ def state_source(
         if len(spans) == 1 and spans[0].stop - spans[0].start == numel and values[0] is not None:
             return values[0]
         # Several optimizer groups share the shard: their states are put side by side, zero where a group has none.
-        whole = torch.zeros(numel, dtype=dtype, device=spans[0].param.device if spans else "cpu")
+        where = next((value.device for value in values if value is not None), "cpu")
+        whole = torch.zeros(numel, dtype=dtype, device=where)
         for span, value in zip(spans, values, strict=True):
             if value is not None:
                 whole[span.start : span.stop] = value
@@ -205,7 +206,7 @@ def build_state(
         state: dict[str, Any] = copy.deepcopy(numbers[index])
         for key, dtype in kept_of[index].items():
             values = loaded[key][span.bucket][span.start : span.stop]
-            state[key] = values.to(span.param.device, dtype)
+            state[key] = values.to(masters.flat.device, dtype)
         states.append((span.param, state))
     return NewState(states, options)
 

@@ -209,12 +209,13 @@ _OFFLOAD = frozenset(
         *("cpu_offload_use_pin_memory", "save_muon_momentum_buffer_in_memory"),
     )
 )
+STATES_OFFLOAD = frozenset(("offload_optimizer", "cpu_offload", "cpu_offload_use_pin_memory"))
 KINDS = {
     "parameters and gradients move by all-gathers and reduce-scatters of each step's layout": _TRANSFERS,
     "nothing is quantized, communication_data_type is the type of gradients on the wire": _QUANTIZED,
     "saving writes whole weights, and checkpoints have one layout for any number of ranks": _SAVING,
-    "nothing is offloaded; FP32 parameters and optimizer states are 1/N on each of N ranks, and whether the job fits "
-    "is checked before step 0": _OFFLOAD,
+    "parameters follow each step's layout, nothing goes to NVMe, and whether the job fits is checked before step 0; "
+    'offload_optimizer with the device "cpu" is taken': _OFFLOAD,
 }
 CHANGES_RESULTS = frozenset({"zenflow"})
 ZERO_SETTINGS = frozenset({"stage"}).union(CHANGES_RESULTS, *KINDS.values())
@@ -240,12 +241,21 @@ def screen_zero(zero: Any) -> list[str]:
         )
     lines = _of_stage(stage_of(zero.get("stage")))
     for what, names in KINDS.items():
-        given = sorted(name for name in zero.keys() & names if _asks(zero[name]))
+        taken = STATES_OFFLOAD if offloads_states(zero) else frozenset()
+        given = sorted(name for name in (zero.keys() & names) - taken if _asks(zero[name]))
         if given:
             lines.append(f"{BLOCK}: {', '.join(given)} {'has' if len(given) == 1 else 'have'} no effect here: {what}")
     lines += [f"{BLOCK}.{key} is unknown and has no effect; {nearest(key, ZERO_SETTINGS)}"
               for key in sorted(zero.keys() - ZERO_SETTINGS, key=str)]  # fmt: skip
     return lines
+
+
+def offloads_states(zero: Any) -> bool:
+    """Whether a block "zero_optimization" asks for FP32 parameters and optimizer states in the host's memory."""
+    if not isinstance(zero, Mapping):
+        return False
+    block = zero.get("offload_optimizer")
+    return (isinstance(block, Mapping) and block.get("device") == "cpu") or is_on(zero.get("cpu_offload", False))
 
 
 def _asks(value: Any) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ds_hydra.config.checks import AUTO, choice, flag, integer, number, parse_block, setting, text, whole_numbers
-from ds_hydra.config.deepspeed_settings import KNOWN_SETTINGS, is_on, screen_deepspeed_settings
+from ds_hydra.config.deepspeed_settings import KNOWN_SETTINGS, is_on, offloads_states, screen_deepspeed_settings
 from ds_hydra.config.hosts import filled_in
 from ds_hydra.costs.memory import EXPERT_IMBALANCE
 from ds_hydra.pipe.schedules.registry import NAME
@@ -311,8 +311,7 @@ def _fast_paths(value: Any, place: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(check(name, f"{place}[{index}]") for index, name in enumerate(value)))
 
 
-ACTIVATIONS = "activations"
-OFFLOADED = (ACTIVATIONS,)
+ACTIVATIONS, OPTIMIZER = OFFLOADED = ("activations", "optimizer")
 
 
 def _offload(value: Any, place: str) -> tuple[str, ...]:
@@ -378,7 +377,8 @@ class HydraConfig:
     offload: tuple[str, ...] = setting(_offload, ())
     """What may lie in hosts' memory, for long sequences on few devices. "activations": what recomputed layers keep
     meanwhile, where no layout holds the longest sequence otherwise, or always where `activation_checkpointing` is
-    "all"."""
+    "all". "optimizer": FP32 parameters and states of the optimizer, which devices update piece by piece, with equal
+    results; `zero_optimization.offload_optimizer` with the device "cpu" asks for the same."""
     fast_paths: tuple[str, ...] = setting(_fast_paths, _fast_paths(AUTO, ""))
     """How stages compute faster, or keep less, than as the model's code is written, where the model is found to allow
     it: "auto", "off" for none, or a list of names; "auto" is all but "recompute_mlp".
@@ -540,7 +540,8 @@ def _offloaded(settings: Mapping[str, Any]) -> tuple[str, ...]:
     """What DeepSpeed's own settings ask to have in the host's memory, by the names of `hydra.offload`."""
     checkpointing = settings.get("activation_checkpointing")
     asked = checkpointing.get("cpu_checkpointing") if isinstance(checkpointing, Mapping) else False
-    return (ACTIVATIONS,) if is_on(asked) else ()
+    states = offloads_states(settings.get("zero_optimization"))
+    return (*((ACTIVATIONS,) if is_on(asked) else ()), *((OPTIMIZER,) if states else ()))
 
 
 def _refuse_near_misses(raw: Mapping[str, Any]) -> None:

@@ -109,6 +109,7 @@ class ElementBytes(NamedTuple):
     grad: int  # where micro-batches add up
     master: int = 4
     wire: int | None = None  # of a gradient that is pushed; None: as `param`
+    apart: bool = False  # whether trained masters are on the host, and are pulled from copies on the device
 
     def pulled(self, bucket: Bucket) -> int:
         """Of what is pulled of a bucket."""
@@ -189,7 +190,8 @@ def _scratch_of(
     known: dict[int, Column] = {}
     for index, (bucket, (pull, push)) in enumerate(zip(plan.buckets, transfers, strict=True)):
         param, wire = element.pulled(bucket), element.pulled(bucket) if bucket.wide else element.wire or element.param
-        if param != (element.master if bucket.trainable else kept):  # masters are cast, frozen ones are kept cast
+        # Masters are cast, frozen ones are kept cast.
+        if param != (element.master if bucket.trainable else kept) or (element.apart and bucket.trainable):
             if bucket.numel not in cast:
                 cast[bucket.numel] = [padded(size) for size in even_layout(bucket.numel, num_ranks).sizes]
             pulls += param * np.array(cast[bucket.numel])

@@ -103,14 +103,15 @@ class Away:
 
     @property
     def _device(self) -> torch.device:
-        return self._masters.trained.flat.device
+        return self._masters.trained.device
 
     def _model(self) -> Iterator[Callable[[], None]]:
         with as_tensors():
             for span in self._masters.trained.spans:
                 span.param.data = _nothing(span.param)
-        for flat in (self._masters.trained.flat, self._masters.frozen.flat):
-            yield from _moved(flat, kept=True)
+        for masters in (self._masters.trained, self._masters.frozen):
+            if not masters.on_host:
+                yield from _moved(masters.flat, kept=True)
         yield partial(_show, self._masters.trained)
         arena = self._stepper.arena
         arena.filled = None
@@ -119,6 +120,8 @@ class Away:
             yield from _moved(memory, kept=False)
 
     def _states(self) -> Iterator[Callable[[], None]]:
+        if self._masters.trained.on_host:
+            return
         for state in self._optimizer.state.values():
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.dim():
@@ -182,7 +185,7 @@ def _show(masters: MasterShards) -> None:
     """Make the optimizer's parameters views of the shards again."""
     with as_tensors():
         for param, bucket, start, stop in masters.spans:
-            param.data = masters.shards[bucket][start:stop]
+            param.data = masters.shown(bucket, start, stop)
 
 
 def _show_grads(masters: MasterShards) -> None:

@@ -64,6 +64,7 @@ from ds_hydra.ranks.together import together
 from ds_hydra.ranks.world import World
 from ds_hydra.report.record import StepWatch
 from ds_hydra.simulate.job import job_record
+from ds_hydra.step import host_states
 from ds_hydra.step.model_masters import ModelMasters
 from ds_hydra.step.stepper import Stepper
 from ds_hydra.step.strategy_runtime import build_stages
@@ -135,8 +136,9 @@ class Crew:
             )
         with together(world.channel, "allocating the master shards"):
             self._masters = ModelMasters(
-                job.source, world.rank, world.num_ranks, world.device, job.types.masters, job.types.compute
-            )
+                job.source, world.rank, world.num_ranks, world.device, job.types.masters, job.types.compute,
+                run=host_states.RUN if job.states_on_host else 0,
+            )  # fmt: skip
         self._real_sequences = RealSequences(job, world, self._masters, self.prepared.hidden)
         if initial:
             give_masters(self._masters, job, world)
@@ -180,6 +182,14 @@ class Crew:
             # Its parameters are views of the masters: its step changes what the next pull sends, with no copy.
             groups = self._masters.trained.param_groups(names)
             optimizer = host.install_optimizer([group["params"] for group in groups])
+            if self._masters.states is not None:
+                if isinstance(optimizer, NeedsWholes):
+                    raise ConfigError(
+                        f"the callable given as optimizer made {type(optimizer).__name__}, which needs whole "
+                        'parameters at once, but hydra.offload has "optimizer", which updates them piece by piece: '
+                        "leave one out"
+                    )
+                self._masters.states.bring_home(optimizer)
             keeps = self.shift if job.config.elastic is not None else 0
             if (states := job.recipe.states) and job.config.elastic is not None:
                 raise ConfigError("the optimizer has made steps, and in an elastic job its state is not kept: give a "
@@ -194,8 +204,9 @@ class Crew:
             self.loss_scale = LossScale(host)
             unread = job.source.plan.unread
             self.update = Update(
-                self._masters.trained, optimizer, job.clipping, self.loss_scale, world, job.config.faults, unread
-            )
+                self._masters.trained, optimizer, job.clipping, self.loss_scale, world, job.config.faults, unread,
+                states=self._masters.states,
+            )  # fmt: skip
         self.copy: Copied | None = None
         if job.config.elastic is not None and self.shift:
             with together(world.channel, "allocating the copy of another rank's masters"):

@@ -14,13 +14,13 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
 from ds_hydra.checkpoint.pretrained import load_pretrained, stored_buffers
-from ds_hydra.config.hydra_block import HydraConfig
+from ds_hydra.config.hydra_block import OPTIMIZER, HydraConfig
 from ds_hydra.costs.cost_table import read_table_file
 from ds_hydra.costs.shape_costs import whole_are_cheaper
 from ds_hydra.data.sampler import Order
 from ds_hydra.data.sequences import SequenceData
 from ds_hydra.engine.plans import Callback
-from ds_hydra.host.optimizers import OptimizerRecipe
+from ds_hydra.host.optimizers import OptimizerRecipe, needs_whole
 from ds_hydra.host.user_model import DataTypes
 from ds_hydra.pipe.loss import TokenLoss
 from ds_hydra.pipe.models.adapted import base_of, has_adapters
@@ -58,6 +58,20 @@ class Job:
     clipping: float  # largest norm of a step's gradient; 0 does not clip
     pre_step: Callback | None = None  # the user's own; None: the job plans by itself
     checked: CheckResult | None = None  # what an assembly for other ranks has found of its strategies
+
+    @property
+    def states_on_host(self) -> bool:
+        """Whether FP32 masters and optimizer states are in the host's memory [Note: updates by runs]."""
+        return OPTIMIZER in self.config.offload and not self.states_stay
+
+    @property
+    def states_stay(self) -> str:
+        """Why they are on the devices though the config asks for the host; "": they need not be."""
+        if OPTIMIZER not in self.config.offload:
+            return ""
+        if self.config.elastic is not None:
+            return "hydra.elastic keeps copies of them that other ranks may ask for at any time"
+        return f"{self.recipe.name} needs whole parameters at once" if needs_whole(self.recipe.name) else ""
 
 
 _USUAL = 8  # ranks that share a stage, at most, and in powers of two

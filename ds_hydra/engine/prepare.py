@@ -222,6 +222,9 @@ def _given(job: Job, world: World) -> _Given:
     config = job.config
     for note in job.source.notes if world.rank == 0 else ():
         logger.warning("%s", note)
+    if job.states_stay and world.rank == 0:
+        logger.warning("FP32 parameters and optimizer states stay on the devices, which offload_optimizer would have "
+                       "in the host's memory: %s", job.states_stay)  # fmt: skip
     if world.device.type == "cpu" and world.rank == 0:
         tell_threads(world.cluster.ranks_beside(0), torch.get_num_threads(), os.cpu_count() or 1)
     lengths = [] if job.data is None else [int(n) for n in job.data.lengths if n]

@@ -454,6 +454,11 @@ def _checked_callable(
     return make
 
 
+def needs_whole(name: str) -> bool:
+    """Whether a recipe's optimizer, by its name, needs whole parameters; what a callable makes is not known by then."""
+    return name.lower() in _WHOLE or any(path.endswith(f".{name}") for path in _WHOLE_CLASSES)
+
+
 def update_bytes(name: str) -> int:
     """Bytes of a trained element that an update by this optimizer takes, beside masters and two states of 4 bytes."""
     return 8 if name.lower() == _MUON else 0  # at most 12, and it has one state: [Note: an exchange]

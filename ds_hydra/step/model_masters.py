@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ds_hydra.pipe.model_plan import Bucket
 from ds_hydra.pipe.stage import ModelSource, dtype_of, from_flat, to_flat
+from ds_hydra.step.host_states import HostStates
 from ds_hydra.zero_hetero.errors import ConfigError
 from ds_hydra.zero_hetero.layout import BucketSpec
 from ds_hydra.zero_hetero.masters import MasterShards
@@ -28,16 +29,19 @@ class ModelMasters:
         frozen: torch.dtype,
         *,
         pinned: bool = False,
+        run: int = 0,
     ):
+        """`pinned`, and `run` for trained parameters, as `MasterShards` has them."""
         self.buckets = source.plan.buckets
         specs = [BucketSpec(b.name, tuple((p.name, p.numel) for p in b.params)) for b in self.buckets]
         trained = [spec for spec, b in zip(specs, self.buckets, strict=True) if b.trainable]
         kept = [spec for spec, b in zip(specs, self.buckets, strict=True) if not b.trainable]
-        self.trained = MasterShards(trained, rank, num_ranks, device, master, pinned=pinned)
+        self.trained = MasterShards(trained, rank, num_ranks, device, master, pinned=pinned, run=run)
         frozen = master if source.plan.frozen_wide else frozen
         self.frozen = MasterShards(kept, rank, num_ranks, device, frozen, pinned=pinned)
         self.revision = 0  # how often values came from elsewhere than the optimizer; equal on all ranks
         self.shards = tuple(self._pick(self.trained.shards, self.frozen.shards))
+        self.states = HostStates(self.trained) if run else None
 
     def _pick(self, trained: Sequence[Tensor], frozen: Sequence[Tensor]) -> Iterator[Tensor]:
         """Both lists as one, in the order of the buckets."""
@@ -54,7 +58,7 @@ class ModelMasters:
         self.revision += 1
         rank, num_ranks = self.trained.rank, self.trained.num_ranks
         params = [(param, bucket.trainable) for bucket in self.buckets for param in bucket.params]
-        device = self.trained.flat.device
+        device = self.trained.device
         # Each rank may have built the model with other random numbers, or only a part of it. Per parameter, a rank that
         # has it says its own number and the others num_ranks: with 4 ranks, (4 1 4 3) means that rank 1's value counts.
         owners = torch.tensor([rank if param.name in values else num_ranks for param, _ in params], device=device)
@@ -69,7 +73,7 @@ class ModelMasters:
             masters = self.trained if trainable else self.frozen
             # One parameter after the other, so that a rank holds one of them and not the whole model on its device.
             if rank == owner:
-                flat = to_flat(values[param.name], param.rule.dim, param.rule.parts).to(masters.flat)
+                flat = to_flat(values[param.name], param.rule.dim, param.rule.parts).to(device, masters.flat.dtype)
             else:
                 flat = torch.empty(param.numel, dtype=masters.flat.dtype, device=device)
             if num_ranks > 1:

@@ -97,15 +97,17 @@ class Stepper:
         self._source, self._masters, self._world = source, masters, world
         self._loss_norm, self._seed, self._loss_scale, self._update = loss_norm, seed, loss_scale, update
         self._activity, self._request, self._peak = activity, request, PeakMemory(world.device)
+        element = ElementBytes(
+            compute_dtype.itemsize, grad_dtype.itemsize, masters.trained.flat.itemsize, wire_dtype.itemsize,
+            masters.trained.on_host,
+        )  # fmt: skip
         self.arena = Arena.for_strategies(
             source.plan,
             list(strategies.values()),
             world.rank,
             world.device,
             dtype=compute_dtype,
-            element=ElementBytes(
-                compute_dtype.itemsize, grad_dtype.itemsize, masters.trained.flat.itemsize, wire_dtype.itemsize
-            ),
+            element=element,
             node_size=world.node_size,
             least=least_arena,
         )

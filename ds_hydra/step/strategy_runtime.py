@@ -298,11 +298,14 @@ class StrategyRuntime:
             pushes.append(PushBucket(push_link(push, rank, world), tuple(params), grads, self._sums[at], wire))
         self._wire_dtype, scratch = wire_dtype, self._arena.scratch
         early, within = world.lane.early, Scratch.within(self._arena.grads)
-        self.pulls = Pulls(pull_links, masters.shards, buffers, first_tag=PULL_TAG, early=early, scratch=within)
+        trained = [index for index, (_, push) in enumerate(transfers) if push is not None]
+        apart, fill = ((), None) if masters.states is None else (trained, masters.states.fill)
+        self.pulls = Pulls(
+            pull_links, masters.shards, buffers, first_tag=PULL_TAG, early=early, scratch=within, apart=apart, fill=fill
+        )
         self._pushed_bytes = gradients.pushed_bytes
         self.gradient_bytes = max(gradients.num_bytes, self.pulls.scratch_bytes)
         room = room_for_pushes(held + self._pushed_bytes, self.strategy.most_stages)
-        trained = [index for index, (_, push) in enumerate(transfers) if push is not None]
         order = [trained.index(index) for index in push_order(plan, self.strategy)]
         self.pushes = Pushes(
             pushes,

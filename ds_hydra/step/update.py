@@ -17,6 +17,7 @@ import hashlib
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import torch
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from ds_hydra.pipe.model_plan import ModelPlan
     from ds_hydra.planner import StepPlan
     from ds_hydra.ranks.world import World
+    from ds_hydra.step.host_states import HostStates
     from ds_hydra.step.model_masters import ModelMasters
     from ds_hydra.step.outcome import PhaseRun
     from ds_hydra.step.strategy_runtime import StrategyRuntime
@@ -149,12 +151,15 @@ class Update:
         world: World,
         faults: FaultsConfig,
         unread: frozenset[str] = frozenset(),
+        *,
+        states: HostStates | None = None,
     ):
         """`clipping` is the largest norm of the gradient; 0 does not clip. Parameters that are `unread` have no
-        gradient in torch, so that no optimizer touches them: nor does it here, while theirs are zeros."""
+        gradient in torch, so that no optimizer touches them: nor does it here, while theirs are zeros. `states` are
+        those of the masters where they are on the host."""
         self._masters, self.optimizer, self._clipping = masters, optimizer, clipping
         self.loss_scale, self._world, self._faults, self.unread = loss_scale, world, faults, unread
-        self.skipped_in_a_row = 0
+        self._states, self.skipped_in_a_row = states, 0
         self.copy: Copied | None = (
             None  # of another rank's masters, which is updated like the own ones [Note: the vote]
         )
@@ -220,7 +225,7 @@ class Update:
     def complete(self, table: NormTable) -> None:
         """Make the update of the open step, for which another rank has the table of all ranks [Note: the vote]."""
         self.table = table
-        rows = torch.tensor(table.rows, dtype=torch.float64, device=self._masters.flat.device)
+        rows = torch.tensor(table.rows, dtype=torch.float64, device=self._masters.device)
         norm = norm_of(rows) / self.loss_scale.value
         self._make(norm, norm.item(), self.model().frozen)
 
@@ -256,13 +261,17 @@ class Update:
 
     def _step(self, masters: MasterShards, optimizer: Optimizer, frozen: frozenset[str]) -> None:
         """The optimizer's step, which leaves frozen parameters and their states as they are."""
+        step: Callable[[], object] = optimizer.step
+        if self._states is not None:
+            self._states.bring_home(optimizer)
+            step = partial(self._states.step, optimizer)
         if not frozen:
-            optimizer.step()
+            step()
             return
         # It runs over long intervals of many parameters, so what it must not touch is put back. A state that it has
         # made just now is what it is at first, zeros.
         before = {view.data_ptr(): view.detach().clone() for view in masters.state_of(optimizer, frozen)}
-        optimizer.step()
+        step()
         if self.copy is not None:
             self.copy.settle()
         with torch.no_grad():

@@ -121,6 +121,8 @@ SETTINGS: dict[str, Row] = {
     '"activation_checkpointing": true': Row(),
     '"activation_checkpointing": "all"': Row(),
     '"offload": ["activations"]': Row(),
+    '"offload": ["optimizer"]': Row(),
+    '"offload_optimizer": {"device": "cpu"}': Row(within="zero_optimization"),
     '"losses": "early"': Row((CALLS,)),
     '"losses": "step"': Row((CALLS,)),
     '"choose": "cycle"': Row(beside={"strategies": ["tp2", "2*tp1"]}),

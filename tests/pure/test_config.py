@@ -19,7 +19,7 @@ from ds_hydra.config.checks import read_config
 from ds_hydra.config.describe import LIST
 from ds_hydra.config.describe import settings as every_setting
 from ds_hydra.config.hosts import ACCELERATE, CALLS, STEPS, TRAINER, TRAINERS
-from ds_hydra.config.hydra_block import HydraConfig, check_num_ranks, parse_config
+from ds_hydra.config.hydra_block import OPTIMIZER, HydraConfig, check_num_ranks, parse_config
 from ds_hydra.costs.cost_table import CostTable, SchemeCost, TableFile, check_job, read_table_file
 from ds_hydra.costs.job_fingerprint import JobFingerprint
 from ds_hydra.pipe.shape import ParallelScheme
@@ -509,6 +509,21 @@ def test_fallbacks_give_up_all_and_then_one_at_a_time() -> None:
     ]
     assert on("sp_overlap").fallbacks() == (AS_WRITTEN,)
     assert AS_WRITTEN.fallbacks() == StageOptions(True).fallbacks() == ()
+
+
+def test_deepspeeds_states_on_the_host_are_taken() -> None:
+    def offloaded(zero: Any, *block: str) -> tuple[str, ...]:
+        found = parse_config({"zero_optimization": zero, "hydra": {"tokens_per_step": 1, "offload": list(block)}})
+        assert found is not None
+        told = any("offload" in note and "has no effect" in note for note in found.notes)
+        assert told is not (OPTIMIZER in found.hydra.offload)
+        return found.hydra.offload
+
+    for zero in ({"offload_optimizer": {"device": "cpu"}}, {"stage": 1, "cpu_offload": True}):
+        assert offloaded(zero) == offloaded(zero, OPTIMIZER) == (OPTIMIZER,)
+        assert offloaded(zero, "activations") == ("activations", OPTIMIZER)
+    assert offloaded({"offload_optimizer": {"device": "nvme"}}) == ()
+    assert offloaded({"offload_param": {"device": "cpu"}}) == ()
 
 
 def test_deepspeeds_checkpoints_on_the_host_are_taken() -> None:

@@ -240,6 +240,8 @@ def test_what_nobody_fills_in_becomes_the_scripts_constant_or_the_default() -> N
     ("given", "left"),
     [
         ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, {"zero_optimization": {"stage": 1}}),
+        ({"zero_optimization": {"stage": 2, "cpu_offload": True}},
+         {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}),
         ({"zero_optimization": {"stage": "auto"}}, {"zero_optimization": {"stage": 1}}),
         ({"zero_optimization": {"stage": 0}}, {"zero_optimization": {"stage": 0}}),
         ({"amp": {"enabled": False}}, {}),

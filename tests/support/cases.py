@@ -331,6 +331,10 @@ UNDER_STRICT = {
     "tiles": "blocking connect",
     "fetched": "lazy one_queue",
     "fetched, slices": "blocking connect",
+    "states on host": "blocking connect",
+    "states on host, V, fetched": "lazy one_queue",
+    "states on host, phases": "blocking one_queue",
+    "states on host, sums of 16 bit": "connect",
 }
 # Of HARD_MODELS, those that draw random numbers in training.
 DRAWING = ("dropout (Phi)", "dropout", "dropout by a function", "noise on what is routed", "random routing")

@@ -29,6 +29,7 @@ from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.plan.step_plan import THEN
 from ds_hydra.planner import PhasedPlanner, PlannerOptions, parse_phases, save_plans
+from ds_hydra.step import host_states
 from ds_hydra.testing import Difference, OneProcess, RankRun, Sample, float64_throughout, note_training, run_ranks
 from tests.support.case import BFLOAT16, FLOAT32, FLOAT64, OWN, SHARES, Case
 from tests.support.families import LAYER_LIST, build_model, reference_model, vocab_size
@@ -105,7 +106,7 @@ def config_of(case: Case) -> dict[str, Any]:
             "loss_norm": case.loss_norm,
             "activation_checkpointing": "all" if case.activation_checkpointing else False,
             "fast_paths": case.options.as_paths(),
-            "offload": ["activations"] if case.fetched else [],
+            "offload": ["activations"] * case.fetched + ["optimizer"] * (case.run > 0),
             "node_size": case.node_size,
             **(_mixed(case.cluster) if case.cluster else {}),
             "timeout_seconds": 150,  # under the strict transport some ranks are that far behind
@@ -138,6 +139,7 @@ def make_engine(case: Case, data: Sequence[Sample]) -> Any:
         model=model, model_parameters=decay_groups(model), training_data=data, config=config_of(case),
         loss_fn=OWN.get(case.own_loss), optimizer=given,
     )  # fmt: skip
+    assert engine.crew.masters.trained.on_host == (case.run > 0)
     if case.slices or case.recompute or any(THEN in text for text in case.strategies):
         _replay(engine, case)
     return engine
@@ -185,9 +187,10 @@ def train(rank: int, case: Case, data: Sequence[Sample], strict: Rules | None = 
 
 @contextlib.contextmanager
 def _in_blocks(case: Case) -> Iterator[None]:
-    """Within it, heads compute so many logits at once, and MLPs so many rows."""
+    """Within it, heads compute so many logits at once, MLPs so many rows, and updates so many elements."""
     logits_at_once = case.logits_at_once
-    with tiles.of_rows(case.tile_rows or tiles.TILE_ROWS):
+    run = mock.patch.object(host_states, "RUN", case.run or host_states.RUN)
+    with run, tiles.of_rows(case.tile_rows or tiles.TILE_ROWS):
         if logits_at_once is None:
             yield
             return

@@ -1,4 +1,4 @@
-"""Training cases of long contexts on few devices: MLPs in tiles of rows, and what layers keep on the host."""
+"""Training cases of long contexts on few devices: MLPs in tiles of rows, what layers keep and states on the host."""
 
 from __future__ import annotations
 
@@ -33,3 +33,12 @@ def long_contexts() -> Iterator[Case]:
     yield both.row("fetched, dropout", family="dropout (Phi)", frozen=NO_GRADIENT, draws=True, tile_rows=0)
     yield both.row("fetched on 8 ranks", *CHANGING_8)
     yield both.row("fetched, bf16", dtype=BFLOAT16)
+    states = Case("", "llama", CHANGING, run=500)
+    yield states.row("states on host", quick=True)
+    yield states.row("states on host, V, fetched", *V, activation_checkpointing=True, fetched=True, quick=True)
+    yield states.row("states on host, phases", "4*tp1 then 2*pp2 then tp4", quick=True)
+    yield states.row("states on host, sums of 16 bit", dtype=BFLOAT16, grad_accum="bf16", quick=True)
+    yield states.row("states on host, frozen", frozen=("embed_tokens", "layers.1."))
+    yield states.row("states on host, sgd fp32", dtype=FLOAT32, optimizer="SGD")
+    yield states.row("states on host, wide", family="deepseek_v3")
+    yield states.row("states on host, 8 ranks", *CHANGING_8)
