@@ -65,6 +65,7 @@ FIRST_PLAN_S = 1.5  # of CPU, with what is imported, from compiled kernels that 
 GROWTH_MS = {200_000: 10.0, 2_000_000: 200.0, 20_000_000: 2500.0}  # of CPU, by tokens: 190, 1,900 and 19,000 sequences
 GROWTH_STEP_MS = {200_000: 3610.82, 2_000_000: 37925.03}  # the mean step, as searched with long repairs
 GROWTH_STEP = 1.001  # over that
+GROWTH_RATIO = 12.0  # of CPU, 95,000 sequences over 9,500, in one run
 REORDERED_GAIN = 1.02  # of the mean step of 50K tokens over that of steps sorted two by two
 MANY_RANKS_MS = 800.0  # of CPU, 8,192 ranks
 PLAN_GAP = {64: 0.025, 1024: 0.01}  # certified, the median step

@@ -156,14 +156,12 @@ def bench_chunked(figures: Figures, quick: bool) -> None:
 
 def bench_growth(figures: Figures, quick: bool) -> None:
     """Planning of few and of many sequences on 64 ranks, and on 8,192; strategies are pinned, so that steps compare."""
-    work = Workload.of("32b", "CommonCrawl-like", 64)
+    work, pinned = Workload.of("32b", "CommonCrawl-like", 64), [StrategyShape.parse(text) for text in GROWN]
     for tokens, aim_ms in aims.GROWTH_MS.items():
         many = tokens > max(aims.GROWTH_STEP_MS)
         if many and quick:
             continue
-        mean, cpu, sequences = _planned(
-            work, [StrategyShape.parse(text) for text in GROWN], tokens, 2 if many else 4 if tokens > 200_000 else 12
-        )
+        mean, cpu, sequences = _planned(work, pinned, tokens, 2 if many else 4 if tokens > 200_000 else 12)
         name = f"{sequences} sequences, 64 ranks"
         figures.limited(f"plan, CPU ms per step, {name}, median", cpu, aim_ms)
         if tokens in aims.GROWTH_STEP_MS:
@@ -172,6 +170,9 @@ def bench_growth(figures: Figures, quick: bool) -> None:
                 f"step over that with long repairs, {name}", f"{share:.5f}", f"<= {aims.GROWTH_STEP}",
                 share <= aims.GROWTH_STEP,
             )  # fmt: skip
+    (_, few, _), (_, many, sequences) = (_planned(work, pinned, tokens, 2) for tokens in (10_000_000, 100_000_000))
+    name = f"plan, CPU of {sequences} sequences over that of a tenth"
+    figures.note(name, f"{many / few:.1f}", f"<= {aims.GROWTH_RATIO}", many / few <= aims.GROWTH_RATIO)
     wide = [StrategyShape(128 * StrategyShape.parse(text).pipelines) for text in GROWN]
     _, cpu, sequences = _planned(work, wide, 128 * 200_000, 2)
     figures.limited(f"plan, CPU ms per step, {sequences} sequences, 8,192 ranks, median", cpu, aims.MANY_RANKS_MS)

@@ -71,24 +71,37 @@ def share_of_pipeline(schemes: Schemes, k: int, items: Items, tau: float, out: F
     elif c > 0.0:
         peak_v = min(peak_v, max(1, math.ceil(math.sqrt(tau * (pp - 1) / c) - (pp - 1))))
     first_v = 1 if c > 0.0 else MOST_MICROBATCHES  # without c, many micro-batches cost nothing
-    for v in range(first_v, MOST_MICROBATCHES + 1):
+    # A pipeline is full by tokens or by time. Each alone gives a valid share, but it must be one of them for all
+    # sequences of a V, as shares are added up. By tokens, if even V full micro-batches of the quickest tokens stay
+    # below the cap. That is so up to some V, as the cap grows less than V. There the largest V at which a sequence
+    # fits has the least share, so nearly all are done with the last one.
+    by_time = first_v
+    while (
+        by_time < MOST_MICROBATCHES and by_time * max_length * rate < tau * by_time / (by_time + pp - 1) - by_time * c
+    ):
+        by_time += 1
+    left = 0
+    for i in range(len(out)):
+        left += tokens[i] <= longest
+    for v in range(by_time - 1, first_v - 1, -1):
+        if left == 0:
+            break
+        mean_cap = tau * v / (v + pp - 1) - v * c
+        for i in range(len(out)):
+            cap = min(mean_cap, tau - v * c - (pp - 1) * (work[i] + c))
+            if out[i] == BLOCKED and tokens[i] <= longest and work[i] <= cap:
+                out[i] = tokens[i] / (v * max_length)
+                left -= 1
+    for v in range(by_time, MOST_MICROBATCHES + 1):
         mean_cap = tau * v / (v + pp - 1) - v * c
         if v == MOST_MICROBATCHES:
             mean_cap = tau - v * c  # stands for every larger V too
-        if mean_cap <= 0.0:
-            if v >= peak_v:
-                return
-            continue
-        # A pipeline is full by tokens or by time. Each alone gives a valid share, but it must be one of them for all
-        # sequences of a V, as shares are added up. By tokens, if even V full micro-batches of the quickest tokens stay
-        # below the cap.
-        by_tokens = v < MOST_MICROBATCHES and v * max_length * rate < mean_cap
-        for i in range(len(out)):
-            cap = min(mean_cap, tau - v * c - (pp - 1) * (work[i] + c))
-            if tokens[i] <= longest and work[i] <= cap:
-                share = tokens[i] / (v * max_length) if by_tokens else work[i] / cap
-                out[i] = min(out[i], share)
-        if not by_tokens and v >= peak_v:
+        if mean_cap > 0.0:
+            for i in range(len(out)):
+                cap = min(mean_cap, tau - v * c - (pp - 1) * (work[i] + c))
+                if tokens[i] <= longest and work[i] <= cap:
+                    out[i] = min(out[i], work[i] / cap)
+        if v >= peak_v:
             return  # both caps only fall from here on
 
 

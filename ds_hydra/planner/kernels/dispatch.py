@@ -27,6 +27,8 @@ together: there must be three, and the pipeline pays c once more than dispatch c
 another pipeline cures that (6 + 4, 6). Only packing tells, so here both pipelines are packed anew for every exchange
 that may help: by three sums of each, its ideal time is less than what the slowest takes. That is dear: the number of
 packings is limited, and all repairs of a dispatch together do no more elementary work than the dispatch itself.
+Nor is it worth it where what an exchange may save, a micro-batch's c, is nothing against the step: with a thousand
+micro-batches in a pipeline repairs took twice as long as all else and changed no plan.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ import math
 import numpy as np
 
 from ds_hydra.planner.kernels.bound import BLOCKED, share_of_pipeline
-from ds_hydra.planner.kernels.packing import ideal_ms, pack_pipeline, scheme_at
+from ds_hydra.planner.kernels.packing import NEGLIGIBLE, ideal_ms, pack_pipeline, scheme_at
 from ds_hydra.planner.kernels.problem import (
     Floats,
     Ints,
@@ -208,6 +210,9 @@ def improve(problem: Problem, goal: float, budget: int, place: Placement) -> flo
         retime(schemes, shape, q, place)
 
 
+MOST_PASSED = 3_000_000  # candidates for one exchange that plain sums settle, after which it is the best so far
+
+
 def find_exchange(
     problem: Problem, slow: int, goal: float, budget: int, longest: Ints, second: Ints, place: Placement
 ) -> tuple[int, int, int, int]:
@@ -222,11 +227,11 @@ def find_exchange(
     n, ks, peak = len(tokens), scheme[slow], place.ms[slow]  # ks, kq: scheme of the slowest pipeline, of pipeline q
     one = scheme_at(schemes, ks)
     enough = 0.5 * (peak + goal)  # a good step now is worth more than the best one after looking at all
-    best, best_i, best_q, best_j, looked = peak * (1.0 - 1e-9), -1, -1, -1, 0
+    best, best_i, best_q, best_j, looked, passed = peak * (1.0 - 1e-9), -1, -1, -1, 0, 0
     for i in range(n):
         if owner[i] != slow:
             continue
-        if looked >= budget:
+        if looked >= budget or passed >= MOST_PASSED:
             break
         rest = other_work(work, ks, longest[slow], second[slow], i)
         left, left_held = total[slow] - work[ks, i], held[slow] - tokens[i]
@@ -245,6 +250,7 @@ def find_exchange(
                 best, best_i, best_q, best_j = max(without, after), i, q, -1
                 if best <= enough:
                     return best_i, best_q, best_j, looked
+        passed += n
         for j in range(n):
             q = owner[j]
             kq = scheme[q]
@@ -291,11 +297,18 @@ def repair(problem: Problem, rounds: int, goal: float, packings: int, place: Pla
     `packings` caps how often. Returns the slowest pipeline's ms.
     """
     while packings > 0 and place.ms.max() > goal:
+        slow = int(place.ms.argmax())
+        one = scheme_at(problem.schemes, problem.shape.pipeline_scheme[slow])
+        if one.pp * max(one.c, one.floor) < NEGLIGIBLE * place.ms[slow]:
+            break  # what an exchange may save is a micro-batch
         made = relieve(problem, rounds, packings, place)
         if made < 0:
             break
         packings -= made
     return place.ms.max()
+
+
+MOST_FRUITLESS = 32  # packings for one exchange, after which none is expected any more
 
 
 def relieve(problem: Problem, rounds: int, packings: int, place: Placement) -> int:
@@ -304,20 +317,24 @@ def relieve(problem: Problem, rounds: int, packings: int, place: Placement) -> i
     Of each sequence there, the longest first, the exchange that looks best is packed.
     """
     owner, spent, n, slow = place.owner, place.spent, len(place.owner), int(place.ms.argmax())
-    better = place.ms[slow] * (1.0 - 1e-9)
+    better = place.ms[slow] * (1.0 - 0.1 * NEGLIGIBLE)
     longest = np.empty(len(place.ms), dtype=np.int64)
     second = longest.copy()
     find_longest(owner, longest, second)
     trial_owner, trial_bins = owner.copy(), place.bin_of.copy()
+    work = problem.items.work[problem.shape.pipeline_scheme[slow]]
     made = 0
     spent[1] += 3 * n
     for i in range(n):
-        if owner[i] != slow:
+        # What leaves the slowest pipeline makes it sooner done by no more than its own work.
+        if owner[i] != slow or place.ms[slow] - work[i] >= better:
             continue
+        if spent[1] >= spent[0]:
+            return -1
         q, j = likeliest(problem, slow, i, better, longest, second, place)
         if q < 0:
             continue
-        if made >= packings or spent[1] >= spent[0]:
+        if made >= min(packings, MOST_FRUITLESS):
             return -1
         made += 1
         trial_owner[i] = q
@@ -447,7 +464,7 @@ def finish(
     if effort.packs:
         ms = pack_all(problem, effort.levels, trial)
         # Repair is dear: not where packing reached the ideal, nor where it is too far behind the best to catch up.
-        if ms > ideal * (1.0 + 1e-9) and ms < best * 1.05:
+        if ms > ideal * (1.0 + NEGLIGIBLE) and ms < best * 1.05:
             ms = repair(problem, effort.levels, goal, effort.repackings, trial)
     if ms >= best:
         return best

@@ -63,6 +63,10 @@ def stage_ms(scheme: Scheme, total: float, widest: float, v: int) -> float:
     return max(total + v * scheme.c + (scheme.pp - 1) * (widest + scheme.c), (v + scheme.pp - 1) * scheme.floor)
 
 
+NEGLIGIBLE = 1e-4  # of a pipeline's time: what is not looked for further
+PATIENCE = 8  # numbers of micro-batches that fail before one is skipped after each failure, after as many more two, ...
+
+
 def widest_counts(scheme: Scheme) -> bool:
     """Whether `stage_ms` depends on the largest micro-batch: with PP = 1 it is a plain sum."""
     return scheme.pp > 1
@@ -301,7 +305,7 @@ def pack(scheme: Scheme, work: Floats, tokens: Ints, rounds: int, out_bin: Ints)
     bounds = np.empty(n + 1, dtype=np.float64)  # of each V: its micro-batches all equal, or one as long as the longest
     for v in range(fewest, n + 1):
         bounds[v] = stage_ms(scheme, total, max(widest, total / v), v)
-    best, best_v, bound = math.inf, 0, math.inf
+    best, best_v, bound, failed = math.inf, 0, math.inf, 0
     done = np.zeros(n + 1, dtype=np.bool_)
     while True:
         v = -1
@@ -314,20 +318,23 @@ def pack(scheme: Scheme, work: Floats, tokens: Ints, rounds: int, out_bin: Ints)
             most += 1  # no V up to appendix D's fits; with V = n every sequence is alone, which always does
             continue
         bound = min(bound, bounds[v])
-        if bounds[v] >= best:
+        if bounds[v] >= best * (1.0 - NEGLIGIBLE):
             break
         done[v] = True
         # Three ways to get everything in, each better at tight fits and worse at balance than the one before it.
         fits = fill_bins(work, tokens, v, max_length, False, bins)
         if not fits:
             fits = fill_bins(work, tokens, v, max_length, True, bins)
-        if not fits and rounds > 0:
+        if not fits and rounds > 0 and max(scheme.c, scheme.floor) > NEGLIGIBLE * bounds[v]:
             fits = squeeze_bins(work, tokens, v, max_length, rounds, bins)
         if not fits:
+            # Where many numbers fail, those just above need not be tried one by one.
+            failed += 1
+            done[v : min(n, v + 1 + failed // PATIENCE)] = True
             continue
         peak = load[:v].max()
         if widest_counts(scheme):
-            floor = max(widest, total / v) * (1.0 + 1e-9)
+            floor = max(widest, total / v) + NEGLIGIBLE * bounds[v] / (scheme.pp - 1)
             peak = level_bins(work, tokens, v, max_length, floor, rounds, bins)
         ms = stage_ms(scheme, total, peak, v)
         if ms < best:
