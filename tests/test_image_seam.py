@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -21,9 +22,10 @@ from ds_hydra.images.stage import ImageStage
 from ds_hydra.images.trial import Trial, verdicts
 from ds_hydra.images.units import taken
 from ds_hydra.pipe.rows import Seen
+from ds_hydra.self_check.shrink import rotary_sections
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.image_models import MODELS, batch_of, image_model, sample
-from tools.image_classes import verdict_of
+from tools.image_classes import default_model, verdict_of
 
 
 @functools.cache
@@ -67,6 +69,25 @@ def test_looking_takes_no_random_number_of_the_scripts() -> None:
 def test_a_prompt_that_sees_itself_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"PaliGemmaForConditionalGeneration .* before an answer see those behind"):
         subject("paligemma")
+
+
+def test_an_encoder_that_draws_in_training_is_refused() -> None:
+    model = image_model("internvl")
+    model.config.vision_config.hidden_dropout_prob = 0.1
+    with pytest.raises(ConfigError, match=r"InternVL.* draws random numbers in training: set its dropout to 0"):
+        subject_of(model)
+
+
+@pytest.mark.drawn
+def test_images_whose_rows_are_no_share_of_their_patches_stay_together() -> None:
+    """A row of HunYuan's ends each line of an image."""
+    assert subject_of(default_model("hunyuan_vl")).seam.layout == "whole"
+
+
+def test_a_small_copy_has_the_sections_of_its_models_axes() -> None:
+    assert rotary_sections(1.0) == rotary_sections(1.0, (24, 20, 20)) == [2, 1, 1]
+    assert rotary_sections(1.0, (22, 22, 20)) == [1, 1, 2]
+    assert rotary_sections(1.0, (16, 16, 16, 16)) == [1, 1, 1, 1]
 
 
 def test_a_model_without_an_encoder_is_refused() -> None:
@@ -163,11 +184,26 @@ def test_images_of_a_batch_go_to_the_sequences_that_have_their_placeholders() ->
         taken({**batch_of("qwen2_vl", samples), "pixel_values_videos": torch.zeros(1)}, subject("qwen2_vl").seam)
 
 
+def test_patches_that_stand_side_by_side_are_cut_by_their_images() -> None:
+    seam = replace(subject("qwen2_vl").seam, layout="strip", columns=("pixel_values", "target_sizes"))
+    pixels = torch.randn(1, 3, 2, 2 * (8 + 16), dtype=torch.float64)
+    ids = torch.tensor([[7, *[seam.token] * 2, 7, 7, 7], [*[seam.token] * 4, 7, 7]])
+    batch = {"input_ids": ids, "pixel_values": pixels, "target_sizes": torch.tensor([[2, 4], [4, 4]])}
+    (first,), (second,) = taken(batch, seam).units
+    assert (first.rows, second.rows) == (2, 4)
+    assert torch.equal(content.together([first.columns, second.columns], "strip")["pixel_values"], pixels)
+    assert first.columns["pixel_values"].shape[-1] == 16
+    assert second.columns["target_sizes"].tolist() == [[4, 4]]
+
+
 # Of the table that `python -m tools.image_classes` prints: model types, and how its line begins.
 TABLE = {
     "llava": "equal: tp1",
     "smolvlm": "equal: tp1",
     "llava_next": "equal: tp1",
+    "aria": "equal: tp1",
+    "lfm2_vl": "equal: tp1",
+    "minicpm_ocr": "equal: tp1",
     "gemma3": "equal: tp1",
     "paligemma": "refused: tokens before an answer see those behind them",
     "git": "refused: its config names no token",

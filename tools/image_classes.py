@@ -28,8 +28,42 @@ def classes() -> dict[str, str]:
 
 
 # Of released models, where the default config makes no model or one whose widths do not fit each other.
+_M_ROPE = {"rope_type": "default", "rope_theta": 500000.0}
 RELEASED: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "aya_vision": {"vision_config": {"num_attention_heads": 16}},
+    "cohere_compass": {
+        "text_config": {
+            "rope_parameters": {"sliding_attention": {**_M_ROPE, "mrope_section": [24, 20, 20]}, "full_attention": None}
+        }
+    },
+    "ernie4_5_vl_moe": {"text_config": {"rope_parameters": {**_M_ROPE, "mrope_section": [22, 22, 20]}}},
+    "deepseek_ocr2": {
+        "text_config": {
+            "num_hidden_layers": 12,
+            "mlp_layer_types": ["dense"] + 11 * ["sparse"],
+            "num_experts_per_tok": 6,
+            "n_routed_experts": 64,
+        }
+    },
+    "granite4_vision": {
+        "": {
+            "deepstack_layer_map": [(-2, 0), (-1, 2)],
+            "spatial_target_layers": [1, 3],
+            "downsample_rate": "1/2",
+            "image_grid_pinpoints": [[224, 448], [448, 224]],
+        }
+    },
+    "hunyuan_vl": {"text_config": {"head_dim": 128, "rope_parameters": {**_M_ROPE, "mrope_section": 4 * [16]}}},
+    **{
+        name: {"": {"image_token_id": 120}} for name in ("minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "nemotron_h_omni")
+    },
+    **{
+        name: {"": {"vision_start_token_id": 118, "audio_start_token_id": 119}}
+        for name in ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
+    },
+    "qianfan_ocr": {"vision_config": {"drop_path_rate": 0.0}},
+    "inkling_mm_model": {"vision_config": {"num_hidden_layers": 4}},
+    "step3p7": {"text_config": {"sliding_window": 512}},
     "llama4": {"vision_config": {"hidden_size": 1408, "vision_output_dim": 4096}},
 }
 
@@ -47,7 +81,7 @@ def default_model(kind: str) -> Any:
         config = of(**parts)
     for name, values in RELEASED.get(kind, {}).items():
         for key, value in values.items():
-            setattr(getattr(config, name), key, value)
+            setattr(getattr(config, name) if name else config, key, value)
     with torch.device("meta"):
         return getattr(transformers, classes()[kind])(config)
 

@@ -171,8 +171,13 @@ def _dealt(units: Sequence[ShownUnit], ranks: int) -> tuple[ShownUnit, ...]:
 
 def together(units: Sequence[Columns], layout: str) -> dict[str, Tensor]:
     """The columns of several units as one, as a processor puts them; of none there are none."""
-    axis = 1 if layout == "beside" else 0
-    return {name: torch.cat([unit[name] for unit in units], dim=axis) for name in units[0]} if units else {}
+    names = units[0] if units else ()
+    return {name: torch.cat([unit[name] for unit in units], dim=axis_of(name, layout)) for name in names}
+
+
+def axis_of(name: str, layout: str) -> int:
+    """On which axis of a column images stand."""
+    return 1 if layout == "beside" else 3 if layout == "strip" and name == "pixel_values" else 0
 
 
 def patches_of(columns: Columns, layout: str) -> list[int]:
@@ -180,7 +185,11 @@ def patches_of(columns: Columns, layout: str) -> list[int]:
     if layout == "grid":
         return [int(one) for one in next(column for name, column in columns.items() if "grid" in name).prod(-1)]
     if layout == "padded":
-        return [int(one) for one in (columns["image_position_ids"] >= 0).all(-1).sum(-1)]
+        places = columns.get("image_position_ids")
+        marks = columns["pixel_attention_mask"] > 0 if places is None else (places >= 0).all(-1)
+        return [int(one) for one in marks.sum(-1)]
+    if layout == "strip":
+        return [int(one) for one in columns["target_sizes"].prod(-1)]
     return [0] * len(max(columns.values(), key=Tensor.numel))
 
 

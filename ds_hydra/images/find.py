@@ -141,11 +141,11 @@ class Subject:
             right = self.logits(sample, **self.pixels(sample))
         if any(len(leaf) != sum(sample.rows) for leaf in leaves):
             raise self.refusal("its encoder makes other numbers of rows for the embeddings and for the layers behind")
-        patches = patches_of(sample.units[0], self.maker.layout)[0]
+        layout, per_row = self._told()
         axes = self._counted(sample)
         widths = tuple(leaf.shape[-1] for leaf in leaves)
         seam = Seam(
-            self.owner, arguments(self._encode), self.maker.layout, patches // sample.rows[0], self.token, "",
+            self.owner, arguments(self._encode), layout, per_row, self.token, "",
             type(out), widths, (), 1 if axes is None else axes.shape[0], (), frozenset(),
         )  # fmt: skip
         tried = list[str]()
@@ -163,6 +163,15 @@ class Subject:
                 return seam
             tried.append(f"logits are {apart(found, right):.0e} of the largest off")
         raise self.refusal(f"its forward does not take rows in place of pixels ({tried[0]})")
+
+    def _told(self) -> tuple[str, int]:
+        """By which layout images are told from one another, and of how many patches a row is. Where rows are not of
+        as many patches each, they cannot be told."""
+        layout, sample = self.maker.layout, self.samples[0]
+        patches = [patches_of(unit, layout)[0] for unit in sample.units]
+        per_row = patches[0] // sample.rows[0]
+        even = all(each == per_row * rows for each, rows in zip(patches, sample.rows, strict=True))
+        return (layout, per_row) if even else ("whole", 0)
 
     def _with_rows(self, seam: Seam, leaves: Sequence[Tensor]) -> Tensor:
         """The first sample's logits by rows in place of pixels, and by positions as stages are given them."""

@@ -40,7 +40,7 @@ def source_of(
         raise ConfigError("hydra.images: whole experts are not spread over ranks (ep) beside images: list no ep")
     subject = subject_of(base)
     seam = subject.seam
-    if seam.layout not in ("grid", "padded"):
+    if seam.layout not in ("grid", "padded", "strip"):
         seam = replace(seam, per_row=rows_of_one(base, seam))
     source = ImageText(base, seam, options, token_loss=loss_fn, facts=facts, computed_in=computed_in)
     source.subject = subject

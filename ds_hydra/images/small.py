@@ -22,10 +22,15 @@ _SMALL = 2_000_000  # parameters of a model that is copied as it is
 LAYERS = 6
 _POSITIONS, _VOCABULARY = 256, 512
 _WINDOW = 3  # shorter than an image, so that it shows whether that has all of it
+_LARGE = 100  # features that no small copy has
 _HIDDEN, _HEADS, _PATCHES = 32, 4, 4  # of the encoder: features, heads, patches of an image along a side
 _WIDTHS = re.compile(r"^(hidden_size|embed_dim|d_model|dim)$")
 _OUT = re.compile(r"^(out_hidden_size|output_dim|projection_dim|text_hidden_size)$")
 _INNER = re.compile(r"(intermediate|ffn|mlp)_?(hidden_)?(size|dim)$")
+_WIDTH = re.compile(r"(size|dim|width)$")
+_HEAD = re.compile(r"(num_heads|attention_heads|num_key_value_heads)$")
+_COUNT = re.compile(r"(size|dim|width|embeddings|channels)$")
+GRIDS = ("image_grid_thw", "image_grid_hw")  # columns of the numbers of patches along the sides of each image
 
 
 def small_model(model: Any) -> Any:
@@ -68,36 +73,68 @@ def _small_config(model: Any, config: Any) -> Any:
     heads = usual(text, "num_attention_heads")
     kv_heads = usual(text, "num_key_value_heads") or heads
     common = math.gcd(heads, kv_heads)
-    small = shrunk_config(config, LAYERS, next(n for n in range(max(1, heads // 4), 0, -1) if common % n == 0),
-                          _POSITIONS, _VOCABULARY)  # fmt: skip
+    divisors = [n for n in range(max(1, heads // 4), 0, -1) if common % n == 0]
+    divisor = next((n for n in divisors if heads // n % 2 == 0), divisors[0])  # heads that two ranks can share
+    small = shrunk_config(config, LAYERS, divisor, _POSITIONS, _VOCABULARY)
     hidden = small.get_text_config().hidden_size
     rotary = getattr(small.get_text_config(), "rope_parameters", None)
     if isinstance(rotary, dict) and any(hasattr(type(module), COUNT) for module in model.modules()):
         part = rotary.get("partial_rotary_factor") or getattr(text, "partial_rotary_factor", None) or 1.0
         rotary.setdefault("mrope_section", rotary_sections(part))
     vars(small).update({key: _PATCHES for key in vars(small) if key == "mm_tokens_per_image"})
+    for key, value in vars(config).items():  # so many rows of so many patches
+        if isinstance(value, dict) and value and all(isinstance(one, int) for one in (*value, *value.values())):
+            setattr(small, key, {_PATCHES**2: _PATCHES})
     seen = 200
     for key, value in vars(config).items():
         if re.search(r"(image|video|audio|vision|img).*token_(id|index)$", key) and isinstance(value, int):
             setattr(small, key, seen)
             seen += 1
     old, new = vision_config(config), vision_config(small)
+    # What has another name for a width is told by its number.
+    own, words = getattr(old, "hidden_size", 0), usual(text, "hidden_size")
+    widths = {4 * own: 4 * _HIDDEN, 4 * words: 4 * hidden, own: _HIDDEN, words: hidden}  # 4: of patches put together
+    for key, value in vars(config).items():
+        if isinstance(value, int) and _WIDTH.search(key) and vars(small)[key] == value:
+            vars(small)[key] = widths.get(value, value)
     for key, value in vars(old).items():
         if key.startswith("_") or isinstance(value, bool) or not isinstance(value, int | list | tuple):
             continue
-        vars(new)[key] = _of_encoder(key, value, old, hidden)
+        if old is not config or key == "image_size":
+            vars(new)[key] = _of_encoder(key, value, widths, old, hidden)
+    for part in (part for of in (small, new) for part in vars(of).values() if hasattr(part, "to_dict")):
+        if part is not new and part is not small.get_text_config():
+            _shrink_other(part, hidden, usual(old, "hidden_size"))
     if pinpoints := getattr(small, "image_grid_pinpoints", None):
         one, two = _size(old), _size(new)
         small.image_grid_pinpoints = [[side * two // one for side in each] for each in pinpoints]
     return small
 
 
+def _shrink_other(part: Any, hidden: int, of_encoder: int) -> None:
+    """A second encoder, or one of other inputs, or what makes images: what the rules of texts have left large."""
+
+    def small(value: Any) -> Any:
+        if isinstance(value, list):
+            return [small(one) for one in value]
+        large = isinstance(value, int) and value > _LARGE
+        return (_HIDDEN if value == of_encoder else hidden) if large else value
+
+    for key, value in vars(part).items():
+        if key == "image_size":
+            vars(part)[key] = _PATCHES * _number(part, ("patch_size",), 16)
+        elif _HEAD.search(key) and isinstance(value, int):
+            vars(part)[key] = _HEADS
+        elif _COUNT.search(key):
+            vars(part)[key] = small(value)
+
+
 def _size(config: Any) -> int:
     return _number(config, ("image_size",), 1)
 
 
-def _of_encoder(key: str, value: Any, old: Any, hidden: int) -> Any:
-    """The size of a small encoder; its depth and its patches stay."""
+def _of_encoder(key: str, value: Any, widths: Mapping[int, int], old: Any, hidden: int) -> Any:
+    """The size of a small encoder, which was `value`; its depth and its patches stay."""
     one = value[0] if isinstance(value, list | tuple) and value else value
     if key == "image_size" and isinstance(one, int):
         patch = getattr(old, "patch_size", 14)
@@ -115,7 +152,9 @@ def _of_encoder(key: str, value: Any, old: Any, hidden: int) -> Any:
     if _INNER.search(key):  # of some a number of whole rows, which are put together
         times, rest = divmod(value, getattr(old, "hidden_size", None) or 1)
         return (times if not rest and 1 < times < 9 else 2) * _HIDDEN
-    return _HEADS if re.search(r"(num_heads|num_attention_heads|num_key_value_heads)$", key) else value
+    if _HEAD.search(key):
+        return _HEADS
+    return widths.get(value, value) if _WIDTH.search(key) else value
 
 
 def vision_config(config: Any) -> Any:
@@ -145,37 +184,79 @@ def makers(config: Any, taken: Mapping[str, Any] | tuple[str, ...]) -> Iterator[
     size = _number(part, ("image_size",), 28)
     channels = _number(part, ("in_channels", "num_channels", "in_chans"), 3)
     merge = _number(part, ("spatial_merge_size", "merge_size"), _number(config, ("spatial_merge_size",), 1))
-    frames = _number(part, ("temporal_patch_size",), 1)
+    frames = _number(part, ("temporal_patch_size", "patch_temporal"), 1)
 
     def noise(*shape: int) -> Tensor:
         return torch.randn(*shape, dtype=torch.float64)
 
-    def patches(of: tuple[int, ...]) -> Callable[[int], Columns]:
-        def make(which: int) -> Columns:
-            h, w = 2 * merge, (2 + 2 * which) * merge
-            return {"pixel_values": noise(h * w, *of), "image_grid_thw": torch.tensor([[1, h, w]])}
+    def pictures(**beside: Tensor) -> Callable[[int], Columns]:
+        return lambda _: {"pixel_values": noise(1, channels, size, size), **beside}
 
-        return make
-
-    if "image_grid_thw" in taken:
-        for count in dict.fromkeys((frames, 2, 1)):
-            yield Maker("grid", patches((channels * count * patch * patch,)))
-        yield Maker("grid", patches((channels, patch, patch)))
+    if grid := next((key for key in GRIDS if key in taken), ""):
+        flat = [(channels * count * patch * patch,) for count in dict.fromkeys((frames, 2, 1))]
+        for of in (*flat, (channels, patch, patch), (merge * patch, merge * patch, channels)):
+            yield Maker("grid", _patches(of, merge, grid, beside="image_merge_sizes" in taken))
     if "image_position_ids" in taken:
         pooled = _number(part, ("pooling_kernel_size",), 1)
         yield from (_padded(patch, pooled, channels), _padded(patch * pooled, 1, channels))
-    if "pixel_attention_mask" in taken and "spatial_shapes" not in taken:
-        mask = torch.ones(1, 1, size, size, dtype=torch.bool)
-        yield Maker(
-            "beside", lambda _: {"pixel_values": noise(1, 1, channels, size, size), "pixel_attention_mask": mask}
-        )
+    if "spatial_shapes" in taken:
+        yield Maker("padded", _shaped(patch, channels, _number(config, ("downsample_factor",), merge)))
+    elif "pixel_attention_mask" in taken:
+        for each in ((size, size), ()):  # a mask of pixels, or of images
+            yield Maker("beside", _masked((1, 1, channels, size, size), (1, 1, *each)))
+    if "target_sizes" in taken:
+        yield Maker("strip", lambda which: {
+            "pixel_values": noise(1, channels, patch, 16 * (1 + which) * patch),
+            "target_sizes": torch.tensor([[4, 4 * (1 + which)]])})  # fmt: skip
     if "image_sizes" in taken:
         yield Maker("whole", lambda which: {
             "pixel_values": noise(1, channels, 2 * merge * patch, (2 + 2 * which) * merge * patch),
             "image_sizes": torch.tensor([[2 * merge * patch, (2 + 2 * which) * merge * patch]])})  # fmt: skip
         yield Maker("whole", lambda _: {"pixel_values": noise(1, 3, channels, size, size),
                                         "image_sizes": torch.tensor([[size, size]])})  # fmt: skip
-    yield Maker("each", lambda _: {"pixel_values": noise(1, channels, size, size)})
+    if "pixel_values_local" in taken:  # crops of an image, beside all of it
+        yield Maker("whole", lambda which: {
+            "pixel_values": noise(1, channels, size, size), "num_local_patches": torch.tensor([1 + which]),
+            "pixel_values_local": noise(1 + which, channels, size, size)})  # fmt: skip
+    if "high_res_pixel_values" in taken:
+        high = _number(getattr(config, "high_res_vision_config", part), ("image_size",), size)
+        yield Maker("each", pictures(high_res_pixel_values=noise(1, channels, high, high)))
+    if "pixel_mask" in taken:
+        yield Maker("each", pictures(pixel_mask=torch.ones(1, size, size, dtype=torch.bool)))
+    yield Maker("each", pictures())
+    yield Maker("each", lambda _: {"pixel_values": noise(4, frames, patch, patch, channels)})  # each a row
+    if part is config:  # whose pictures are no more than patches
+        yield Maker("each", lambda _: {"pixel_values": noise(1, _PATCHES**2, channels * patch * patch)})
+
+
+def _patches(of: tuple[int, ...], merge: int, grid: str, *, beside: bool) -> Callable[[int], Columns]:
+    """Images whose patches stand one after the other, with the numbers of patches along their sides."""
+
+    def make(which: int) -> Columns:
+        each = 2 if beside else merge
+        h, w = 2 * each, (2 + 2 * which) * each
+        sizes = torch.tensor([[1, h, w] if grid.endswith("thw") else [h, w]])
+        more = {"image_merge_sizes": torch.tensor([each])} if beside else {}
+        return {"pixel_values": torch.randn(h * w, *of, dtype=torch.float64), grid: sizes, **more}
+
+    return make
+
+
+def _masked(pixels: tuple[int, ...], mask: tuple[int, ...]) -> Callable[[int], Columns]:
+    return lambda _: {"pixel_values": torch.randn(*pixels, dtype=torch.float64),
+                      "pixel_attention_mask": torch.ones(*mask, dtype=torch.bool)}  # fmt: skip
+
+
+def _shaped(patch: int, channels: int, merge: int) -> Callable[[int], Columns]:
+    """Images padded to one number of patches, with a mask of them and the numbers along their sides."""
+
+    def make(which: int) -> Columns:
+        h, w = 2 * merge, (2 + 2 * which) * merge
+        mask = (torch.arange(8 * merge**2) < h * w).long()[None]
+        pixels = torch.randn(1, 8 * merge**2, channels * patch * patch, dtype=torch.float64)
+        return {"pixel_values": pixels, "pixel_attention_mask": mask, "spatial_shapes": torch.tensor([[h, w]])}
+
+    return make
 
 
 def _padded(patch: int, pooled: int, channels: int) -> Maker:

@@ -11,6 +11,7 @@ found with. Two images of 640 x 480 and 1,024 x 1,536, and what a row of feature
            image that is all zeros fills up
   padded   pixel_values (2, 2520, 768), image_position_ids (2, 2520, 2): an entry is an image, with places for its
            patches and -1 behind the last; always as many patches for a row of features
+  strip    pixel_values (1, 3, 14, 14 * (1200 + 3800)), target_sizes (2, 2): all patches stand side by side
   whole    pixel_values (2, 3, 1540, 1036), image_sizes (2, 2): what an image has of the rows cannot be told without
            running its encoder, so the images of a sequence stay together
 
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from ds_hydra.data.columns import as_array
 from ds_hydra.data.sequences import items_of
-from ds_hydra.images.content import TOGETHER, Columns, Unit, patches_of
+from ds_hydra.images.content import TOGETHER, Columns, Unit, axis_of, patches_of
 from ds_hydra.images.seam import Seam
 from ds_hydra.zero_hetero.errors import ConfigError
 
@@ -143,7 +144,8 @@ def _one_after_the_other(columns: Columns, counts: Sequence[int], seam: Seam, fi
     for count in counts:
         own, held = list[Unit](), 0
         while held < count and units < len(sizes):
-            part = {name: _share(column, len(sizes), starts, units) for name, column in columns.items()}
+            part = {name: _share(column, len(sizes), starts, units, axis_of(name, seam.layout))
+                    for name, column in columns.items()}  # fmt: skip
             own.append(Unit(part, held, sizes[units][1]))
             held, units = held + sizes[units][1], units + 1
         found.append(tuple(own))
@@ -166,10 +168,13 @@ def _sizes(columns: Columns, counts: Sequence[int], seam: Seam) -> list[tuple[in
     """Of each image its entries in the largest column, and its rows of features."""
     patches = patches_of(columns, seam.layout)
     if patches and patches[0]:
-        return [(one if seam.layout == "grid" else 1, one // seam.per_row) for one in patches]
+        return [(1 if seam.layout == "padded" else one, one // seam.per_row) for one in patches]
     return [(1, seam.per_row or sum(counts) // len(patches))] * len(patches)
 
 
-def _share(column: Tensor, number: int, starts: Any, unit: int) -> Tensor:
+def _share(column: Tensor, number: int, starts: Any, unit: int, axis: int) -> Tensor:
     """What an image has of a column: one entry, or its patches."""
-    return column[unit : unit + 1] if len(column) == number else column[starts[unit] : starts[unit + 1]]
+    if column.shape[axis] == number:
+        return column.narrow(axis, unit, 1)
+    each = 1 if axis == 0 else column.shape[axis] // int(starts[-1])  # pixels of a patch along a strip
+    return column.narrow(axis, each * int(starts[unit]), each * int(starts[unit + 1] - starts[unit]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,16 +188,20 @@ def _shrunk_rotary(parameters: dict[Any, Any]) -> dict[Any, Any]:
         elif key in ("short_factor", "long_factor"):
             small[key] = list(value)[: _rotary_pairs(part)]
         elif key == "mrope_section":
-            small[key] = rotary_sections(part)
+            small[key] = rotary_sections(part, value)
         else:
             small[key] = value
     return small
 
 
-def rotary_sections(part: float) -> list[int]:
-    """How many pairs of a head, of which so large a part is turned, go by each of three axes of positions."""
+def rotary_sections(part: float, like: Sequence[int] = ()) -> list[int]:
+    """How many pairs of a head, of which so large a part is turned, go by each axis of positions: of three, or of those
+    of a model. Of three the one that has another number than the two others stays where it is."""
     pairs = _rotary_pairs(part)
-    return [pairs - 2 * (pairs // 4), pairs // 4, pairs // 4]
+    if len(like) > 3:
+        return [pairs // len(like)] * len(like)
+    sections = [pairs - 2 * (pairs // 4), pairs // 4, pairs // 4]
+    return sections[::-1] if len(like) == 3 and like[0] == like[1] != like[2] else sections
 
 
 def _rotary_pairs(part: float) -> int:
