@@ -24,7 +24,7 @@ from ds_hydra.images.units import taken
 from ds_hydra.pipe.rows import Seen
 from ds_hydra.self_check.shrink import rotary_sections
 from ds_hydra.zero_hetero.errors import ConfigError
-from tests.support.image_models import MODELS, batch_of, image_model, sample
+from tests.support.image_models import FILM, MODELS, batch_of, image_model, sample
 from tools.image_classes import default_model, verdict_of
 
 
@@ -42,6 +42,7 @@ def test_the_seam_is_found_by_trying() -> None:
     assert (llava.layout, llava.form, llava.axes, llava.deepest) == ("each", "tuple", 1, (0,))
     assert llava.roots == ("model.multi_modal_projector", "model.vision_tower")
     assert any("layers.1." in name for name in llava.silent)  # its features are those of the layer before
+    assert (qwen.video, llava.video) == (121, None)
     assert (internvl.form, smolvlm.layout) == ("tensor", "beside")
 
 
@@ -104,6 +105,11 @@ def _neighbours(self: Any, of: Any = content._Row._units) -> Iterator[Any]:
                 for one, other in zip(units, turned, strict=True))  # fmt: skip
 
 
+def _turned(self: Any, tokens: Any, of: Any = content._Row._videos) -> Tensor:
+    videos: Tensor = of(self, tokens)
+    return videos.roll(1)
+
+
 def _shifted(self: Any, of: Any = content._Row._positions) -> Tensor | None:
     positions = of(self)
     if positions is not None:
@@ -150,6 +156,7 @@ MUTANTS = {
     "tokens of an image see those before them alone": (
         "gemma3", "tp1", _patch(content, "_runs", lambda marks, offsets: ())),
     "images side by side are one": ("gemma3", "tp1", _patch(content, "_runs", _joined)),
+    "rows of a video are those of an image": ("qwen2_vl", "tp1", _patch(content._Row, "_videos", _turned)),
     "features' gradient is dropped": ("llava", "tp1", _patch(ImageStage, "_rows", _dropped)),
     "an axis of positions is shifted": ("qwen2_vl", "tp1", _patch(content._Row, "_positions", _shifted)),
     "an image is encoded twice": ("llava", "tp2", _patch(content, "_dealt", _dealt_twice)),
@@ -180,8 +187,27 @@ def test_images_of_a_batch_go_to_the_sequences_that_have_their_placeholders() ->
     behind = taken([batch_of("smolvlm", [sample("smolvlm", (0, 0), 4, 1), sample("smolvlm", (0,), 4, 2)])],
                    subject("smolvlm").seam)  # fmt: skip
     assert [len(units) for units in behind.units] == [2, 1]  # what is all zeros fills up
-    with pytest.raises(ConfigError, match="no videos"):
-        taken({**batch_of("qwen2_vl", samples), "pixel_values_videos": torch.zeros(1)}, subject("qwen2_vl").seam)
+    with pytest.raises(ConfigError, match="no such videos"):
+        taken(
+            {**batch_of("llava", [sample("llava", (0,), 4, 1)]), "pixel_values_videos": torch.zeros(1)},
+            subject("llava").seam,
+        )
+
+
+def test_videos_of_a_batch_stand_among_images() -> None:
+    samples = [sample("qwen2_vl", (0, FILM, 1), 4, 1), sample("qwen2_vl", (FILM + 1,), 4, 2)]
+    seam = subject("qwen2_vl").seam
+    (one, film, other), (second,) = taken(batch_of("qwen2_vl", samples), seam).units
+    assert [unit.first for unit in (one, film, other, second)] == [0, 4, 12, 0]
+    assert torch.equal(film.columns["pixel_values_videos"], samples[0].pictures[1].columns["pixel_values_videos"])
+    assert torch.equal(other.columns["pixel_values"], samples[0].pictures[2].columns["pixel_values"])
+    beside = {**batch_of("qwen2_vl", samples), "second_per_grid_ts": [0.5, 1.0]}
+    assert taken(beside, seam).units[1][0].columns["second_per_grid_ts"].tolist() == [1.0]
+    ids = batch_of("qwen2_vl", samples[:1])["input_ids"].clone()
+    ids[0, 4], ids[0, 13] = 121, 120  # an image's first token and a video's
+    within = {**batch_of("qwen2_vl", samples[:1]), "input_ids": ids, "mm_token_type_ids": None}
+    with pytest.raises(ConfigError, match="within one another"):
+        taken(within, seam)
 
 
 def test_patches_that_stand_side_by_side_are_cut_by_their_images() -> None:

@@ -93,7 +93,8 @@ def verdict_of(kind: str, kinds: Sequence[str] = KINDS) -> str:
     except Exception as error:
         return f"not tried: its default config makes no model ({type(error).__name__}: {str(error)[:120]})"
     try:
-        found = verdicts(subject_of(model), kinds)
+        subject = subject_of(model)
+        found = verdicts(subject, kinds)
     except ConfigError as error:
         text = str(error).removeprefix("hydra.images: ").partition(": ")[2] or str(error)
         return f"refused: {text.rpartition('; ')[0] or text}"
@@ -101,7 +102,7 @@ def verdict_of(kind: str, kinds: Sequence[str] = KINDS) -> str:
     equal = ", ".join(one for one, why in found.items() if not why)
     if found.get("tp1"):
         return f"refused: {off}"
-    return f"equal: {equal}" + (f" (not {off})" if off else "")
+    return f"equal: {equal}" + (f" (not {off})" if off else "") + ("; videos too" if subject.video else "")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -58,9 +58,14 @@ class Images(NamedTuple):
     """The images of a sequence; one without any has some, too, in a job that trains images."""
 
     token: int  # id of the placeholders
-    units: tuple[Unit, ...] = ()
+    units: tuple[Unit, ...] = ()  # in the order of their placeholders
     positions: Tensor | None = None  # (axes, tokens), where the model counts them on several axes
     seen: Seen | None = None  # in which layers tokens of an image see each other
+    video: int | None = None  # id of the placeholders of videos
+
+    def marks(self, input_ids: Int64Array) -> NDArray[np.bool_]:
+        """Which of some tokens (tokens,) are placeholders."""
+        return np.isin(input_ids, [self.token] if self.video is None else [self.token, self.video])
 
     def attach(
         self, batch: MicroBatch, spans: Sequence[Span], sequences: Sequence[TokenSequence], place: StagePlace
@@ -89,6 +94,7 @@ class Shown(NamedTuple):
     own: tuple[int, int]  # which of these rows are of tokens that this rank holds
     places: Tensor  # (own rows,) where their tokens stand among those that this rank holds
     positions: Tensor | None  # (axes, 1, T_local)
+    videos: Tensor  # (own rows,) which are of videos
 
 
 @dataclass(frozen=True)
@@ -110,14 +116,15 @@ class _Row(NamedTuple):
         start, stop = pack.local
         marks = np.zeros(pack.num_tokens, dtype=np.bool_)
         tokens = np.concatenate([sequence.input_ids[span.start : span.stop] for span, sequence in self.parts])
-        marks[: len(tokens)] = tokens == self.kind.token
+        marks[: len(tokens)] = self.kind.marks(tokens)
         rows = int(marks.sum())
         first = int(marks[:start].sum())
         places = torch.from_numpy(np.flatnonzero(marks[start:stop]))
         positions = self._positions()
         local = None if positions is None else positions[:, None, start:stop].contiguous()
         units = _dealt(list(self._units()), place.stage.tp * place.stage.sp)
-        shown = Shown(units, rows, (first, first + len(places)), places, local)
+        videos = self._videos(tokens)[first : first + len(places)]
+        shown = Shown(units, rows, (first, first + len(places)), places, local, videos)
         given = {name: getattr(self.batch, name) for name in self.batch.__dataclass_fields__}
         if self.kind.seen is not None:
             given["pack"] = replace(pack, seen=self.kind.seen._replace(spans=_runs(marks, pack.offsets)))
@@ -126,13 +133,17 @@ class _Row(NamedTuple):
     def _units(self) -> Iterator[ShownUnit]:
         at = 0
         for span, sequence in self.parts:
-            marks = sequence.input_ids == self.kind.token
+            marks = self.kind.marks(sequence.input_ids)
             before, held = int(marks[: span.start].sum()), int(marks[span.start : span.stop].sum())
             for unit in sequence.images.units:
                 start, stop = max(unit.first, before), min(unit.first + unit.rows, before + held)
                 if start < stop:
                     yield ShownUnit(unit, start - unit.first, stop - unit.first, at + start - before, 0)
             at += held
+
+    def _videos(self, tokens: Int64Array) -> Tensor:
+        """Which rows of the row's tokens are of videos."""
+        return torch.from_numpy(tokens[self.kind.marks(tokens)] != self.kind.token)
 
     def _positions(self) -> Tensor | None:
         """Of the whole row, (axes, tokens); of text the same on all axes."""
@@ -175,6 +186,17 @@ def together(units: Sequence[Columns], layout: str) -> dict[str, Tensor]:
     return {name: torch.cat([unit[name] for unit in units], dim=axis_of(name, layout)) for name in names}
 
 
+def is_video(columns: Columns) -> bool:
+    """Whether a unit is a video, by the names of its columns."""
+    return any("video" in name for name in columns)
+
+
+def columns_of(units: Sequence[Columns], layout: str) -> dict[str, Tensor]:
+    """The columns of images and videos as a processor puts them: each kind for itself."""
+    images, videos = ([unit for unit in units if is_video(unit) == video] for video in (False, True))
+    return {**together(images, layout), **together(videos, layout)}
+
+
 def axis_of(name: str, layout: str) -> int:
     """On which axis of a column images stand."""
     return 1 if layout == "beside" else 3 if layout == "strip" and name == "pixel_values" else 0
@@ -183,7 +205,7 @@ def axis_of(name: str, layout: str) -> int:
 def patches_of(columns: Columns, layout: str) -> list[int]:
     """Patches of each unit, where the columns tell them; else 0."""
     if layout == "grid":
-        return [int(one) for one in next(column for name, column in columns.items() if "grid" in name).prod(-1)]
+        return [int(one) for one in next(column for name, column in columns.items() if name.endswith("hw")).prod(-1)]
     if layout == "padded":
         places = columns.get("image_position_ids")
         marks = columns["pixel_attention_mask"] > 0 if places is None else (places >= 0).all(-1)
@@ -195,7 +217,7 @@ def patches_of(columns: Columns, layout: str) -> list[int]:
 
 def check_rows(images: Images, input_ids: Int64Array, place: str) -> None:
     """ConfigError where a sequence has other placeholders than its images have rows."""
-    placeholders, rows = int((input_ids == images.token).sum()), sum(unit.rows for unit in images.units)
+    placeholders, rows = int(images.marks(input_ids).sum()), sum(unit.rows for unit in images.units)
     if placeholders != rows:
         raise ConfigError(
             f"{place} has {placeholders} tokens {images.token}, which stand for rows of images, but images of {rows} "

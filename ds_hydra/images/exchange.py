@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ds_hydra.data.sequences import Share, read_share
 from ds_hydra.data.tokens import LeftOut, Limits, Reads, TokenSequence
-from ds_hydra.images.content import Images, Unit, check_rows, together
+from ds_hydra.images.content import Images, Unit, check_rows, columns_of
 from ds_hydra.images.seam import Seam, numbered
 from ds_hydra.images.source import ImageText
 from ds_hydra.images.units import taken
@@ -75,7 +75,7 @@ class ImageExchange:
         sequences = []
         for sequence in share.sequences:
             tokens = torch.from_numpy(sequence.input_ids)
-            seam, columns = self._source.seam, together([unit.columns for unit in units], self._source.seam.layout)
+            seam, columns = self._source.seam, columns_of([unit.columns for unit in units], self._source.seam.layout)
             positions = numbered(self._crew.job.model, seam, tokens, columns) if units else None
             images = seam.images([_typed(u, self._crew.job.types.compute) for u in units], positions)
             check_rows(images, sequence.input_ids, place)

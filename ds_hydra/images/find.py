@@ -18,8 +18,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ds_hydra.images.content import Columns, patches_of, together
-from ds_hydra.images.seam import COUNT, ENCODE, FORMS, GIVEN, Seam, arguments, encoded, encoder_of, leaves_of, numbered
+from ds_hydra.images.content import Columns, columns_of, patches_of, together
+from ds_hydra.images.seam import (
+    COUNT,
+    ENCODE,
+    ENCODE_VIDEO,
+    FORMS,
+    GIVEN,
+    VIDEO,
+    Seam,
+    arguments,
+    encoded,
+    encoder_of,
+    leaves_of,
+    numbered,
+)
 from ds_hydra.images.small import Maker, makers, placeholder, small_model
 from ds_hydra.pipe.attention.interface import layer_type
 from ds_hydra.pipe.models.meta_copy import copy_to_meta
@@ -48,12 +61,14 @@ class Subject:
 
     def __init__(self, model: Any, name: str):
         self.model, self.name, self.token = model, name, self._placeholder(model, name)
+        self.video: int | None = None  # id of the placeholders of videos, where those are trained
         self.owner, self._encode = self._encoder()
         self.maker, self.samples = self._sampled()
         seam = self._formed()
         leaves = self._leaves(self.samples[0])
         self._refuse_draws()
         seam = replace(seam, seen=self._seen(seam, leaves), deepest=self._deepest(seam, leaves))
+        seam = self._filmed(seam)
         self.loss, self.gradients = self._learnt(self.samples)
         self.seam = self._rooted(seam)
 
@@ -119,7 +134,7 @@ class Subject:
 
     def pixels(self, sample: Sample) -> dict[str, Tensor]:
         """What a processor makes of a sample's images."""
-        return together(sample.units, self.maker.layout)
+        return columns_of(sample.units, self.maker.layout)
 
     def logits(self, sample: Sample, **beside: Any) -> Tensor:
         """Of the model's own forward, (tokens, words)."""
@@ -127,6 +142,8 @@ class Subject:
             if "rope_deltas" in vars(module):  # stays from one call to the next
                 module.rope_deltas = None
         marks = torch.eq(sample.tokens, self.token).long()[None]
+        if self.video is not None:
+            marks = marks + 2 * torch.eq(sample.tokens, self.video).long()
         known = {"attention_mask": torch.ones_like(marks), "mm_token_type_ids": marks, "token_type_ids": marks}
         names = inspect.signature(type(self.model).forward).parameters
         given = {key: value for key, value in known.items() if key in names}
@@ -173,16 +190,58 @@ class Subject:
         even = all(each == per_row * rows for each, rows in zip(patches, sample.rows, strict=True))
         return (layout, per_row) if even else ("whole", 0)
 
-    def _with_rows(self, seam: Seam, leaves: Sequence[Tensor]) -> Tensor:
-        """The first sample's logits by rows in place of pixels, and by positions as stages are given them."""
-        sample = self.samples[0]
+    def _filmed(self, seam: Seam) -> Seam:
+        """With videos, where an encoder takes them as it takes images, and its forward their rows."""
+        token, encode = getattr(self.model.config, "video_token_id", None), None
+        if seam.layout == "grid" and seam.seen is None and isinstance(token, int):
+            encode = getattr(self.model.get_submodule(self.owner), ENCODE_VIDEO, None)
+        if encode is None or not set(VIDEO) <= set(arguments(encode)):
+            return seam
+        self.video, filmed = token, replace(seam, video=token)
+        for parted in (False, True):
+            try:
+                with torch.no_grad():
+                    sample = self._film(filmed, parted=parted)
+                    each = [encoded(self.model, filmed, unit) for unit in sample.units]
+                    found = self._with_rows(filmed, [torch.cat(parts) for parts in zip(*each, strict=True)], sample)
+                    right = self.logits(sample, **self.pixels(sample))
+            except Exception as error:
+                logger.debug("videos are not trained: %s", failing(error))
+                continue
+            if apart(found, right) < NEAR:
+                self.samples = (*self.samples, sample)
+                return filmed
+        self.video = None
+        return seam
+
+    def _film(self, seam: Seam, *, parted: bool) -> Sample:
+        """A sequence of an image and a video of two frames, whose placeholders stand together or frame by frame."""
+        assert seam.video is not None
+        image, frames = self.maker.make(0), [self.maker.make(1) for _ in range(2)]
+        grid = next(frames[0][name] for name in frames[0] if name.endswith("hw")) * torch.tensor([2, 1, 1])
+        pixels = torch.cat([frame["pixel_values"] for frame in frames])
+        units: tuple[Columns, ...] = (image, dict(zip(VIDEO, (pixels, grid), strict=True)))
+        rows = [len(encoded(self.model, seam, unit)[0]) for unit in units]
+        draw = np.random.default_rng(7)
+        words = draw.integers(8, min(self.token, seam.video, self.model.get_input_embeddings().weight.shape[0], 96), 12)
+        frame = [seam.video] * (rows[1] // 2)
+        between = words[:1].tolist() if parted else []
+        tokens = [*words[1:4], *[self.token] * rows[0], *words[4:6], *frame, *between, *frame, *words[6:]]
+        return Sample(torch.tensor([int(token) for token in tokens]), units, tuple(rows))
+
+    def _with_rows(self, seam: Seam, leaves: Sequence[Tensor], sample: Sample | None = None) -> Tensor:
+        """A sample's logits, of the first one's, by rows in place of pixels, and by positions as stages are given
+        them."""
+        sample = sample or self.samples[0]
+        kinds = sample.tokens[torch.isin(sample.tokens, torch.tensor([self.token, self.video or self.token]))]
+        given = seam.given(leaves, kinds != self.token)
         positions = numbered(self.model, seam, sample.tokens, self.pixels(sample))
         if positions is not None:
             own = self._counted(sample)
             if own is None or not torch.equal(own[:, 0], positions):
                 raise self.refusal(f"its text is numbered on {seam.axes} axes in a way that is not its {COUNT}")
-            return self.logits(sample, **seam.given(leaves), position_ids=positions[:, None])
-        return self.logits(sample, **seam.given(leaves))
+            return self.logits(sample, **given, position_ids=positions[:, None])
+        return self.logits(sample, **given)
 
     def _counted(self, sample: Sample) -> Tensor | None:
         """The positions on several axes that reach the text, (axes, 1, tokens), as the model makes them; else None."""
@@ -267,7 +326,7 @@ class Subject:
     def _rooted(self, seam: Seam) -> Seam:
         """With what is used for images alone, and which parameters of it have no gradient in spite of one."""
         layers, names = f"{find_layers(self.model)}.", [name for name, _ in self.model.named_parameters()]
-        _, text = self._learnt(self.samples[-1:])
+        _, text = self._learnt(sample for sample in self.samples if not sample.units)
         own = {name for name in names if name not in text and not name.startswith(layers)}
         roots = tuple(_outermost(own, set(names) - own))
         return replace(seam, roots=roots, silent=frozenset(own - self.gradients.keys()))

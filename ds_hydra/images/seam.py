@@ -23,10 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_hydra.images.content import Columns, Images, Unit
+from ds_hydra.images.content import Columns, Images, Unit, is_video
 from ds_hydra.pipe.rows import Seen
 
 ENCODE = "get_image_features"  # what transformers' models call it
+ENCODE_VIDEO = "get_video_features"
+VIDEO = ("pixel_values_videos", "video_grid_thw")  # what it takes
+BESIDE_VIDEO = "second_per_grid_ts"  # by which some number the tokens of a video, (videos,)
 COUNT = "get_rope_index"  # by which those that number tokens on several axes do it
 GIVEN = "mm_encoder_outputs"  # the argument of their forwards by which rows take the place of pixels
 _MORE = "deepstack_features"
@@ -54,6 +57,7 @@ class Seam:
     roots: tuple[str, ...]  # modules and parameters that are used for images alone
     silent: frozenset[str]  # their parameters that have no gradient all the same
     seen: Seen | None = None  # in which layers tokens of an image see each other [Note: spans]
+    video: int | None = None  # id of the placeholders of videos, where those are trained: by the same encoder
 
     def of(self, name: str) -> bool:
         """Whether a parameter is used for images alone."""
@@ -61,14 +65,28 @@ class Seam:
 
     def images(self, units: Sequence[Unit] = (), positions: Tensor | None = None) -> Images:
         """Those of a sequence."""
-        return Images(self.token, tuple(units), positions, self.seen)
+        return Images(self.token, tuple(units), positions, self.seen, self.video)
 
-    def given(self, leaves: Sequence[Tensor]) -> dict[str, Any]:
-        """What the model's forward is given for the rows (rows, width) of all leaves, in the order of placeholders."""
+    def given(self, leaves: Sequence[Tensor], videos: Tensor | None = None) -> dict[str, Any]:
+        """What the model's forward is given for the rows (rows, width) of all leaves, in the order of placeholders,
+        some of which (rows,) are of `videos`."""
+        if videos is None or not bool(videos.any()):
+            return {GIVEN: {"image": self._output(leaves)}}
+        found = {"video": self._output([leaf[videos] for leaf in leaves])}
+        if not bool(videos.all()):
+            found["image"] = self._output([leaf[~videos] for leaf in leaves])
+        return {GIVEN: found}
+
+    def _output(self, leaves: Sequence[Tensor]) -> Any:
         first, *more = leaves
         value = FORMS[self.form](first)
         made = {"pooler_output": value, "last_hidden_state": value}
-        return {GIVEN: {"image": self.output(**made, **({_MORE: [[leaf] for leaf in more]} if more else {}))}}
+        return self.output(**made, **({_MORE: [[leaf] for leaf in more]} if more else {}))
+
+    def types(self, input_ids: Tensor) -> Tensor:
+        """What processors say of tokens (tokens,): 0 text, 1 of an image, 2 of a video, (1, tokens)."""
+        found = (input_ids == self.token).long()
+        return (found if self.video is None else found + 2 * (input_ids == self.video))[None]
 
 
 def leaves_of(out: Any) -> list[Tensor]:
@@ -111,8 +129,9 @@ def arguments(function: Callable[..., Any]) -> tuple[str, ...]:
 
 def encoded(model: nn.Module, seam: Seam, columns: Columns) -> list[Tensor]:
     """The rows of some units that are put together, by leaf."""
-    encode = getattr(model.get_submodule(seam.owner), ENCODE)
-    return leaves_of(encode(**columns, return_dict=True))
+    encode = getattr(model.get_submodule(seam.owner), ENCODE_VIDEO if is_video(columns) else ENCODE)
+    given = {name: column for name, column in columns.items() if name != BESIDE_VIDEO}
+    return leaves_of(encode(**given, return_dict=True))
 
 
 def numbered(model: Any, seam: Seam, input_ids: Tensor, columns: Columns) -> Tensor | None:
@@ -120,8 +139,8 @@ def numbered(model: Any, seam: Seam, input_ids: Tensor, columns: Columns) -> Ten
     if seam.axes == 1:
         return None
     find = getattr(model.get_submodule(seam.owner), COUNT)
-    marks = (input_ids == seam.token).long()[None]
-    known = {"input_ids": input_ids[None], "attention_mask": torch.ones_like(marks), "mm_token_type_ids": marks}
+    types = seam.types(input_ids)
+    known = {"input_ids": input_ids[None], "attention_mask": torch.ones_like(types), "mm_token_type_ids": types}
     taken = arguments(find)
     positions: Tensor = find(**{k: v for k, v in {**known, **columns}.items() if k in taken})[0]
     return positions[:, 0]

@@ -107,7 +107,7 @@ class ImageStage(CausalStage):
         if shown is None:
             return {}
         positions = {} if shown.positions is None else {"position_ids": shown.positions.to(self._device)}
-        return {**positions, **(self._seam.given(leaves) if len(leaves[0]) else {})}
+        return {**positions, **(self._seam.given(leaves, shown.videos.to(self._device)) if len(leaves[0]) else {})}
 
     def _received(self, shown: Shown, places: Tensor) -> Tensor:
         """Of a later stage: the rows of its tokens, as they came with the hidden states; zeros of leaves that no layer

@@ -51,7 +51,7 @@ class Trial:
         samples = self._subject.samples
         tokens = tuple(sample.tokens.numpy() for sample in samples)
         lengths = [len(one) for one in tokens]
-        packs = tuple(MicroBatchPlan.of_whole(pack, lengths) for pack in ([0, 2], [1]))
+        packs = tuple(MicroBatchPlan.of_whole(pack, lengths) for pack in ([0, 2], [1, *range(3, len(samples))]))
         return WithImages(tokens, packs, tuple(map(self._images, samples)))
 
     def _images(self, sample: Sample) -> Images:

@@ -21,7 +21,7 @@ The images of a batch are those of its sequences, one after the other: each take
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,11 +31,12 @@ from torch import Tensor
 from ds_hydra.data.columns import as_array
 from ds_hydra.data.sequences import items_of
 from ds_hydra.images.content import TOGETHER, Columns, Unit, axis_of, patches_of
-from ds_hydra.images.seam import Seam
+from ds_hydra.images.seam import BESIDE_VIDEO, VIDEO, Seam
 from ds_hydra.zero_hetero.errors import ConfigError
 
 _TYPES = ("mm_token_type_ids", "token_type_ids")  # which tokens are placeholders, as processors say it
 _OTHERS = ("pixel_values_videos", "video_grid_thw", "input_features", "input_audio_embeds", "feature_attention_mask")
+_OF_VIDEOS = (*VIDEO, BESIDE_VIDEO)
 _AHEAD = "one call of the processor for each sequence, and a list of its results"
 
 
@@ -72,14 +73,18 @@ def _parts(handed: Any, seam: Seam, first: int) -> Iterator[tuple[list[Any], lis
 def _of_mapping(handed: Mapping[Any, Any], seam: Seam, first: int) -> tuple[list[Any], list[tuple[Unit, ...]]]:
     """A batch, or one item."""
     given = {name: value for name, value in handed.items() if value is not None}
+    films = {name: torch.as_tensor(given.pop(name)) for name in _OF_VIDEOS if name in given and seam.video is not None}
     for name in _OTHERS:
         if name in given and name not in seam.columns:
-            raise ConfigError(f"item {first} of the data has {name!r}: images are trained, but no videos and no audio")
+            raise ConfigError(
+                f"item {first} of the data has {name!r}: its images are trained, but no such videos or audio"
+            )
     columns = {name: torch.as_tensor(given.pop(name)) for name in seam.columns if name in given}
     types = next((given[name] for name in _TYPES if name in given), None)
     rest = {name: value for name, value in given.items() if name not in _TYPES}
     items = list(items_of(rest))
-    marks = [as_array(item["input_ids"] if isinstance(item, Mapping) else item) == seam.token for item in items]
+    ids = [as_array(item["input_ids"] if isinstance(item, Mapping) else item) for item in items]
+    marks = [one == seam.token for one in ids]
     if seam.seen is not None and columns and types is None:
         raise ConfigError(
             f"item {first} of the data has images and no {' or '.join(_TYPES[::-1])}, without which the model's own "
@@ -88,6 +93,13 @@ def _of_mapping(handed: Mapping[Any, Any], seam: Seam, first: int) -> tuple[list
     if types is not None:
         _check_types(as_array(types), marks, seam, first)
     counts = [int(mark.sum()) for mark in marks]
+    if films:
+        alone = replace(seam, token=seam.video)
+        shown = _one_after_the_other(films, [int((one == seam.video).sum()) for one in ids], alone, first)
+        pictures = _one_after_the_other(columns, counts, seam, first) if columns else [()] * len(items)
+        return items, [
+            _in_order(*both, seam, first + n) for n, both in enumerate(zip(pictures, shown, ids, strict=True))
+        ]
     if not columns:
         return items, [()] * len(items)
     if seam.layout == "beside":
@@ -104,6 +116,22 @@ def _of_mapping(handed: Mapping[Any, Any], seam: Seam, first: int) -> tuple[list
     return items, _one_after_the_other(columns, counts, seam, first)
 
 
+def _in_order(
+    pictures: tuple[Unit, ...], videos: tuple[Unit, ...], ids: Any, seam: Seam, number: int
+) -> tuple[Unit, ...]:
+    """The images and videos of a sequence, in the order of their placeholders among all of them."""
+    kinds = ids[np.isin(ids, [seam.token, seam.video])]
+    found: list[Unit] = []
+    for units, token in ((pictures, seam.token), (videos, seam.video)):
+        places = np.flatnonzero(kinds == token)
+        for unit in units:
+            first, last = int(places[unit.first]), int(places[unit.first + unit.rows - 1])
+            if last - first + 1 != unit.rows:
+                raise ConfigError(f"item {number} of the data has images and videos within one another: {TOGETHER}")
+            found.append(unit._replace(first=first))
+    return tuple(sorted(found, key=lambda unit: unit.first))
+
+
 def _check_types(types: Any, marks: Sequence[Any], seam: Seam, first: int) -> None:
     """ConfigError where the placeholders are others than what the processor calls an image's tokens."""
     rows = types.reshape(len(marks), -1)
@@ -112,7 +140,7 @@ def _check_types(types: Any, marks: Sequence[Any], seam: Seam, first: int) -> No
             at = int(np.flatnonzero((row == 1) != mark)[0])
             raise ConfigError(
                 f"item {first + number} of the data calls token {at} of the type {row[at]}, where 1 is an image's, but "
-                f"images stand at the tokens {seam.token}: only images are trained, no videos"
+                f"images stand at the tokens {seam.token}"
             )
 
 
@@ -157,9 +185,10 @@ def _one_after_the_other(columns: Columns, counts: Sequence[int], seam: Seam, fi
 
 
 def _told(where: str, tokens: int, images: int, seam: Seam, rows: int = 0) -> str:
+    what = "images" if seam.token != seam.video else "videos"
     of = f" of {rows or images * seam.per_row} rows" if rows or seam.per_row else ""
     return (
-        f"{where} of the data: {tokens} tokens {seam.token} stand for rows of images, but there are {images} images"
+        f"{where} of the data: {tokens} tokens {seam.token} stand for rows of {what}, but there are {images} {what}"
         f"{of}: {TOGETHER}"
     )
 

@@ -24,7 +24,7 @@ from ds_hydra.images.exchange import ImageExchange
 from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.testing import float64_throughout, rank_environment, run_ranks, whole_gradients
 from ds_hydra.zero_hetero.errors import ConfigError
-from tests.support.image_models import ImageSample, batch_of, image_model, plain_loss, sample
+from tests.support.image_models import FILM, ImageSample, batch_of, image_model, plain_loss, sample
 from tests.support.pages import blocks
 from tests.support.planner_cases import in_slices
 from tests.support.strict import Rules, strict_world
@@ -54,6 +54,7 @@ MIXED = (((0, 1), ()), ((1,), (0, 0, 2)))
 NONE = (((), ()), ((),))
 ONE = (((0,),), ((), (0,)))
 TWO_STEPS = (MIXED, (((), (2,)), ((0,),)))
+FILMED = (((0, FILM), (FILM + 1,)), ((), (FILM, 1, FILM)))
 ROWS = [
     Row("packed", "qwen2_vl", ("tp1",), 1, (MIXED[:1], NONE[:1], (((0, 0, 0, 0, 0),),))),
     Row("tensor parallel", "qwen2_vl", ("tp2",), 2, TWO_STEPS),
@@ -78,6 +79,13 @@ ROWS = [
     Row("padded images into every layer", "gemma4", ("pp2", "sp2"), 2, TWO_STEPS),
     Row("recurrent layers", "qwen3_5", ("2*tp1", "pp2", "sp2"), 2, (MIXED, NONE, ONE)),
     Row("recurrent layers in slices", "qwen3_5", ("pp2/list",), 2, TWO_STEPS, slices=True),
+    Row("videos and images", "qwen2_vl", ("tp2", "sp2", "pp2"), 2, (FILMED, MIXED, FILMED)),
+    Row("videos frame by frame, deepstack", "qwen3_vl", ("pp2", "tp2"), 2, (FILMED, NONE)),
+    Row("videos, a mix", "qwen3_vl", ("tp2 + pp2", "sp2 + 2*tp1"), 4, (FILMED, TWO_STEPS[1])),
+    Row("videos beside recurrent layers", "qwen3_5", ("2*tp1", "sp2"), 2, (FILMED, FILMED)),
+    Row("videos in slices", "qwen2_vl", ("pp2/list",), 2, (FILMED, FILMED), slices=True),
+    Row("videos, LoRA of text and encoder", "qwen2_vl", ("tp2",), 2, (FILMED, FILMED), lora=("q_proj", "qkv", "fc1")),
+    Row("videos, frozen encoder", "qwen2_vl", ("sp2",), 2, (FILMED, MIXED), frozen=("visual",)),
     Row("recomputed", "qwen3_vl", ("pp2",), 2, TWO_STEPS, recomputed=True),
     Row("LoRA of text and encoder", "qwen2_vl", ("tp2",), 2, TWO_STEPS, lora=("q_proj", "qkv", "fc1")),
     Row("LoRA of text", "llava", ("pp2",), 2, (MIXED, ONE), lora=("language_model.*q_proj",)),
@@ -85,6 +93,7 @@ ROWS = [
     Row("strict, sequence parallel", "llava", ("sp2",), 2, (MIXED, NONE, ONE), strict=True),
     Row("strict, in stages", "qwen3_vl", ("pp2",), 2, (MIXED, NONE), strict=True),
     Row("strict, frozen encoder", "llava", ("tp2",), 2, (MIXED, ONE), frozen=("vision_tower",), strict=True),
+    Row("strict, videos", "qwen3_vl", ("tp2",), 2, (FILMED, MIXED), strict=True),
     Row("strict, a mix", "qwen3_vl", ("tp2 + pp2", "tp2sp2"), 4, (MIXED, ONE), strict=True),
     Row("strict, tokens of an image see each other", "gemma3", ("sp2",), 2, (MIXED, ONE), strict=True),
     Row("strict, slices", "qwen2_vl", ("pp2/list",), 2, TWO_STEPS, slices=True, strict=True),
@@ -258,7 +267,7 @@ def test_what_cannot_be_trained_is_refused_by_name() -> None:
     video = {**two, "pixel_values_videos": two["pixel_values"]}
     cut = {key: value[:, :12] if value.dim() == 2 else value for key, value in two.items()}
     told = run_ranks(refused, 1, "llava", [fewer, more, video, cut, two], True, timeout=200)[0]
-    words = ("2 images of 32 rows", "6 images of 96 rows", "no videos", "truncated", "")
+    words = ("2 images of 32 rows", "6 images of 96 rows", "no such videos", "truncated", "")
     for text, expected in zip(told, words, strict=True):
         assert expected in text
     assert not told[-1]

@@ -12,7 +12,8 @@ from transformers import AutoConfig
 
 from ds_hydra.pipe.loss import IGNORED
 
-WIDTH, WORDS, IMAGE = 32, 128, 120
+WIDTH, WORDS, IMAGE, VIDEO = 32, 128, 120, 121
+FILM = 10  # and more: a width of a video, with two frames of what remains
 _TEXT: dict[str, Any] = {
     "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": WORDS, "max_position_embeddings": 512, "head_dim": 8,
@@ -24,7 +25,7 @@ _VIT: dict[str, Any] = {
 }  # fmt: skip
 _QWEN: dict[str, Any] = {"depth": 2, "num_heads": 4, "patch_size": 4, "spatial_merge_size": 2, "in_channels": 3}
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
-_TOKENS = {"image_token_id": IMAGE, "video_token_id": 121, "vision_start_token_id": 122, "vision_end_token_id": 123}
+_TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": 122, "vision_end_token_id": 123}
 
 # Name -> (class, model type, settings).
 MODELS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
@@ -98,10 +99,11 @@ def picture(name: str, generator: torch.Generator, wide: int = 0) -> Picture:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     if name.startswith("qwen"):
-        h, w = 4, 4 + 2 * wide
-        return Picture(
-            {"pixel_values": noise(h * w, 3 * 2 * 16), "image_grid_thw": torch.tensor([[1, h, w]])}, h * w // 4
-        )
+        film, steps = divmod(wide, FILM)
+        t, h, w = 1 + film, 4, 4 + 2 * steps
+        columns = ("pixel_values_videos", "video_grid_thw") if film else ("pixel_values", "image_grid_thw")
+        values = (noise(t * h * w, 3 * 2 * 16), torch.tensor([[t, h, w]]))
+        return Picture(dict(zip(columns, values, strict=True)), t * h * w // 4)
     if name == "gemma4":  # padded to 32 patches, of which four make a row
         places = torch.cartesian_prod(torch.arange(4), torch.arange(4 + 2 * wide)).flip(-1)
         behind = (0, 0, 0, 32 - len(places))
@@ -132,9 +134,13 @@ def sample(name: str, widths: Sequence[int], text: int, seed: int) -> ImageSampl
     pictures = tuple(picture(name, generator, wide) for wide in widths)
     tokens = words(3)
     for one in pictures:
-        tokens += [*([122] if name.startswith("qwen") else []), *[IMAGE] * one.rows, *words(2)]
+        own = [IMAGE] * one.rows
+        if "pixel_values_videos" in one.columns:  # of Qwen3-VL's and later ones each frame stands for itself
+            frame = [VIDEO] * (one.rows // 2)
+            own = [*frame, *([] if name == "qwen2_vl" else words(1)), *frame]
+        tokens += [*([122] if name.startswith("qwen") else []), *own, *words(2)]
     ids = torch.tensor(tokens + words(text))
-    return ImageSample(ids, ids.masked_fill(ids == IMAGE, IGNORED), pictures)
+    return ImageSample(ids, ids.masked_fill((ids == IMAGE) | (ids == VIDEO), IGNORED), pictures)
 
 
 def columns_of(name: str, samples: Sequence[ImageSample]) -> dict[str, Tensor]:
@@ -150,8 +156,9 @@ def columns_of(name: str, samples: Sequence[ImageSample]) -> dict[str, Tensor]:
             parts = [p.columns for p in one.pictures] + [blank] * (most - len(one.pictures))
             rows.append({key: torch.cat([part[key] for part in parts]) for key in blank})
         return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
-    pictures = [one for each in samples for one in each.pictures]
-    return {key: torch.cat([p.columns[key] for p in pictures]) for key in pictures[0].columns} if pictures else {}
+    pictures = [one.columns for each in samples for one in each.pictures]
+    names = dict.fromkeys(name for columns in pictures for name in columns)
+    return {name: torch.cat([columns[name] for columns in pictures if name in columns]) for name in names}
 
 
 def batch_of(name: str, samples: Sequence[ImageSample]) -> dict[str, Tensor]:
@@ -166,7 +173,7 @@ def batch_of(name: str, samples: Sequence[ImageSample]) -> dict[str, Tensor]:
         "attention_mask": padded(lambda s: torch.ones_like(s.input_ids), 0), **columns_of(name, samples),
     }  # fmt: skip
     if name.startswith(("qwen", "gemma4")):
-        batch["mm_token_type_ids"] = (batch["input_ids"] == IMAGE).long()
+        batch["mm_token_type_ids"] = (batch["input_ids"] == IMAGE) + 2 * (batch["input_ids"] == VIDEO)
     if name == "gemma3":  # whose tokens of an image see each other
         batch["token_type_ids"] = (batch["input_ids"] == IMAGE).long()
     return batch
