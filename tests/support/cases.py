@@ -392,7 +392,8 @@ def _adapted() -> Iterator[Case]:
     yield base.row("lora, one strategy", "tp2pp2", steps=3, quick=True)
     dropout = replace(base, family="lora with dropout", draws=True)
     yield dropout.row("lora with dropout, V", "tp2pp2/v", slices=True, steps=1, quick=True)
-    yield base.row("lora bf16", dtype=BFLOAT16)
+    for family in ("lora", "dora", "lora and tokens"):
+        yield base.row(f"{family} bf16", family=family, dtype=BFLOAT16)
     yield base.row("lora fp32", dtype=FLOAT32, optimizer="SGD")
     yield dropout.row("lora, checkpointed", activation_checkpointing=True)
     yield base.row("lora, phases", "2*tp2 then tp4", "4*tp1 then 2*pp2")
