@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ds_hydra.config.checks import MAX_INT, read_config
+from ds_hydra.config.deepspeed_settings import BATCH_KEYS
 from ds_hydra.config.hosts import CALLS
 from ds_hydra.config.hydra_block import ParsedConfig, check_num_ranks, parse_config
 from ds_hydra.host.ending import show_refusals_plainly
@@ -99,10 +100,12 @@ def initialize(
     """Make an engine of a model and a DeepSpeed config; returns (engine, optimizer, training_dataloader, lr_scheduler).
 
     Takes the arguments of `deepspeed.initialize`, and is that function where the config has no block "hydra". `mpu` and
-    `mesh_param` are refused with the block, and `collate_fn` is not called, as sequences are packed.
+    `mesh_param` are refused with the block.
 
-    `training_data` is a map-style dataset of token sequences, or a stream of them [Note: streams]: then
-    `engine.train_batch()` draws and runs a step. Without it the script passes the sequences of each step. `loss_fn`
+    With `hydra.tokens_per_step`, `training_data` is a map-style dataset of token sequences, or a stream of them [Note:
+    streams]: then `engine.train_batch()` draws and runs a step, and `collate_fn` is not called, as sequences are
+    packed. With DeepSpeed's batch sizes in its place, training_dataloader is DeepSpeed's: this rank's batches of the
+    dataset, made by `collate_fn`. Without training data the script passes the sequences of each step. `loss_fn`
     takes the place of the cross entropy: from logits (T, V) and labels (T,) it gives the loss of each token, (T,).
     `pre_step_callback(step, sequence_ids, lengths)`, called on rank 0, returns the step's `StepPlan` in place of the
     planner [Note: the pre-step callback].
@@ -115,26 +118,39 @@ def initialize(
     show_log(rank := launched_number("RANK") or 0)
     own = {"loss_fn": loss_fn, "pre_step_callback": pre_step_callback}
     shared = {
-        "args": args, "optimizer": optimizer, "model_parameters": model_parameters, "training_data": training_data,
-        "lr_scheduler": lr_scheduler,
+        "args": args, "optimizer": optimizer, "model_parameters": model_parameters, "lr_scheduler": lr_scheduler
     }  # fmt: skip
     if accepted is None:
         theirs = {
-            "distributed_port": distributed_port, "mpu": mpu, "dist_init_required": dist_init_required,
-            "collate_fn": collate_fn, "config": config, "mesh_param": mesh_param, "config_params": config_params,
+            "training_data": training_data, "distributed_port": distributed_port, "mpu": mpu, "collate_fn": collate_fn,
+            "dist_init_required": dist_init_required, "config": config, "mesh_param": mesh_param,
+            "config_params": config_params,
         }  # fmt: skip
         return _plain_deepspeed(own, rank, model=model, **theirs, **shared)
+    if not (batched := _in_batches(accepted.parsed, training_data)):
+        shared["training_data"] = training_data
     model = _uncompiled(model, rank)
     _refuse_arguments(model, pre_step_callback, mpu=mpu, mesh_param=mesh_param)
     if rank == 0:
         for note in accepted.notes:
             logger.warning("%s", note)
-        if collate_fn is not None:
+        if collate_fn is not None and not batched:
             logger.info("collate_fn is not called: sequences are packed, not collated")
 
     arguments = {"port": distributed_port, "required": dist_init_required}
     engine = _engine(accepted.parsed, model, arguments, **own, **shared)
-    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+    loader = engine.deepspeed_io(training_data, collate_fn=collate_fn) if batched else engine.training_dataloader
+    return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+def _in_batches(parsed: ParsedConfig, training_data: Any) -> bool:
+    """Whether the script reads training data as DeepSpeed's engine does: in batches, by a loader of which it hands each
+    one in."""
+    from ds_hydra.data.stream import is_stream
+
+    if training_data is None or parsed.hydra.tokens_per_step or parsed.hydra.elastic is not None:
+        return False
+    return not is_stream(training_data) and any(key in parsed.source for key in BATCH_KEYS)
 
 
 def _engine(parsed: ParsedConfig, model: Any, of_group: Mapping[str, Any], **given: Any) -> Any:

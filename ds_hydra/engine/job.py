@@ -124,9 +124,10 @@ def _source_of(
         stages = (stage for shape in shapes for pipeline in shape.pipelines for stage in pipeline.stages)
         return spreading_experts(source) if any(stage.ep > 1 for stage in stages) else source
     kind = type(model).__name__
-    what = "a module whose layers ds_hydra cannot find" if isinstance(model, nn.Module) else "not a module"
+    what = "a module without a config of transformers" if isinstance(model, nn.Module) else "not a module"
     raise ConfigError(
-        f"the model is a {kind}, {what}: give a Hugging Face causal language model or a DeepSpeed PipelineModule"
+        f"the model is a {kind}, {what}: give a Hugging Face causal language model or a DeepSpeed PipelineModule, or "
+        "derive a class of your own from transformers' PreTrainedModel, with a config and get_input_embeddings()"
     )
 
 

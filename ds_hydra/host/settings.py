@@ -153,7 +153,7 @@ def sized(config: HydraConfig, training_data: Any, num_ranks: int) -> HydraConfi
     if training_data is not None:
         raise ConfigError(
             "hydra.tokens_per_step is missing: a step draws sequences of training_data until it holds so many tokens; "
-            "add it"
+            "add it, or train_micro_batch_size_per_gpu to read a map-style dataset in batches, as DeepSpeed does"
         )
     if config.context_length is None:
         raise ConfigError(

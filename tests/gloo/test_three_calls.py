@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import multiprocessing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from deepspeed.runtime.config import DeepSpeedConfig
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DistributedSampler
 
 import ds_hydra
 import ds_hydra.engine.engine
@@ -123,6 +125,43 @@ def test_the_update_is_that_of_one_process(loss_norm: str, by_hand: bool) -> Non
                 assert of_batches == pytest.approx(of_all[rank * ACCUMULATION : (rank + 1) * ACCUMULATION], rel=1e-6)
             for name, value in parameters.items():
                 assert torch.allclose(own[name], value, rtol=1e-9, atol=1e-9 * float(value.abs().max())), name
+
+
+# --- training_data in batches: the loader is DeepSpeed's.
+SIZES = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 1}
+ITEMS = [dict(sample, number=torch.tensor(number)) for number, sample in enumerate(prompted([4] * 13, 90, 5))]
+
+
+def of_items(items: Sequence[Any]) -> dict[str, Tensor]:
+    return {**collated([{name: item[name] for name in ("input_ids", "labels")} for item in items]),
+            "number": torch.stack([item["number"] for item in items])}  # fmt: skip
+
+
+def loaded(rank: int) -> list[list[int]]:
+    """Numbers of the items in each batch of two epochs."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # the loader has workers
+    rank_environment(rank)
+    hydra = {"context_length": 64, "strategies": ["2*tp1"], "self_check": "off", "steps_file": None}
+    config = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}, **SIZES, "hydra": hydra}
+    model = build_model(FAMILY, torch.float32)
+    engine, _, loader, _ = ds_hydra.initialize(
+        model=model, model_parameters=model.parameters(), training_data=ITEMS, collate_fn=of_items, config=config
+    )
+    found = []
+    for _ in range(2):
+        for batch in loader:
+            found.append(batch.pop("number").tolist())
+            engine.backward(engine(**batch).loss)
+            engine.step()
+    assert engine.global_steps == len(found)
+    return found
+
+
+@pytest.mark.drawn
+def test_training_data_are_read_in_the_batches_that_deepspeed_makes() -> None:
+    for rank, found in enumerate(run_ranks(loaded, RANKS)):
+        own: list[int] = list(DistributedSampler(ITEMS, RANKS, rank))  # type: ignore[arg-type]  # a list is a dataset
+        assert found == [own[:3], own[3:6], own[6:]] * 2
 
 
 def evaluated(rank: int) -> list[Any]:
