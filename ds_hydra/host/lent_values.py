@@ -1,14 +1,19 @@
 """Values of the masters for a script that asks by a parameter: gathered when all ranks ask, and lent, not given.
 
+A script that ends with `if rank == 0: torch.save(engine.module.state_dict())` asks on one rank alone. Ranks whose
+script has ended help it, for as long as it asks.
+
 What a script writes to them is lost, so it is told of it: when it reads the next value, or before the next update.
 """
 
 from __future__ import annotations
 
+import json
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import count
 from typing import Any, NoReturn
 
 import torch
@@ -19,6 +24,8 @@ from ds_hydra.zero_hetero.errors import ConfigError
 
 _WAIT_S = 10.0
 _LOOK_S = 0.002
+_END_S = 2.0  # how long a rank whose script has ended stays for others that begin to read
+_ENGINES = count()  # as many as each other rank has made, in the same order
 _CLOSED = 1 << 32  # more than there are ranks
 REMEDY = (
     "Change it before ds_hydra.initialize(); or load a folder of weights by engine.load_16bit_model(folder), a "
@@ -52,6 +59,7 @@ class Values:
         self._held: tuple[object, Mapping[str, Tensor]] = (None, {})
         self._lent: list[tuple[str, weakref.ref[Tensor], int]] = []
         self._last: Tensor | None = None  # kept until the next, for a script that does not keep what it writes to
+        self._asks = f"ds_hydra/asks/{next(_ENGINES)}"  # where a rank that reads says what, by engine
         self._problem = ""
         self.training_is_over: Callable[[], Mapping[str, Any]] | None = None
         """Once training is over, what gives the model back to the script: its plain parameters, by name."""
@@ -63,7 +71,7 @@ class Values:
             raise ConfigError(problem)
         value = self._gathered(name)
         if value is None:
-            meet(f"the parameter {name} of engine.module")
+            meet(f"the parameter {name} of engine.module", self._asks, self._buckets[name])
             self._found = self._revision(), self._gather(self._buckets[name])
             value = self._found[1][name]
         narrow = value.is_floating_point() and name not in self._wide
@@ -87,12 +95,28 @@ class Values:
         """Within, each rank has these values and reads them by itself. All ranks enter it together; RuntimeError on
         those that waited too long for others."""
         before, others = self._held, len(names) - 1
-        meet(f"the parameter {min(names)}{f' with {others} others' if others else ''} of engine.module")
+        what = f"the parameter {min(names)}{f' with {others} others' if others else ''} of engine.module"
+        meet(what, self._asks, sorted(names))
         self._held = self._revision(), {**before[1], **self._gather(sorted(names))}
         try:
             yield
         finally:
             self._held = before
+
+    def help_others(self) -> None:
+        """At the end of this rank's script: gather what ranks that go on read, until all have ended or none reads."""
+        store: Any = dist.distributed_c10d._get_default_store()
+        num_ranks, ended, until = dist.get_world_size(), f"{self._asks}/ended", time.monotonic() + _END_S
+        store.add(ended, 1)
+        with suppress(RuntimeError, ValueError):  # the rank that keeps the store has left
+            while store.add(ended, 0) < num_ranks and time.monotonic() < until:
+                what, turn, names = json.loads(store.get(self._asks)) if store.check([self._asks]) else ("", "", [])
+                if not names or not 0 < store.add(turn, 0) < num_ranks:
+                    time.sleep(_LOOK_S)
+                    continue
+                meet(what)
+                self._gather(names)
+                until = time.monotonic() + _END_S
 
     def is_changed(self, name: str, value: Tensor) -> bool:
         """Whether a copy that `of` has just given is another than the parameter's value; so it is taken to be where
@@ -131,10 +155,11 @@ def _written(lent: Sequence[tuple[str, weakref.ref[Tensor], int]]) -> str:
     return ""
 
 
-def meet(what: str) -> None:
+def meet(what: str, asks: str = "", names: Sequence[str] = ()) -> None:
     """Return when all ranks have called this for the same thing; RuntimeError on those that waited too long for others.
 
-    Through the ranks' common store, for a collective that some ranks never come to would hang.
+    Through the ranks' common store, for a collective that some ranks never come to would hang. Who comes first says at
+    `asks` which parameters are then gathered, for ranks whose script has ended.
     """
     num_ranks = dist.get_world_size()
     store: Any = dist.distributed_c10d._get_default_store()
@@ -148,6 +173,8 @@ def meet(what: str) -> None:
             _refuse_alone(what, 0, num_ranks)
         key = f"{turns}/{store.add(turns, 0)}"
         came = store.add(key, 1)
+    if came == 1 and asks:
+        store.set(asks, json.dumps([what, key, list(names)]))
     if came == num_ranks:
         store.add(turns, 1)
         return

@@ -10,6 +10,7 @@ import time
 from collections import UserDict
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -30,6 +31,7 @@ import ds_hydra.host.lent_values
 from ds_hydra.engine import steps
 from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
+from tests.support.ends import all_told, codes, ends, mark_fault
 from tests.support.small_job import same, small_engine, small_model, whole_state
 
 # --- What a script does to updates and gradients past the engine's calls is refused before harm, or does
@@ -468,6 +470,29 @@ def alone(rank: int) -> list[Any]:
 
 def test_a_rank_that_asks_alone_is_refused_in_time() -> None:
     assert run_ranks(alone, 2) == [[True, True, True], [True]]
+
+
+def saves_alone(rank: int, folder: Path) -> None:
+    """A script that trains, and at whose end rank 0 alone saves the weights."""
+    engine = small_engine(rank)
+    engine.train_batch()
+    right = engine.fp32_state_dict()
+    if rank == 0:
+        time.sleep(0.5)
+        mark_fault(folder)
+        saved = io.BytesIO()
+        torch.save(engine.module.state_dict(), saved)
+        saved.seek(0)
+        found = torch.load(saved)
+        assert all(torch.equal(found[name], value) for name, value in right.items() if name in found)
+        print(f"saved {len(found)}")
+
+
+def test_ranks_whose_script_has_ended_help_one_that_reads_the_weights_alone() -> None:
+    found = ends(saves_alone, 3)
+    assert codes(found) == [0, 0, 0], all_told(found)
+    assert re.search(r"saved [1-9]\d", found[0].told), all_told(found)
+    assert max(end.seconds for end in found) < 10
 
 
 def test_empty_ones_of_a_kind_lie_where_they_are_asked_for() -> None:
