@@ -117,18 +117,15 @@ def initialize(
     accepted = accept(read_config(args, config, config_params))
     show_log(rank := launched_number("RANK") or 0)
     own = {"loss_fn": loss_fn, "pre_step_callback": pre_step_callback}
-    shared = {
-        "args": args, "optimizer": optimizer, "model_parameters": model_parameters, "lr_scheduler": lr_scheduler
-    }  # fmt: skip
+    made = {"optimizer": optimizer, "model_parameters": model_parameters, "lr_scheduler": lr_scheduler}
     if accepted is None:
         theirs = {
             "training_data": training_data, "distributed_port": distributed_port, "mpu": mpu, "collate_fn": collate_fn,
             "dist_init_required": dist_init_required, "config": config, "mesh_param": mesh_param,
             "config_params": config_params,
         }  # fmt: skip
-        return _plain_deepspeed(own, rank, model=model, **theirs, **shared)
-    if not (batched := _in_batches(accepted.parsed, training_data)):
-        shared["training_data"] = training_data
+        return _plain_deepspeed(own, rank, model=model, args=args, **theirs, **made)
+    batched = _in_batches(accepted.parsed, training_data)
     model = _uncompiled(model, rank)
     _refuse_arguments(model, pre_step_callback, mpu=mpu, mesh_param=mesh_param)
     if rank == 0:
@@ -138,7 +135,8 @@ def initialize(
             logger.info("collate_fn is not called: sequences are packed, not collated")
 
     arguments = {"port": distributed_port, "required": dist_init_required}
-    engine = _engine(accepted.parsed, model, arguments, **own, **shared)
+    drawn = None if batched else training_data
+    engine = _engine(accepted.parsed, model, arguments, training_data=drawn, args=args, **own, **made)
     loader = engine.deepspeed_io(training_data, collate_fn=collate_fn) if batched else engine.training_dataloader
     return engine, engine.optimizer, loader, engine.lr_scheduler
 
