@@ -94,6 +94,7 @@ def _of_mapping(handed: Mapping[Any, Any], seam: Seam, first: int) -> tuple[list
         _check_types(as_array(types), marks, seam, first)
     counts = [int(mark.sum()) for mark in marks]
     if films:
+        assert seam.video is not None, "else there are no columns of videos"
         alone = replace(seam, token=seam.video)
         shown = _one_after_the_other(films, [int((one == seam.video).sum()) for one in ids], alone, first)
         pictures = _one_after_the_other(columns, counts, seam, first) if columns else [()] * len(items)
@@ -120,7 +121,7 @@ def _in_order(
     pictures: tuple[Unit, ...], videos: tuple[Unit, ...], ids: Any, seam: Seam, number: int
 ) -> tuple[Unit, ...]:
     """The images and videos of a sequence, in the order of their placeholders among all of them."""
-    kinds = ids[np.isin(ids, [seam.token, seam.video])]
+    kinds = ids[(ids == seam.token) | (ids == seam.video)]
     found: list[Unit] = []
     for units, token in ((pictures, seam.token), (videos, seam.video)):
         places = np.flatnonzero(kinds == token)

@@ -222,15 +222,15 @@ def test_many_sequences_cost_what_more_looking_may_gain() -> None:
     planner = a800_planner()
     kinds = PipelineKinds.of(StrategyShape.parse("8*tp4pp2"), planner.cost_table)
     items = Batch.of([min(length, 6000) for length in a800_batch(1, 1500)], planner.cost_table).items
-    spent = []
+    repaired = []
     for scale in (1.0, 1e-3):
         schemes = planner._schemes._replace(c=scale * planner._schemes.c)
         problem, place = Problem(schemes, items, kinds.shape), empty_placement(1500, len(kinds.rank_order))
         kernel.place_greedily(problem, place)  # type: ignore[attr-defined]
         kernel.pack_all(problem, 40, place)
         kernel.repair(problem, 40, 0.0, 400, place)  # type: ignore[attr-defined]
-        spent.append(int(place.spent[1]))
-    assert spent[0] > 0 == spent[1]
+        repaired.append(int(place.spent[1]))
+    assert repaired[0] > 0 == repaired[1]
 
 
 # --- The kernels' two ways in: names, types, and both versions side by side.
