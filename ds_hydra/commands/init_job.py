@@ -93,6 +93,7 @@ class Job:
             source, schemes, ranks, self.memory_gib * 2**30, self.config.dtype, grad_dtype=self.config.grad_dtype,
             wire_dtype=self.config.wire_dtype, node_size=node,
             expert_imbalance=(self.config.hydra or HydraConfig()).expert_imbalance,
+            states_on_host=self.config.states_on_host,
         )  # fmt: skip
 
     def limits(self, recomputed: bool, gpus: int = 0) -> dict[ParallelScheme, int]:

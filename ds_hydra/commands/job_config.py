@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from ds_hydra.config.checks import read_config
 from ds_hydra.config.hosts import TRAINER, filled_in
-from ds_hydra.config.hydra_block import HydraConfig, parse_config
-from ds_hydra.host.optimizers import optimizer_of_block
+from ds_hydra.config.hydra_block import OPTIMIZER, HydraConfig, parse_config
+from ds_hydra.host.optimizers import needs_whole, optimizer_of_block
 from ds_hydra.pipe.stage_options import StageOptions
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -28,6 +28,12 @@ class JobConfig:
     grad_dtype: torch.dtype | None = None  # as data_types.grad_accum_dtype says; None: it does not
     wire_dtype: torch.dtype | None = None  # as communication_data_type says
     optimizer: str = "AdamW"  # its type
+
+    @property
+    def states_on_host(self) -> bool:
+        """Whether the host has FP32 masters and optimizer states, as far as the config tells it."""
+        block = self.hydra or HydraConfig()
+        return OPTIMIZER in block.offload and block.elastic is None and not needs_whole(self.optimizer)
 
     @property
     def stage_options(self) -> StageOptions:

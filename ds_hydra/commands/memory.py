@@ -8,7 +8,8 @@ memory of messages, activations of the fullest stage, and MaxLen. Activations ar
 with --measure counted by running one layer's local shapes. With strategies, given or in the config, a second table
 shows what their pipelines need when all of them are candidates of one job. A last one has the longest sequence by what
 becomes of what layers keep: all kept; computed again, whole and in slices; fetched from the host, with what the hosts
-then hold. Exits with 1 when no scheme fits.
+then hold; and where FP32 parameters and optimizer states are on the host, computed again and fetched. Exits with 1 when
+no scheme fits.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ds_hydra.commands.figures import figures_parser, finish, guarded, print_tab
 from ds_hydra.commands.job_config import DTYPES, read_job
 from ds_hydra.costs.memory import EXPERT_IMBALANCE, JobMemory, Shape
 from ds_hydra.engine.costs import HOST_SHARE, job_memory, rank_memory
-from ds_hydra.host.optimizers import update_bytes
+from ds_hydra.host.optimizers import needs_whole, update_bytes
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
@@ -73,7 +74,7 @@ def run(args: argparse.Namespace, name: str) -> int:
         expert_imbalance=job.hydra.expert_imbalance if job.hydra else EXPERT_IMBALANCE,
         for_update=update_bytes(job.optimizer),
     )  # fmt: skip
-    memory = memory_of(source)
+    memory = memory_of(source, states_on_host=job.states_on_host)
     if args.measure:
         tokens = 128 if args.quick else 512
         for tp, sp in dict.fromkeys((scheme.tp, scheme.sp) for scheme in schemes):
@@ -93,10 +94,12 @@ def run(args: argparse.Namespace, name: str) -> int:
     if together:
         print("\nThe same in a job that has all of these layouts as candidates:")
         _print(together)
-    choices = [] if args.measure else _choices(source, memory_of, schemes, node)
+    may = job.hydra is None or job.hydra.elastic is None
+    choices = [] if args.measure else _choices(source, memory_of, schemes, node, may and not needs_whole(job.optimizer))
     if choices:
         print(f"\nLongest sequence if layers are kept, recomputed, recomputed in chunks of {_SLICE} tokens, or wait "
-              f"on the host, which has {host_bytes / 2**30:.0f} GiB:")  # fmt: skip
+              f"on the host, which has {host_bytes / 2**30:.0f} GiB; if optimizer states are there, recomputed or with "
+              "layers there too:")  # fmt: skip
         _print(choices)
     limits = {scheme: memory.max_length(scheme) for scheme in schemes}
     missed = [] if any(limits.values()) else [f"no layout holds one token in {memory_bytes / 2**30:.1f} GiB"]
@@ -108,26 +111,34 @@ _SLICE = 4096
 
 
 def _choices(
-    source: ModelSource, memory_of: Callable[[ModelSource], JobMemory], schemes: Sequence[ParallelScheme], node: int
-) -> list[dict[str, object]]:
-    """For each scheme the longest sequence by each choice, and GiB of a node's memory for the last; none for a model of
-    which no layers are computed again."""
+    source: ModelSource, memory_of: Callable[..., JobMemory], schemes: Sequence[ParallelScheme], node: int,
+    states: bool,
+) -> list[dict[str, object]]:  # fmt: skip
+    """For each scheme the longest sequence by each choice, and GiB of a node's memory where layers wait there; none for
+    a model of which no layers are computed again. `states`: whether those of the optimizer may be there."""
     if not isinstance(source, CausalLM):
         return []
 
-    def by(again: bool, host: bool) -> JobMemory:
+    def by(again: bool, host: bool, states: bool = False) -> JobMemory:
         options = replace(source.options, activation_checkpointing=again, host_activations=host)
-        return memory_of(source.with_options(options, "layers are kept or recomputed"))
+        return memory_of(source.with_options(options, "layers are kept or recomputed"), states_on_host=states)
+
+    def of_host(memory: JobMemory, scheme: ParallelScheme) -> str:
+        longest = memory.max_length(scheme)
+        held = max(needs.on_host(longest) for needs in memory.stages(scheme)) if longest else 0
+        return f"{node * held / 2**30:.0f}"
 
     kept, again, fetched = by(False, False), by(True, False), by(True, True)
+    others = {"states there": by(True, False, True), "both there": by(True, True, True)} if states else {}
     rows = []
     for scheme in schemes:
-        longest = fetched.max_length(scheme)
-        on_host = max(needs.on_host(longest) for needs in fetched.stages(scheme))
         in_slices = 0 if source.plan.no_slices else again.longest_in_slices(scheme, _SLICE)
         rows.append({
             "replica": str(scheme), "kept": kept.max_length(scheme), "recomputed": again.max_length(scheme),
-            "in chunks": in_slices, "kept on host": longest, "GiB of a host": f"{node * on_host / 2**30:.0f}",
+            "in chunks": in_slices,
+            "kept on host": fetched.max_length(scheme), "GiB of a host": of_host(fetched, scheme),
+            **{name: memory.max_length(scheme) for name, memory in others.items()},
+            **({"GiB then": of_host(others["both there"], scheme)} if others else {}),
         })  # fmt: skip
     return rows
 
@@ -168,6 +179,7 @@ def _row(memory: JobMemory, scheme: Shape, tokens: int) -> dict[str, object]:
         "params": f"{needs.params / gib:.2f}",
         "grads": f"{needs.grads / gib:.2f}",
         "scratch": f"{needs.scratch / gib:.2f}",
+        **({"host": f"{needs.on_host(tokens) / gib:.2f}"} if needs.on_host(tokens) else {}),
         "activations": f"{(total - needs.states) / gib:.2f}",
         "total": f"{total / gib:.2f}",
         "fits": "yes" if limit >= tokens else "no",

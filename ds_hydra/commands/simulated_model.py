@@ -38,7 +38,7 @@ def job_of_config(
     memory = job_memory(
         source, [ParallelScheme(stage.tp, 1, stage.sp) for stage in stages], num_ranks, NO_LIMIT, dtype,
         grad_dtype=types.grad_dtype, wire_dtype=types.wire_dtype, node_size=node_size_of(num_ranks, links.node_size),
-        measured=found.activations,
+        measured=found.activations, states_on_host=types.states_on_host,
     )  # fmt: skip
     job = SimulatedJob(
         source.plan, source.width(min(1, source.plan.num_layers - 1)), found, links, num_ranks, dtype.itemsize,

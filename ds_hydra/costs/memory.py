@@ -1,12 +1,13 @@
 """Bytes on each rank, and MaxLen, from a model's plan, a scheme and a device. Pure: no torch.
 
 [Note: memory]
-A rank holds its 1/N of the master shards (FP32 parameters and optimizer state) whatever the strategy, and memory for
-the parameters and gradients of its share of a stage, as much as the most demanding of all candidate strategies needs
-there, since strategies change within a job; the masters' gradients lie there too [Note: where sums lie]. In a step it
-holds scratch memory of pull and push, what that step's strategy needs, and activations. With the candidates `4*tp16`
-and `64*tp1` each rank has room for the whole model in every step, and `tp16` is left less for activations than it would
-have alone.
+A rank holds its 1/N of the master shards (FP32 parameters and optimizer state) whatever the strategy, on its device or
+on the host, which then has them beside what layers keep there and copies of saves [Note: updates by runs]; and memory
+for the parameters and gradients of its share of a stage, as much as the most demanding of all candidate strategies
+needs there, since strategies change within a job; the masters' gradients lie there too [Note: where sums lie]. In a
+step it holds scratch memory of pull and push, what that step's strategy needs, and activations. With the candidates
+`4*tp16` and `64*tp1` each rank has room for the whole model in every step, and `tp16` is left less for activations than
+it would have alone.
 
 The schedule tells of how many micro-batches a stage keeps the activations at once: under 1F1B stage i of PP keeps up to
 PP - i. Where the backward is split, a part of a micro-batch stays from its input gradient to its weight gradient. Where
@@ -55,6 +56,8 @@ from ds_hydra.zero_hetero.scratch_plan import Window, end_of, in_turn, pull_scra
 from ds_hydra.zero_hetero.transfer_plan import TransferPlan
 from ds_hydra.zero_hetero.twin_plan import TwinPull
 
+RUNS_AT_ONCE = 3
+"""Of masters and states on the host: one comes, one is updated, one leaves [Note: updates by runs]."""
 EXPERT_IMBALANCE = 1.5
 """Rows of the busiest rank over even ones, where experts are spread and nothing is said. A guess: with a router's load
 balancing loss it is nearer to 1, and `expert_imbalance` of a step's record tells what it was."""
@@ -343,6 +346,8 @@ class JobMemory:
     phases: bool = False  # whether steps may have several, over which the masters' gradients add up
     copies: bool = False  # whether a rank keeps another one's masters, states and summed gradient, too
     copies_on_host: bool = False  # all of these but the gradient
+    run: int = 0  # elements of masters on the host that come to the device for an update at once; 0: they stay there
+    saves: bool = False  # whether a save in the background copies masters and states to the host
     expert_imbalance: float = EXPERT_IMBALANCE  # rows of the busiest rank of those that share experts, over even ones
     strategies: Mapping[StrategyShape, Strategy] = field(default_factory=dict)
     arena: tuple[tuple[int, int], ...] = ()  # elements of parameters and gradients that each rank keeps room for anyway
@@ -401,8 +406,10 @@ class JobMemory:
     def longest_in_slices(self, scheme: Shape, size: int) -> int:
         """The same in slices of so many tokens, all layers of which are computed again."""
         return min(
-            needs.longest_in_slices(size, self.capacity_of(scheme, needs.stage)) for needs in self.stages(scheme)
-        )
+            needs.longest_in_slices(size, self.capacity_of(scheme, needs.stage))
+            if needs.host_states <= self.host_bytes else 0
+            for needs in self.stages(scheme)
+        )  # fmt: skip
 
     @property
     def _copied(self) -> tuple[int, int]:
@@ -436,7 +443,8 @@ class JobMemory:
         # What has come from another stage stays on the device [Note: fetched layers].
         per_batch += kept.host if index else 0.0
         alive, sent = self._at_once(shape, alike, index, kept.until_weight)
-        outputs, wide, (copied, updated) = self.outputs or self.vocab, max(4, self.param_bytes), self._copied
+        outputs, wide = self.outputs or self.vocab, max(4, self.param_bytes)
+        masters, optimizer, host_states, runs = self._states(share, frozen)
         of_head, of_first = self._width_of(self.plan.last, outputs), self._width_of(self.plan.first, self.vocab)
         rows, words = math.ceil(outputs / stage.tp), math.ceil(self.vocab / stage.tp)
         tied = shape.pp == 1 and bool(self.plan.first & self.plan.last)
@@ -446,9 +454,7 @@ class JobMemory:
         return Needs(
             scheme,
             index,
-            masters=(1 + self.phases + self.copies + copied) * share * self.master_bytes
-            + (1 + copied) * frozen * (self.master_bytes if self.plan.frozen_wide else self.param_bytes),
-            optimizer=((1 + copied) * self.optimizer_states * share + updated) * self.master_bytes,
+            masters=masters, optimizer=optimizer,
             params=held.params,
             grads=held.grads,
             scratch=held.scratch,
@@ -470,8 +476,20 @@ class JobMemory:
             tile=kept.tile, tile_tokens=kept.tile_tokens,
             gone=kept.last if last and kept.tile else 0.0,
             host=alive * (layers - (index > 0)) * kept.host,
-            update=self.update_bytes * share,
+            host_states=host_states,
+            update=self.update_bytes * share + runs,
         )  # fmt: skip
+
+    def _states(self, share: int, frozen: int) -> tuple[int, int, int, int]:
+        """Bytes of masters and of the optimizer on the device, of both on the host, and of the runs of an update; of so
+        many trained and frozen elements."""
+        here, (copied, updated), states = int(not self.run), self._copied, self.optimizer_states
+        of_frozen = frozen * (self.master_bytes if self.plan.frozen_wide else self.param_bytes)
+        masters = (here + self.phases + self.copies + copied) * share * self.master_bytes + (1 + copied) * of_frozen
+        optimizer = ((here + copied) * states * share + updated) * self.master_bytes
+        each, also = (1 + states) * self.master_bytes, int(self.copies and self.copies_on_host) + int(self.saves)
+        on_host = (also + (self.run > 0)) * share * each + also * of_frozen
+        return masters, optimizer, on_host, each * min(share, RUNS_AT_ONCE * self.run)
 
     def _at_once(
         self, shape: PipelineShape, alike: Collection[PipelineShape], index: int, until_weight: float
@@ -553,7 +571,7 @@ class JobMemory:
     def element(self) -> ElementBytes:
         """Bytes of one element of what a rank holds."""
         wide = max(self.master_bytes, self.param_bytes)
-        return ElementBytes(self.param_bytes, self.grad_bytes or wide, self.master_bytes, self.wire_bytes)
+        return ElementBytes(self.param_bytes, self.grad_bytes or wide, self.master_bytes, self.wire_bytes, self.run > 0)
 
 
 def gibibytes(num_bytes: float) -> str:

@@ -34,6 +34,7 @@ from ds_hydra.plan.schemes import feasible_schemes
 from ds_hydra.planner.cutting import counts_more, longest_of
 from ds_hydra.ranks.groups import ROOM_FOR_COMMUNICATORS
 from ds_hydra.ranks.host_memory import available_bytes
+from ds_hydra.step import host_states
 from ds_hydra.zero_hetero.errors import ConfigError
 from ds_hydra.zero_hetero.nodes import Cluster, NodeSize, largest_node
 
@@ -127,14 +128,16 @@ def job_memory(
     copies_on_host: bool = False,
     expert_imbalance: float = EXPERT_IMBALANCE,
     host_bytes: float = math.inf,
+    states_on_host: bool = False,
+    saves: bool = False,
 ) -> JobMemory:
     """The memory model of a job for all (tp, sp) of the schemes, with activations measured or else estimated.
 
     `dtype` is computed in, gradients add up in `grad_dtype` (None: FP32 or wider) and travel in `wire_dtype` (None: as
     computed in); `serial` as in `Transport`; `phases`: whether a step may have several; `copies`: whether a rank keeps
-    another one's masters, too, and whether on its host; `expert_imbalance`, `host_bytes`, and `for_update` as
-    `update_bytes`, as in `JobMemory`. The layers of a pipeline module do not say what is inside them, so their
-    activations count as 0 bytes.
+    another one's masters, too, and whether on its host; `states_on_host`: whether the host has masters and states;
+    `expert_imbalance`, `host_bytes`, `saves`, and `for_update` as `update_bytes`, as in `JobMemory`. The layers of a
+    pipeline module do not say what is inside them, so their activations count as 0 bytes.
     """
     config, functions = (getattr(source, name, None) for name in ("text_config", "functions"))
     figures: dict[tuple[int, int], Activations] = {}
@@ -162,6 +165,7 @@ def job_memory(
         wire_bytes=wire_dtype.itemsize if wire_dtype else None, node_size=node_size,
         plain_head=getattr(source, "token_loss", None) is None, serial=serial, phases=phases,
         copies=copies, copies_on_host=copies_on_host, expert_imbalance=expert_imbalance, host_bytes=host_bytes,
+        run=host_states.RUN if states_on_host else 0, saves=saves,
     )  # fmt: skip
 
 
@@ -182,6 +186,14 @@ def within_memory(table: CostTable, memory: JobMemory) -> CostTable:
     Raises ConfigError when no scheme is left.
     """
     costs = []
+    states = max(memory.fullest(cost.scheme, 1).host_states for cost in table.costs)
+    if states > memory.host_bytes:
+        raise ConfigError(
+            f"what training keeps on the hosts whatever the layout takes {gibibytes(states)} of the "
+            f"{gibibytes(memory.host_bytes)} of a host's memory that a rank may use: use more hosts, save without "
+            'hydra.checkpoint.asynchronous, or leave "optimizer" out of hydra.offload and offload_optimizer out of '
+            "zero_optimization"
+        )
     for cost in table.costs:
         limit = min(cost.max_length, memory.max_length(cost.scheme))
         if limit >= 1:
@@ -393,6 +405,8 @@ def _memory(job: Job, world: World, found: TableFile, device_bytes: float, host_
         expert_imbalance=job.config.expert_imbalance,
         for_update=update_bytes(job.recipe.name),
         host_bytes=host_bytes * HOST_SHARE,
+        states_on_host=job.states_on_host and world.device.type != "cpu",  # whose memory is the host's
+        saves=job.config.checkpoint is not None and job.config.checkpoint.asynchronous,
     )
 
 

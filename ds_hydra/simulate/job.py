@@ -87,7 +87,8 @@ class SimulatedJob:
     @property
     def elements(self) -> ElementBytes:
         """Bytes of elements of what a rank holds."""
-        return ElementBytes(self.element_bytes, self.sum_bytes, wire=self.gradient_bytes)
+        apart = self.memory is not None and self.memory.run > 0
+        return ElementBytes(self.element_bytes, self.sum_bytes, wire=self.gradient_bytes, apart=apart)
 
     @property
     def table(self) -> CostTable:

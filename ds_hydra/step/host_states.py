@@ -9,9 +9,9 @@ time, so it may be called for one run of them after the other. Of three runs, wi
   update              0  1  2
   to the host            0  1  2
 
-At most three runs are on the device. Gradients are there already, where pushes have summed them. A run begins where a
-parameter of the optimizer does, and ends before it has RUN elements; so each element is updated in the operator, and at
-the place in it, that it has where states are on the device, and results are equal to the bit.
+At most RUNS_AT_ONCE of the memory model are on the device. Gradients are there already, where pushes have summed them.
+A run begins where a parameter of the optimizer does, and ends before it has RUN elements; so each element is updated in
+the operator, and at the place in it, that it has where states are on the device, and results are equal to the bit.
 
 Between updates the optimizer's parameters show zeros of their shape, as their gradients must be on the same device.
 Pulls read masters from the host, and send what was cast to the compute dtype on the device.
@@ -36,8 +36,6 @@ logger = logging.getLogger(__name__)
 
 RUN = 1 << 24
 """Elements of a run: 64 MiB of each state, copied in 1.3 ms at 50 GB/s."""
-RUNS_AT_ONCE = 3
-"""On the device: one that comes, one that is updated, one that leaves."""
 
 _Key = tuple[str, torch.dtype]
 

@@ -42,6 +42,7 @@ from ds_hydra.profiling.stage_memory import Allocations, measure_activations
 from ds_hydra.profiling.stage_timer import hollow_source
 from ds_hydra.simulate.memory import memory_over_time
 from ds_hydra.simulate.pipeline import StageTimes
+from ds_hydra.step import host_states
 from ds_hydra.testing import rank_environment, run_ranks
 from tests.support.planner_cases import in_slices, recomputing
 from tools import aims
@@ -73,6 +74,7 @@ class Layout:
     tokens: int  # of a step
     slices: bool
     recomputes: bool
+    run: int = 0  # elements that are updated at once, of states on the host; 0: they are not there
 
     @property
     def shapes(self) -> list[StrategyShape]:
@@ -134,8 +136,12 @@ def train(rank: int, layout: Layout, cost_table: str) -> tuple[int, list[str]]:
     paths = layout.options.as_paths() or "off"
     settings = quiet(layout.tokens, layout.strategies, fast_paths=paths, cost_table=cost_table)
     settings |= {"bf16": {"enabled": layout.dtype == "bf16"}, "data_types": {"grad_accum_dtype": layout.grad_dtype}}
+    settings["hydra"]["offload"] = ["optimizer"] * (layout.run > 0)
     plans = []
-    with Allocations(torch.device("cpu"), sends=True) as found:
+    with (
+        mock.patch.object(host_states, "RUN", layout.run or host_states.RUN),
+        Allocations(torch.device("cpu"), sends=True) as found,
+    ):
         engine = ds_hydra.initialize(model=model, training_data=data, config=settings, pre_step_callback=layout.plan)[0]
         for _ in range(len(layout.strategies) + 1):
             engine.train_batch()
@@ -165,7 +171,7 @@ def predict(layout: Layout, plans: Sequence[StepPlan]) -> float:
     }
     memory = JobMemory(
         source.plan, NUM_RANKS, figures, dtype.itemsize, vocab=layout.sizes["vocab_size"],
-        grad_bytes=DTYPES[layout.grad_dtype].itemsize, serial=False,
+        grad_bytes=DTYPES[layout.grad_dtype].itemsize, serial=False, run=layout.run,
     )  # fmt: skip
     memory = memory.together({one: place_strategy(one, NUM_RANKS, source.plan.num_layers) for one in layout.shapes})
     first = replace(memory, optimizer_states=0, _cache={})  # optimizers make their states at the end of that step
@@ -182,18 +188,31 @@ def of_stage(memory: JobMemory, pipeline: PipelinePlan, table: CostTable, index:
     actions = tuple(TimedAction(action, 0.0, 0.0) for slot in slots for action in slot if action.computes)
     stage = place_pipeline(shape, 0, memory.plan.num_layers).stages[index]
     times = StageTimes(stage, index, (), 0.0, (), 0.0, actions=actions)
-    return max(held for _, held in memory_over_time(memory, pipeline, times))
+    needs = memory.needs(shape.cost_key, index)
+    held = max(needs.states + needs.update, *(held for _, held in memory_over_time(memory, pipeline, times)))
+    return held + needs.host_states  # of CPU ranks, the same memory
 
 
 @pytest.mark.parametrize(
     "number", [pytest.param(n, marks=pytest.mark.drawn if n in (3, 12) else pytest.mark.long) for n in range(40)]
 )
 def test_drawn_layouts_take_the_memory_that_is_predicted(number: int, tmp_path: Path) -> None:
-    layout, table = drawn(number), tmp_path / "table.json"
+    compare(drawn(number), tmp_path / "table.json")
+
+
+def compare(layout: Layout, table: Path) -> None:
     TableFile(layout.table).save(table)
     found = run_ranks(train, NUM_RANKS, layout, str(table), timeout=600)
     predicted = predict(layout, [StepPlan.from_json(plan) for plan in found[0][1]])
     assert predicted == pytest.approx(max(peak for peak, _ in found), rel=aims.LAYOUT_MEMORY), layout.strategies
+
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=pytest.mark.drawn if n in (41, 46) else pytest.mark.long) for n in range(40, 52)]
+)
+def test_so_do_states_on_the_host_and_what_they_leave_on_the_device(number: int, tmp_path: Path) -> None:
+    layout = replace(drawn(number), run=1 << random.Random(number).choice((12, 14, 16)))
+    compare(layout, tmp_path / "table.json")
 
 
 def on_meta(layers: int) -> Any:

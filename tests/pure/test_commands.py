@@ -233,6 +233,29 @@ def test_memory_shows_the_longest_sequence_by_each_choice_and_what_hosts_hold(tm
     assert kept < again < fetched
     assert again < int(str(scarce["kept on host"])) < fetched
     assert scarce["GiB of a host"] == "1"
+    states, both = (int(str(ample[name])) for name in ("states there", "both there"))
+    assert again < states
+    assert max(states, fetched) < both
+    assert int(str(scarce["both there"])) < int(str(scarce["kept on host"])), "states take a part of the host"
+
+
+def test_memory_counts_states_where_the_config_has_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, figures = tmp_path / "config.json", tmp_path / "figures.json"
+    rows: dict[str, dict[str, object]] = {}
+    for name, optimizer, device in (("here", "AdamW", "none"), ("there", "AdamW", "cpu"), ("stays", "Muon", "cpu")):
+        zero = {"offload_optimizer": {"device": device}}
+        settings = {"optimizer": {"type": optimizer, "params": {"lr": 1e-3}}, "zero_optimization": zero}
+        config.write_text(json.dumps(settings | {"hydra": {"tokens_per_step": 64}}))
+        command = ["memory", "--model", TINY, "--gpus", "2", "--device-memory", "1", "--host-memory", "1000"]
+        assert main([*command, "--deepspeed-config", str(config), "--json", str(figures)]) == 0
+        found = json.loads(figures.read_text())
+        rows[name] = next(row for row in found["rows"] if row["replica"] == "tp2")
+        assert ("states there" in found["longest"][0]) is (name != "stays")
+    assert (rows["there"]["fp32"], rows["there"]["optimizer"]) == ("0.00", "0.00")
+    assert int(str(rows["there"]["max tokens"])) > int(str(rows["here"]["max tokens"]))
+    assert "host" in rows["there"]
+    assert "host" not in rows["here"]
+    assert "host" not in rows["stays"]
 
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:

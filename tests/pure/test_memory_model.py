@@ -79,6 +79,21 @@ def test_states_follow_the_real_split() -> None:
     more = on_host.masters + on_host.optimizer - alone.masters - alone.optimizer
     largest = max(bucket.numel for bucket in job(2).plan.buckets)
     assert more == 4 * math.ceil(total / 2) + 12 * math.ceil(largest / 2)  # the gradient, and one bucket's update
+    away = job(2, run=1000).needs(ParallelScheme(), 0)
+    assert away.masters == away.optimizer == 0
+    assert away.host_states == 12 * math.ceil(total / 2) == alone.masters + alone.optimizer
+    assert away.update == 12 * 3 * 1000, "three runs"
+    assert job(2, run=total).needs(ParallelScheme(), 0).update == away.host_states, "no more than there is"
+    assert away.total(4000) == alone.total(4000) - away.host_states, "when runs come activations are gone"
+    saved = job(2, run=1000, saves=True).needs(ParallelScheme(), 0)
+    assert saved.host_states == 2 * away.host_states
+    assert saved.states == away.states
+    held = job(2, copies=True, copies_on_host=True, saves=True).needs(ParallelScheme(), 0)
+    assert held.host_states == 2 * away.host_states
+    longest = job(2, device=2**30, run=1000).max_length(ParallelScheme())
+    assert longest > job(2, device=2**30).max_length(ParallelScheme())
+    assert job(2, device=2**30, run=1000, host_bytes=float(away.host_states)).max_length(ParallelScheme()) == longest
+    assert job(2, device=2**30, run=1000, host_bytes=away.host_states - 1.0).max_length(ParallelScheme()) == 0
     shared = job(8).needs(ParallelScheme(2, 2), 0)
     assert shared.masters == 4 * total // 8
     assert shared.params == 2 * (1000 * 64 + 4 * 12 * 64 * 64) // 2  # embeddings and half of the layers, by tp
@@ -336,6 +351,8 @@ def test_jobs_that_do_not_fit_are_refused_with_numbers_and_keys() -> None:
     assert 1 <= small[ParallelScheme()].max_length < 4096
     with pytest.raises(ConfigError, match="no scheme fits"):
         within_memory(table, job(8, device=2**20))
+    with pytest.raises(ConfigError, match=r"0\.7 MiB of the 0\.5 MiB of a host"):
+        within_memory(table, job(8, device=40 * 2**20, run=1000, host_bytes=2.0**19))
 
 
 def test_checkpointing_keeps_less() -> None:
