@@ -114,11 +114,11 @@ CAPABILITIES: Mapping[str, Capability] = {
         "tools/check_gains.py benchmarks/rivals/*.py "
         "ds_hydra/report/plots.py ds_hydra/report/web_page.py ds_hydra/commands/report.py "
         "ds_hydra/commands/simulate.py",
-        Lines(4050, 1390, 2550),
+        Lines(4060, 1390, 2550),
         apart=True,
     ),
 }
-CORE = Lines(66040, 45290, 9330)
+CORE = Lines(66070, 45290, 9330)
 # Of each kind: the files that hold one. Another of a kind needs a reason; one less is welcome.
 MECHANISMS: Mapping[str, str] = {
     "nets on what a script does to its model": (

@@ -36,7 +36,7 @@ from ds_hydra.plan.step_plan import StepPlan, load_plans
 from ds_hydra.planner import PhasedPlanner, Planner, PlannerOptions, parse_phases
 from ds_hydra.report.plots import MOST_ROWS, draw_gantt
 from ds_hydra.report.trace import write_trace
-from ds_hydra.simulate.job import SHIPPED, SimulatedJob, shipped_job
+from ds_hydra.simulate.job import HOST_LINK, SHIPPED, SimulatedJob, shipped_job
 from ds_hydra.simulate.step import SimulatedStep, Simulator, step_spans
 from ds_hydra.zero_hetero.errors import ConfigError
 
@@ -54,7 +54,10 @@ def parse_arguments(arguments: Sequence[str] | None, name: str) -> argparse.Name
     parser.add_argument("--gpus", type=int, help="ranks of the job (default: those of the strategy)")
     add_link_options(parser)
     parser.add_argument("--model", help="config JSON or checkpoint folder (default: the model of a shipped table)")
-    parser.add_argument("--deepspeed-config", help="the job's config: types of gradients, in memory and on their way")
+    parser.add_argument("--deepspeed-config", help="the job's config: types of gradients, in memory and on their way; "
+                        "with --model also offload_optimizer")  # fmt: skip
+    parser.add_argument("--host-link", type=float, default=HOST_LINK / 1e9, metavar="GB/S",
+                        help="of a GPU and its host, each way, for states there (default: %(default)g)")  # fmt: skip
     parser.add_argument("--lengths", help="of sequences to plan for, as in ds-hydra preview")
     parser.add_argument("--tokens", type=int, help="of a step to plan")
     parser.add_argument("--context", type=int, help="longest sequence to plan for, in tokens")
@@ -97,7 +100,10 @@ def simulated_job(
     if args.model is not None:
         from ds_hydra.commands.simulated_model import job_of_config  # imports torch
 
-        return job_of_config(args.model, found, links, gpus, strategies, config=config)
+        link = 1e9 * getattr(args, "host_link", HOST_LINK / 1e9)  # other commands have no such option
+        if link <= 0:
+            raise ConfigError(f"--host-link must be above 0 but is {link / 1e9:g}: GB/s between a GPU and its host")
+        return job_of_config(args.model, found, links, gpus, strategies, config=config, host_link=link)
     if args.cost_table not in SHIPPED:
         raise ConfigError(f"the table {args.cost_table} does not say which model it is for: give --model")
     return shipped_job(args.cost_table, found, links, gpus, strategies, **gradient_bytes(config))

@@ -526,8 +526,7 @@ class EmulatedEngine(HydraEngine):
                 source.prices[at_rank_0(pipeline)] = folded(loads, piece.parts)
                 source.costs[at_rank_0(pipeline)] = cost, shares
         self._step_costs = StepCosts.of(cluster.found.step)
-        owned = sum(bucket.numel for bucket in cluster.plan.buckets if bucket.trainable) / cluster.num_ranks
-        update_s = self._step_costs.update_ms_per_element * owned / 1e3
+        update_s = self._step_costs.update_ms_per_element * cluster.owned / 1e3
         assert self.optimizer is not None, "the crew has installed it"
         self.optimizer.register_step_pre_hook(lambda *_: self.clock.compute(update_s))
         self._wait_for_all()

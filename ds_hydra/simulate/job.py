@@ -59,6 +59,8 @@ def _check_pipeline(schedule: str, batches: Batches, num_stages: int) -> None:
             raise PlanError(f"schedule {schedule}: stage {index} pushes in {first_push}, but {' '.join(late)} follow")
 
 
+HOST_LINK = 50e9
+"""Bytes a second between a device and its host's memory, each way, where no other figure is given (PCIe 5)."""
 NO_LIMIT = 2.0**62  # bytes of a device, for memory models: what limits a simulated plan is the table's MaxLen
 
 
@@ -79,6 +81,7 @@ class SimulatedJob:
     # Each rank's sums go to the rank so far behind it, which keeps a copy [Note: buddies]; 0: to none, as for plans.
     shift: int = 0
     lanes: bool = True  # whether pushes wait for memory beside computing, as on devices [Note: lanes]
+    host_link: float = HOST_LINK  # bytes a second, each way, of each rank
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:
@@ -89,6 +92,26 @@ class SimulatedJob:
         """Bytes of elements of what a rank holds."""
         apart = self.memory is not None and self.memory.run > 0
         return ElementBytes(self.element_bytes, self.sum_bytes, wire=self.gradient_bytes, apart=apart)
+
+    @property
+    def owned(self) -> float:
+        """Trained elements of each rank."""
+        return sum(bucket.numel for bucket in self.plan.buckets if bucket.trainable) / self.num_ranks
+
+    @property
+    def fetch_s(self) -> float:
+        """Seconds that masters on the host take to the device before a phase's pulls; 0 where they are there."""
+        if self.memory is None or not self.memory.run:
+            return 0.0
+        return self.owned * self.memory.master_bytes / self.host_link
+
+    def update_s(self, computing_s: float) -> float:
+        """Seconds of an update that computes so long: where states are on the host they come and go meanwhile, both
+        ways at once, and the last run leaves when all else is done [Note: updates by runs]."""
+        if self.memory is None or not self.memory.run:
+            return computing_s
+        each = (1 + self.memory.optimizer_states) * self.memory.master_bytes / self.host_link
+        return max(computing_s, each * self.owned) + each * min(self.owned, self.memory.run)
 
     @property
     def table(self) -> CostTable:

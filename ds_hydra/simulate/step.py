@@ -12,7 +12,7 @@ It follows the runtime. On every rank pull, run and push of one phase come after
               it waits in the lane where there is one, else what finds none begins when the slots are done; adding up
               takes no time; in a step's last phase sums leave for who keeps copies of masters [Note: copies]
   norm        one all-gather over all ranks, so the latest decides
-  optimizer   over the rank's own masters
+  optimizer   over the rank's own masters; where the host has them they come before pulls too, over a link of its own
 
 A stage computes for as long as its costs say. Collectives of its tensor and sequence parallel ranks are in them, as far
 as it waits for them [Note: how an entry is made].
@@ -256,8 +256,7 @@ class Simulator:
             clock = phases[-1].stop
         ranks = range(job.num_ranks)
         norm_stop = clock.max() + job.links.collective_s("all_gather", ranks, _NORM_BYTES * job.num_ranks)
-        owned = sum(b.numel for b in job.plan.buckets if b.trainable) / job.num_ranks
-        stop = norm_stop + self._step.update_ms_per_element * owned / 1e3
+        stop = norm_stop + job.update_s(self._step.update_ms_per_element * job.owned / 1e3)
         return SimulatedStep(tuple(phases), job.num_ranks, self._step.fixed_ms / 1e3, norm_stop, stop, job.memory)
 
     def step_ms(self, plan: StepPlan) -> float:
@@ -280,6 +279,7 @@ class Simulator:
 
     def _phase(self, phase: Phase, clock: Floats, wires: Networks, *, last: bool) -> PhaseTimes:
         strategy, transfers = self._strategy(phase)
+        begin, clock = clock, clock + self.job.fetch_s
         pulls = pull_in_order(transfers, clock, wires, lanes=self.job.lanes)
         arrived = np.array([np.max([hop.came for hop in hops], axis=0) for hops in pulls])
         for enter, *gather in pulls if not self.job.lanes else ():
@@ -298,7 +298,7 @@ class Simulator:
         stop = computed
         for hops in (*pushes.values(), *((hop,) for hop in copied.values())):
             stop = np.maximum(stop, _over(hops))
-        return PhaseTimes(phase, tuple(map(tuple, timings)), clock, clock, done, stop, pulls, pushes, copied)
+        return PhaseTimes(phase, tuple(map(tuple, timings)), begin, clock, done, stop, pulls, pushes, copied)
 
     def _strategy(self, phase: Phase) -> tuple[Strategy, StrategyTransfers]:
         job, key = self.job, phase.shape

@@ -208,6 +208,22 @@ def test_phases_follow_each_other_on_every_rank() -> None:
     assert "F0 of phase 1" in names
 
 
+def test_states_on_the_host_come_before_pulls_and_around_the_update() -> None:
+    """32 elements over 2 ranks at 1000 bytes/s: masters take 64 ms before each phase's pulls, all states 192 ms each
+    way beside the update, and the last of two runs 96 ms more."""
+    kept, step = {(1, 1): Activations(1.0, 0.0, 0.0, 10.0)}, {"update_ms_per_element": 1.0}
+    one, other = ("pp2", [[3, 4]]), ("2*tp1", [[5], [2]])
+    base = dataclasses.replace(job(FREE, 2, numel=16, step=step), host_link=1e3)
+    here, there = (
+        dataclasses.replace(base, memory=JobMemory(base.plan, 2, kept, param_bytes=2, run=run)) for run in (0, 8)
+    )
+    steps = [Simulator(one_job).step(plan_of(*one, other)) for one_job in (here, there)]
+    assert 1e3 * (steps[1].step_s - steps[0].step_s) == pytest.approx(2 * 64 + (192 + 96) - 16)
+    assert there.update_s(1.0) == pytest.approx(1.0 + 0.096), "copies that are hidden"
+    pulls = [span for span in step_spans(steps[1], ranks={0}) if span.name.startswith("start pulls")]
+    assert [1e3 * (span.stop_s - span.start_s) for span in pulls] == pytest.approx([64.0, 64.0])
+
+
 def test_messages_between_stages_take_their_links_time() -> None:
     """2 tokens of one byte at 1000 bytes/s and 5 ms of latency: 7 ms there and 7 ms back around 3 * 2 ms of work."""
     links = LinkModel(2, Speed(5e-3, 1e3))
