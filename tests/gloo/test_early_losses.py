@@ -200,7 +200,7 @@ def test_who_reads_nothing_early_has_the_same_bits_and_no_message_more_from_step
 
 def in_vain(rank: int, folder: Path, when: int, first: str) -> None:
     """Rank 1 reads in a step, the other one waits in a barrier."""
-    faults = {"frozen_seconds": 9.0}
+    faults = {"frozen_seconds": 7.0}
     loop = plain_loop(accumulation=1)
     engine = engine_of(rank, loop, faults=faults, steps_file=str(folder / "steps.jsonl"))
     for step in range(3):
@@ -239,7 +239,7 @@ def ordered(rank: int, number: int, rules: Rules, found: list[Order], place: Pat
     modes = mock.patch.object(three_calls, "refuse_modes")  # the transport's own is none of a script
     with strict_world(rules), modes:
         loop = Loop(0, number, 2)
-        engine = engine_of(rank, loop, torch.float32, faults={"frozen_seconds": 9.0}, timeout_seconds=100)
+        engine = engine_of(rank, loop, torch.float32, faults={"frozen_seconds": 7.0}, timeout_seconds=100)
         if place is not None:
             mark_fault(place)
         for order in found:

@@ -33,7 +33,7 @@ def test_outcomes_are_as_far_apart_as_their_losses_or_parameters() -> None:
     ("edit", "late", "strategies", "state"),
     [
         ("forward hook", False, ("tp2", "pp2/v"), "equal"),
-        ("look back 2 tokens", False, ("2*tp1",), "refused"),
+        ("look back 2 tokens", False, ("2*tp1",), "equal"),
         pytest.param("items of a stage", False, ("2*tp1",), "equal", marks=pytest.mark.long),
         ("padding before a label", False, ("2*tp1",), "refused"),
     ],
@@ -48,7 +48,8 @@ def test_an_edit_is_trained_as_it_is_or_refused(edit: str, late: bool, strategie
     ("edit", "state"),
     [
         pytest.param("look back 50 tokens", "refused", marks=pytest.mark.long),
-        ("a convolution of another model", "refused"),
+        ("a convolution of another model", "equal"),
+        ("count token 3", "refused"),
         ("wrapped forward", "equal"),
     ],
 )
