@@ -238,6 +238,11 @@ TABLE = {
 
 
 @pytest.mark.drawn
+def test_a_projector_that_runs_in_the_texts_forward_is_counted_once_over_tensor_parallel_ranks() -> None:
+    assert verdict_of("llama4", ("tp2",)) == "equal: tp2"
+
+
+@pytest.mark.drawn
 @pytest.mark.parametrize("kind", TABLE)
 def test_a_class_is_equal_or_refused_with_its_reason(kind: str) -> None:
     assert verdict_of(kind, ("tp1",)).startswith(TABLE[kind])

@@ -329,7 +329,11 @@ class Subject:
         _, text = self._learnt(sample for sample in self.samples if not sample.units)
         own = {name for name in names if name not in text and not name.startswith(layers)}
         roots = tuple(_outermost(own, set(names) - own))
-        return replace(seam, roots=roots, silent=frozenset(own - self.gradients.keys()))
+        used = {name: p for name, p in self.model.named_parameters() if name in own}
+        out = self._with_rows(seam, self._leaves(self.samples[0])).sum()
+        found = torch.autograd.grad(out, list(used.values()), allow_unused=True)
+        inside = frozenset(name for name, gradient in zip(used, found, strict=True) if gradient is not None)
+        return replace(seam, roots=roots, silent=frozenset(own - self.gradients.keys()), inside=inside)
 
 
 @contextmanager

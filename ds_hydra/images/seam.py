@@ -56,6 +56,7 @@ class Seam:
     axes: int  # on which tokens are numbered; 1: as text is
     roots: tuple[str, ...]  # modules and parameters that are used for images alone
     silent: frozenset[str]  # their parameters that have no gradient all the same
+    inside: frozenset[str] = frozenset()  # parameters of it that run in the text's forward, on rows that are given
     seen: Seen | None = None  # in which layers tokens of an image see each other [Note: spans]
     video: int | None = None  # id of the placeholders of videos, where those are trained: by the same encoder
 

@@ -102,16 +102,17 @@ def _small_config(model: Any, config: Any) -> Any:
             continue
         if old is not config or key == "image_size":
             vars(new)[key] = _of_encoder(key, value, widths, old, hidden)
-    for part in (part for of in (small, new) for part in vars(of).values() if hasattr(part, "to_dict")):
-        if part is not new and part is not small.get_text_config():
-            _shrink_other(part, hidden, usual(old, "hidden_size"))
+    for of, to in ((config, small), (old, new)):
+        for key, part in vars(to).items():
+            if hasattr(part, "to_dict") and part is not new and part is not small.get_text_config():
+                _shrink_other(part, getattr(of, key), hidden, usual(old, "hidden_size"))
     if pinpoints := getattr(small, "image_grid_pinpoints", None):
         one, two = _size(old), _size(new)
         small.image_grid_pinpoints = [[side * two // one for side in each] for each in pinpoints]
     return small
 
 
-def _shrink_other(part: Any, hidden: int, of_encoder: int) -> None:
+def _shrink_other(part: Any, old: Any, hidden: int, of_encoder: int) -> None:
     """A second encoder, or one of other inputs, or what makes images: what the rules of texts have left large."""
 
     def small(value: Any) -> Any:
@@ -121,7 +122,9 @@ def _shrink_other(part: Any, hidden: int, of_encoder: int) -> None:
         return (_HIDDEN if value == of_encoder else hidden) if large else value
 
     for key, value in vars(part).items():
-        if key == "image_size":
+        if key == "num_hidden_layers":  # fewer than a text's stay: each may have its own width
+            vars(part)[key] = min(value, vars(old)[key])
+        elif key == "image_size":
             vars(part)[key] = _PATCHES * _number(part, ("patch_size",), 16)
         elif _HEAD.search(key) and isinstance(value, int):
             vars(part)[key] = _HEADS

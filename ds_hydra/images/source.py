@@ -50,7 +50,9 @@ class ImageText(CausalLM):
         self.flow = _with_encoder(self.flow, own)
         self._published_plan = without(self._published_plan, self.seam.roots)
         super()._plan()
-        self.specs = {name: _partial(spec) if name in own else spec for name, spec in self.specs.items()}
+        # What runs in the text's forward has the same gradient on tensor parallel ranks, as a norm of the text has.
+        parts = own - self.seam.inside
+        self.specs = {name: _partial(spec) if name in parts else spec for name, spec in self.specs.items()}
         self.plan = _planned(self.plan, self.specs, own, self._refused, seen=self.seam.seen is not None)
 
     def refusing(self, verdicts: Mapping[str, str]) -> ImageText:
