@@ -83,6 +83,7 @@ SYSTEM_GAP, ENOUGH_SEQUENCES = 0.08, 20  # our median gap, in cells whose steps 
 # Costs that are wrong between shapes, over steps by the true ones: bench_wrong_costs. The first steps at 10 %, those
 # from step 60 on by the error, over the best layout of one shape found by trial; corrections of costs that were right.
 FIRST_STEPS, LATER_STEPS, OVER_TRIAL, CORRECTION_COSTS = 1.10, {0.1: 1.03, 0.2: 1.06}, 1.02, 1.003
+PERMITTED = 1.001  # the step of a job that may recompute its layers, over the better of both ways: bench_recomputation
 WAIT_FOR_PLAN_MS = 10.0  # by the clock, in a step of 64 ranks
 # Of CPU, for a step on 1024 ranks, whether its strategy is known or not: a third of what each took while not known,
 # when plans of layers that travel alike, sizes of buckets and orders of messages were found again and again.

@@ -124,7 +124,7 @@ class Job:
         """What a step takes, now and here; `costs` is a device, or a file of measured costs."""
         tokens, context = (_value(settings, name) for name in ("tokens_per_step", "context_length"))
         schemes, memory = self.memory(recomputed)
-        table = self._table(costs, schemes, max(context, tokens), recomputed)
+        table = self.table(costs, schemes, max(context, tokens), recomputed)
         now_holds = self._now_holds(recomputed, layout)
         now = now_ms(table, layout, self.gpus, lengths, tokens, context, _STEPS) if now_holds >= context else None
         holds = max(min(one.max_length, memory.max_length(one.scheme)) for one in table.costs)
@@ -211,7 +211,7 @@ class Job:
         )
         return needs.max_length(memory.capacity + needs.states - held)
 
-    def _table(
+    def table(
         self, costs: AssumedDevice | str, schemes: Sequence[ParallelScheme], longest: int, recomputed: bool
     ) -> CostTable:
         """Of a file, or estimated for those schemes that jobs are usually run with; forwards that run twice count."""

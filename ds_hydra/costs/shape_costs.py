@@ -42,6 +42,15 @@ def least_work(table: CostTable, lengths: Sequence[int]) -> float:
     return float((np.min(work, axis=0) * count).sum())
 
 
+def less_work_recomputed(kept: float, again: float) -> bool:
+    """Whether layers that are computed again save more by narrower layouts than their second forward costs.
+
+    Both are the `least_work` of tables of layers that are kept: of the layouts that hold each sequence if layers are
+    kept, and if they are computed again; infinite where none does.
+    """
+    return kept > RECOMPUTED_WORK * again
+
+
 def stage_schemes(pipeline: PipelineShape) -> Iterator[ParallelScheme]:
     """For each stage the scheme whose costs price it: its degrees, in a pipeline of as many stages."""
     return (ParallelScheme(stage.tp, pipeline.pp, stage.sp, stage.ep) for stage in pipeline.stages)

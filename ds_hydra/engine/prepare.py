@@ -15,7 +15,7 @@ from ds_hydra.config.hydra_block import ACTIVATIONS, HydraConfig
 from ds_hydra.costs.analytic import ModelShape, model_shape
 from ds_hydra.costs.cost_table import CostTable, TableFile, read_table_file, told
 from ds_hydra.costs.memory import JobMemory
-from ds_hydra.costs.shape_costs import RECOMPUTED_WORK, least_work, with_shapes
+from ds_hydra.costs.shape_costs import least_work, less_work_recomputed, with_shapes
 from ds_hydra.data.lengths import assumed_lengths, lengths_of_job
 from ds_hydra.engine.checked import check_candidates, listed_for_others, taught
 from ds_hydra.engine.costs import (
@@ -215,7 +215,7 @@ def _ways(choices: Mapping[str, Job], world: World, given: _Given) -> str:
             work.append(math.inf)
         else:
             work.append(least_work(found.table, given.lengths or [given.longest]))
-    return AGAIN if work[0] > RECOMPUTED_WORK * work[1] else ""
+    return AGAIN if less_work_recomputed(*work) else ""
 
 
 def _given(job: Job, world: World) -> _Given:
