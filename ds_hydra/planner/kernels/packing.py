@@ -334,7 +334,7 @@ def pack(scheme: Scheme, work: Floats, tokens: Ints, rounds: int, out_bin: Ints)
             continue
         peak = load[:v].max()
         if widest_counts(scheme):
-            floor = max(widest, total / v) + NEGLIGIBLE * bounds[v] / (scheme.pp - 1)
+            floor = max(widest, total / v) + NEGLIGIBLE * bounds[v] / max(1, scheme.pp - 1)
             peak = level_bins(work, tokens, v, max_length, floor, rounds, bins)
         ms = stage_ms(scheme, total, peak, v)
         if ms < best:
