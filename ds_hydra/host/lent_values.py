@@ -105,10 +105,10 @@ class Values:
 
     def help_others(self) -> None:
         """At the end of this rank's script: gather what ranks that go on read, until all have ended or none reads."""
-        store: Any = dist.distributed_c10d._get_default_store()
-        num_ranks, ended, until = dist.get_world_size(), f"{self._asks}/ended", time.monotonic() + _END_S
-        store.add(ended, 1)
-        with suppress(RuntimeError, ValueError):  # the rank that keeps the store has left
+        with suppress(RuntimeError, ValueError):  # the script has destroyed the groups, or the store's rank has left
+            store: Any = dist.distributed_c10d._get_default_store()
+            num_ranks, ended, until = dist.get_world_size(), f"{self._asks}/ended", time.monotonic() + _END_S
+            store.add(ended, 1)
             while store.add(ended, 0) < num_ranks and time.monotonic() < until:
                 what, turn, names = json.loads(store.get(self._asks)) if store.check([self._asks]) else ("", "", [])
                 if not names or not 0 < store.add(turn, 0) < num_ranks:

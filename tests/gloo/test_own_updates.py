@@ -488,6 +488,16 @@ def saves_alone(rank: int, folder: Path) -> None:
         print(f"saved {len(found)}")
 
 
+def destroys_the_groups(rank: int, folder: Path) -> None:
+    small_engine(rank).train_batch()
+    dist.destroy_process_group()
+
+
+def test_a_script_may_end_without_groups() -> None:
+    found = ends(destroys_the_groups, 2)
+    assert codes(found) == [0, 0], all_told(found)
+
+
 def test_ranks_whose_script_has_ended_help_one_that_reads_the_weights_alone() -> None:
     found = ends(saves_alone, 3)
     assert codes(found) == [0, 0, 0], all_told(found)
