@@ -239,11 +239,10 @@ def ordered(rank: int, number: int, rules: Rules, found: list[Order], place: Pat
     modes = mock.patch.object(three_calls, "refuse_modes")  # the transport's own is none of a script
     with strict_world(rules), modes:
         loop = Loop(0, number, 2)
-        engine = engine_of(rank, loop, torch.float32, faults={"frozen_seconds": 7.0}, timeout_seconds=100)
-        if place is not None:
-            mark_fault(place)
+        engine = engine_of(rank, loop, torch.float32, faults={"frozen_seconds": 9.0}, timeout_seconds=100)
+        begins = (lambda: None) if place is None else functools.partial(mark_fault, place, again=True)
         for order in found:
-            run_order(rank, engine, order)
+            run_order(rank, engine, order, begins)
         engine.destroy()
     return len(found)
 

@@ -46,9 +46,9 @@ def all_told(found: Sequence[End]) -> str:
     return "".join(end.told for end in found)
 
 
-def mark_fault(place: Path) -> None:
-    """Note that the fault happens now; once."""
-    if not (place / "fault").exists():
+def mark_fault(place: Path, *, again: bool = False) -> None:
+    """Note that the fault happens now; once, or `again` where it is what a rank does last."""
+    if again or not (place / "fault").exists():
         draft = place / f"fault.{os.getpid()}"  # several ranks may come here at once
         draft.write_text(repr(time.time()))
         draft.rename(place / "fault")

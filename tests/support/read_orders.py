@@ -4,7 +4,7 @@ must stand still, and a rank's run of one."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -82,12 +82,13 @@ def orders(ranks: int, first: int, number: int, *, still: bool) -> Iterator[Orde
         seed += 1
 
 
-def run(rank: int, engine: Any, order: Order) -> None:
-    """Of this rank, as if the job began with it."""
+def run(rank: int, engine: Any, order: Order, begins: Callable[[], object] = lambda: None) -> None:
+    """Of this rank, as if the job began with it; `begins` is called before each operation."""
     engine.rounds = Rounds(engine, "auto")
     out: Any = None
     loss: Any = None
     for number, does in enumerate(order.ranks[rank]):
+        begins()
         if loss is not None and does not in (READ, LOGITS):
             engine.backward(loss)
             loss = None
