@@ -122,7 +122,7 @@ SETTINGS: dict[str, Row] = {
     '"activation_checkpointing": "all"': Row(),
     '"offload": ["activations"]': Row(),
     '"offload": ["optimizer"]': Row(),
-    '"offload_optimizer": {"device": "cpu"}': Row(within="zero_optimization"),
+    '"zero_optimization": {"offload_optimizer": {"device": "cpu"}}': Row(),
     '"losses": "early"': Row((CALLS,)),
     '"losses": "step"': Row((CALLS,)),
     '"choose": "cycle"': Row(beside={"strategies": ["tp2", "2*tp1"]}),
