@@ -187,8 +187,8 @@ class Rounds:
                 return said
         return None
 
-    def _read(self, entry: Collected) -> None:
-        """The script reads the loss of a batch, whose step has not run."""
+    def _read(self, entry: Collected, *, logits: bool = False) -> None:
+        """The script reads the loss of a batch, whose step has not run, or its `logits`, which one round brings too."""
         self._tell()
         self._was_read = True
         if entry.early is not None:
@@ -200,13 +200,13 @@ class Rounds:
                     crew.world.channel.texts("")
             except LossIsRead:
                 self._first = True
-        self._round(self._host.three_calls.unread)
+        self._round(self._host.three_calls.unread, reads_logits=logits)
 
     def _read_logits(self, entry: Collected) -> Tensor:
         """The script asks for the logits of a batch, whose step has not run."""
         if entry.logits is None:
-            self._read(entry)
-            if entry.by_logits is None and entry in self._host.three_calls.collected:
+            self._read(entry, logits=True)
+            if entry.logits is None and entry.by_logits is None and entry in self._host.three_calls.collected:
                 self._round([], reads_logits=True)
         if entry.logits is None:
             raise RuntimeError("the logits of this batch were trained on already: call engine(batch) again for others")
