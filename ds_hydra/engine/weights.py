@@ -56,7 +56,7 @@ class Weights:
         """From now on every update asks what a script has changed in its model since."""
         update, module, layers = self._crew().update, self._host.module, getattr(self._source, "layers_path", "")
         optimizer = update.optimizer
-        kept = KeptModel(base_of(module), self._aliases, steps_differ=lambda: update.counts_steps)
+        kept = KeptModel(base_of(module), self._aliases, steps_differ=lambda: self._crew().update.counts_steps)
 
         def moved() -> Mapping[str, Tensor]:
             found = kept.moved(layers) if layers else {}
