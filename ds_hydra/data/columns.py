@@ -373,8 +373,8 @@ class ItemCheck:
         if (labels[padding] != IGNORE_INDEX).any():
             lines.append(f"item {index} of the data has labels at padding (attention_mask 0): they are not learnt")
         # Of a token that sees nothing a plain model has what its attention's kernel makes of it: often NaN.
-        first = int(np.argmin(padding))
-        if padding[0] and labels[first] != IGNORE_INDEX:
+        first = int(np.argmin(padding)) if padding.any() else 0
+        if first and labels[first] != IGNORE_INDEX:
             lines.append(
                 f"item {index} of the data begins with {first} tokens of padding, and the first token behind them has "
                 f"a label: it is not learnt, where a plain model would learn it from padding. Set it to {IGNORE_INDEX}"

@@ -355,6 +355,9 @@ def test_a_label_of_the_first_token_behind_padding_is_told_once_and_not_learnt()
     assert check.check(item, read_item(item, 4), 4) == []
     item["labels"][2] = IGNORE_INDEX
     assert ItemCheck().check(item, read_item(item, 0), 0) == []
+    for empty in ([], [0, 0]):
+        item = {"input_ids": [5] * len(empty), "labels": [IGNORE_INDEX] * len(empty), "attention_mask": empty}
+        assert ItemCheck().check(item, read_item(item, 0), 0) == []
 
 
 # --- A loss before its step: what scripts do with it, and when it may be read.
