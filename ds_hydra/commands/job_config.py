@@ -30,10 +30,14 @@ class JobConfig:
     optimizer: str = "AdamW"  # its type
 
     @property
+    def states_may_leave(self) -> bool:
+        """Whether the host may have FP32 masters and optimizer states, as far as the config tells it."""
+        return (self.hydra is None or self.hydra.elastic is None) and not needs_whole(self.optimizer)
+
+    @property
     def states_on_host(self) -> bool:
-        """Whether the host has FP32 masters and optimizer states, as far as the config tells it."""
-        block = self.hydra or HydraConfig()
-        return OPTIMIZER in block.offload and block.elastic is None and not needs_whole(self.optimizer)
+        """Whether the host has them."""
+        return self.hydra is not None and OPTIMIZER in self.hydra.offload and self.states_may_leave
 
     @property
     def stage_options(self) -> StageOptions:

@@ -26,7 +26,7 @@ from ds_hydra.commands.figures import figures_parser, finish, guarded, print_tab
 from ds_hydra.commands.job_config import DTYPES, read_job
 from ds_hydra.costs.memory import EXPERT_IMBALANCE, JobMemory, Shape
 from ds_hydra.engine.costs import HOST_SHARE, job_memory, rank_memory
-from ds_hydra.host.optimizers import needs_whole, update_bytes
+from ds_hydra.host.optimizers import update_bytes
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
@@ -94,8 +94,7 @@ def run(args: argparse.Namespace, name: str) -> int:
     if together:
         print("\nThe same in a job that has all of these layouts as candidates:")
         _print(together)
-    may = job.hydra is None or job.hydra.elastic is None
-    choices = [] if args.measure else _choices(source, memory_of, schemes, node, may and not needs_whole(job.optimizer))
+    choices = [] if args.measure else _choices(source, memory_of, schemes, node, job.states_may_leave)
     if choices:
         print(f"\nLongest sequence if layers are kept, recomputed, recomputed in chunks of {_SLICE} tokens, or wait "
               f"on the host, which has {host_bytes / 2**30:.0f} GiB; if optimizer states are there, recomputed or with "

@@ -17,11 +17,10 @@ from ds_hydra.config.deepspeed_settings import (
     CHANGES_RESULTS,
     KINDS,
     REFUSED,
-    STATES_OFFLOAD,
     TOLD,
     ZERO_SETTINGS,
     asks_for_something,
-    offloads_states,
+    states_offload,
 )
 from ds_hydra.config.hosts import ACCELERATE, CALLS, STEPS, autos, filled_in
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -206,8 +205,7 @@ def _translate_zero(found: Translated, host: str) -> None:
         found.rows.append(Row(f"{ZERO}.stage {stage}", f"stage {kept}", f"{why}parameters"))
     left = {key: one for key, one in zero.items() if key in CHANGES_RESULTS or key not in ZERO_SETTINGS}
     found.config[ZERO] |= left  # for the check to refuse or to tell
-    taken = STATES_OFFLOAD if offloads_states(zero) else frozenset()
-    if taken:
+    if taken := states_offload(zero):
         found.config[ZERO]["offload_optimizer"] = {"device": "cpu"}
         why = "FP32 parameters and optimizer states are in the host's memory; devices fetch them for an update"
         found.rows.append(Row(f"{ZERO}.offload_optimizer", KEPT, why))

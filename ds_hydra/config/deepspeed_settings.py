@@ -209,7 +209,7 @@ _OFFLOAD = frozenset(
         *("cpu_offload_use_pin_memory", "save_muon_momentum_buffer_in_memory"),
     )
 )
-STATES_OFFLOAD = frozenset(("offload_optimizer", "cpu_offload", "cpu_offload_use_pin_memory"))
+_STATES_OFFLOAD = frozenset(("offload_optimizer", "cpu_offload", "cpu_offload_use_pin_memory"))
 KINDS = {
     "parameters and gradients move by all-gathers and reduce-scatters of each step's layout": _TRANSFERS,
     "nothing is quantized, communication_data_type is the type of gradients on the wire": _QUANTIZED,
@@ -241,8 +241,7 @@ def screen_zero(zero: Any) -> list[str]:
         )
     lines = _of_stage(stage_of(zero.get("stage")))
     for what, names in KINDS.items():
-        taken = STATES_OFFLOAD if offloads_states(zero) else frozenset()
-        given = sorted(name for name in (zero.keys() & names) - taken if _asks(zero[name]))
+        given = sorted(name for name in (zero.keys() & names) - states_offload(zero) if _asks(zero[name]))
         if given:
             lines.append(f"{BLOCK}: {', '.join(given)} {'has' if len(given) == 1 else 'have'} no effect here: {what}")
     lines += [f"{BLOCK}.{key} is unknown and has no effect; {nearest(key, ZERO_SETTINGS)}"
@@ -250,12 +249,14 @@ def screen_zero(zero: Any) -> list[str]:
     return lines
 
 
-def offloads_states(zero: Any) -> bool:
-    """Whether a block "zero_optimization" asks for FP32 parameters and optimizer states in the host's memory."""
+def states_offload(zero: Any) -> frozenset[str]:
+    """The settings by which a block "zero_optimization" may ask for FP32 parameters and optimizer states in the host's
+    memory; none where it does not."""
     if not isinstance(zero, Mapping):
-        return False
+        return frozenset()
     block = zero.get("offload_optimizer")
-    return (isinstance(block, Mapping) and block.get("device") == "cpu") or is_on(zero.get("cpu_offload", False))
+    asks = (isinstance(block, Mapping) and block.get("device") == "cpu") or is_on(zero.get("cpu_offload", False))
+    return _STATES_OFFLOAD if asks else frozenset()
 
 
 def _asks(value: Any) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ds_hydra.config.checks import AUTO, choice, flag, integer, number, parse_block, setting, text, whole_numbers
-from ds_hydra.config.deepspeed_settings import KNOWN_SETTINGS, is_on, offloads_states, screen_deepspeed_settings
+from ds_hydra.config.deepspeed_settings import KNOWN_SETTINGS, is_on, screen_deepspeed_settings, states_offload
 from ds_hydra.config.hosts import filled_in
 from ds_hydra.costs.memory import EXPERT_IMBALANCE
 from ds_hydra.pipe.schedules.registry import NAME
@@ -540,7 +540,7 @@ def _offloaded(settings: Mapping[str, Any]) -> tuple[str, ...]:
     """What DeepSpeed's own settings ask to have in the host's memory, by the names of `hydra.offload`."""
     checkpointing = settings.get("activation_checkpointing")
     asked = checkpointing.get("cpu_checkpointing") if isinstance(checkpointing, Mapping) else False
-    states = offloads_states(settings.get("zero_optimization"))
+    states = states_offload(settings.get("zero_optimization"))
     return (*((ACTIVATIONS,) if is_on(asked) else ()), *((OPTIMIZER,) if states else ()))
 
 
