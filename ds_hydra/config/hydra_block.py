@@ -366,7 +366,8 @@ class HydraConfig:
     as the model initialises itself, by `seed`, equal for any number of ranks. None takes the model's own values."""
     loss_norm: str = setting(choice("token", "sequence", "micro_batch", "batch"), "token")
     """The loss is the mean over all target tokens of the step, over its sequences' means, its micro-batches', or those
-    of the batches that a script hands in, as DeepSpeed's own loop computes it: over as many as are configured."""
+    of the batches that a script hands in, as DeepSpeed's own loop computes it: over as many as are configured. Under
+    Trainer the default is "batch" where that counts no targets, as of most image-text models."""
     losses: str = setting(choice("auto", "early", "step"), "auto")
     """When the loss of `engine(batch)` is computed: "step": with the step that its batch belongs to; "early": at that
     call; "auto": with the step, unless the script reads losses before, which the first step finds out."""

@@ -45,6 +45,7 @@ else:
 
 _OF_LOGITS = ("logits/chosen", "logits/rejected", "mean_token_accuracy")  # metrics for which logits would be needed
 _COPY = "ref"  # TRL's name of the copy of an adapter that a model came with
+_ROUTERS = "output_router_logits"
 _READ = frozenset(("input_ids", "attention_mask", "labels", "fused_lm_head", "use_cache"))
 
 
@@ -74,24 +75,30 @@ class _Rows:
     input_ids: Tensor  # (rows, length)
     labels: Tensor
     kept: Tensor  # tokens that are no padding
+    images: dict[str, Any]  # columns of the images of all rows; of a job that trains images
 
     @classmethod
-    def of(cls, named: dict[str, Any]) -> _Rows:
-        """ConfigError for inputs that the engine does not read."""
-        others = sorted(name for name, value in named.items() if name not in _READ and value is not None)
-        if others:
+    def of(cls, named: dict[str, Any], *, images: bool) -> _Rows:
+        """ConfigError for inputs that the engine does not read; `images`: whether it reads those."""
+        others = {name: value for name, value in named.items() if name not in _READ and value is not None}
+        if others and (not images or _ROUTERS in others):
             raise ConfigError(
-                f"the model is called with {', '.join(others)}, but log-probabilities are computed of tokens alone: "
-                "leave images and the loss of routers (output_router_logits) out"
+                f"the model is called with {', '.join(sorted(others))}, but log-probabilities are computed of tokens "
+                "alone: leave the loss of routers (output_router_logits) and images out; DPO takes images where the "
+                'block "hydra" has "images": true'
             )
         ids, mask = named["input_ids"], named.get("attention_mask")
-        return cls(ids, named["labels"], torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0)
+        kept = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
+        return cls(ids, named["labels"], kept, others)
 
     @property
-    def sequences(self) -> list[dict[str, Tensor]]:
+    def sequences(self) -> dict[str, Any]:
         """The rows without padding, as the engine takes them."""
-        rows = zip(self.input_ids, self.labels, self.kept, strict=True)
-        return [{"input_ids": ids[kept].cpu(), "labels": labels[kept].cpu()} for ids, labels, kept in rows]
+        ids, labels = (
+            [row[kept].cpu() for row, kept in zip(rows, self.kept, strict=True)]
+            for rows in (self.input_ids, self.labels)
+        )
+        return {"input_ids": ids, "labels": labels, **self.images}
 
     @property
     def scored(self) -> Tensor:
@@ -111,10 +118,6 @@ class _CalledModel(Exception):
     def __init__(self, rows: _Rows):
         super().__init__("the loss calls the model")
         self.rows = rows
-
-
-def _tell_rows(**named: Any) -> Scores:
-    raise _CalledModel(_Rows.of(named))
 
 
 class _InPlaceOfModel(_Base):
@@ -188,7 +191,7 @@ class _ScoresTrainer(HydraTrainer):
         model.train()
         inputs = self._prepare_inputs(inputs)
         try:
-            self._loss_of(_tell_rows, model, inputs, num_items_in_batch)
+            self._loss_of(self._tell_rows, model, inputs, num_items_in_batch)
         except _CalledModel as called:
             rows = called.rows
         else:
@@ -242,9 +245,17 @@ class _ScoresTrainer(HydraTrainer):
     _scores_references = False
     """Whether the loss itself asks the model for its reference."""
 
+    _takes_images = False
+
     def _evaluated(self, **named: Any) -> Scores:
         """The scores of some rows, without gradients; every rank must ask at the same time."""
-        return self._scored(_Rows.of(named))
+        return self._scored(self._rows(named))
+
+    def _tell_rows(self, **named: Any) -> Scores:
+        raise _CalledModel(self._rows(named))
+
+    def _rows(self, named: dict[str, Any]) -> _Rows:
+        return _Rows.of(named, images=self._takes_images and bool(self._deepspeed_config["hydra"].get("images")))
 
     def _scored(self, rows: _Rows) -> Scores:
         engine: Any = self.deepspeed
@@ -297,7 +308,7 @@ class HydraDPOTrainer(_InPlaceOfModel, DPOTrainer, _ScoresTrainer):
     `mean_token_accuracy`. Raises ConfigError for an adapter trained before, without `precompute_ref_log_probs`.
     """
 
-    _scores_references = True
+    _scores_references = _takes_images = True
 
     def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """TRL's own, of scores by the engine; the reference too, where `self.model` without its adapter is asked."""

@@ -21,6 +21,9 @@ counted divides by the former number. Of 2 batches with 10 and 30 targets whose 
     num_items_in_batch handed on   (40 + 60) / 40            = 2.5
     not handed on                  40 / 10 + 60 / 30         = 6
     half of the labels masked      (20 + 30) / 40            = 1.25, where the mean over the targets left is 2.5
+
+Of a model that takes no such number (`accepts_loss_kwargs` is false, as most image-text classes have it) Trainer counts
+nothing, and trains on the mean of the batches' means: that is the default of `loss_norm` then, too.
 """
 
 from __future__ import annotations
@@ -225,6 +228,8 @@ class HydraTrainer(Trainer):
         if self.deepspeed is not None or self._has_ended:
             self._end_engine()
         self._deepspeed_config.setdefault("gradient_clipping", self.args.max_grad_norm)
+        if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:  # then Trainer counts no targets
+            self._deepspeed_config["hydra"].setdefault("loss_norm", "batch")
         self._taken = {name: getattr(self.args, name) for name in ("max_grad_norm", "label_smoothing_factor")}
         own, smoothing = self._loss_fn, self.args.label_smoothing_factor
         if smoothing:
@@ -359,7 +364,8 @@ class HydraTrainer(Trainer):
             of_script = of_script.detach().mean().to(self.args.device)
         elif prediction_loss_only:
             own, mean = engine.evaluate_collected(inputs)
-            return torch.tensor(own if self.evaluates_each_rank else mean, device=self.args.device), None, None
+            each = self.evaluates_each_rank or not self.model_accepts_loss_kwargs  # then Trainer counts no targets
+            return torch.tensor(own if each else mean, device=self.args.device), None, None
         if prediction_loss_only:
             return of_script, None, None
         loss, found = engine.predict(inputs, self._token_function)

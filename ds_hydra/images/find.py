@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 NEAR = 1e-9  # relative to the largest entry, in FP64
 _REMEDY = "leave hydra.images out to train its text alone"
 _TOLD = 200  # characters of an error
+_WORDS = 96  # ids of the tokens that are made up are below it
 
 
 class Sample(NamedTuple):
@@ -121,16 +122,23 @@ class Subject:
             return self._rows(sample.units, self.maker)
 
     def _tokens(self, counts: Sequence[int], seed: int) -> Tensor:
-        draw = np.random.default_rng(seed)
-        most = min(self.token, self.model.get_input_embeddings().weight.shape[0], 96)
+        draw, words = np.random.default_rng(seed), self._words()
 
         def plain(count: int) -> list[int]:
-            return [int(token) for token in draw.integers(8, most, count)]
+            return [words[at] for at in draw.integers(0, len(words), count)]
 
         tokens = plain(5)
         for count in counts:
             tokens += [self.token] * count + plain(3)
         return torch.tensor(tokens + plain(6))
+
+    def _words(self) -> list[int]:
+        """Ids of tokens that no config says are more than words."""
+        config = self.model.config
+        special = {value for part in (config, config.get_text_config()) for key, value in vars(part).items()
+                   if isinstance(value, int) and key.endswith(("token_id", "token_index", "patch_id"))}  # fmt: skip
+        most = min(self.model.get_input_embeddings().weight.shape[0], _WORDS)
+        return [token for token in range(8, most) if token not in special]
 
     def pixels(self, sample: Sample) -> dict[str, Tensor]:
         """What a processor makes of a sample's images."""
@@ -222,12 +230,12 @@ class Subject:
         pixels = torch.cat([frame["pixel_values"] for frame in frames])
         units: tuple[Columns, ...] = (image, dict(zip(VIDEO, (pixels, grid), strict=True)))
         rows = [len(encoded(self.model, seam, unit)[0]) for unit in units]
-        draw = np.random.default_rng(7)
-        words = draw.integers(8, min(self.token, seam.video, self.model.get_input_embeddings().weight.shape[0], 96), 12)
+        plain = self._words()
+        words = [plain[at] for at in np.random.default_rng(7).integers(0, len(plain), 12)]
         frame = [seam.video] * (rows[1] // 2)
-        between = words[:1].tolist() if parted else []
+        between = words[:1] if parted else []
         tokens = [*words[1:4], *[self.token] * rows[0], *words[4:6], *frame, *between, *frame, *words[6:]]
-        return Sample(torch.tensor([int(token) for token in tokens]), units, tuple(rows))
+        return Sample(torch.tensor(tokens), units, tuple(rows))
 
     def _with_rows(self, seam: Seam, leaves: Sequence[Tensor], sample: Sample | None = None) -> Tensor:
         """A sample's logits, of the first one's, by rows in place of pixels, and by positions as stages are given

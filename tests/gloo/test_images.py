@@ -202,17 +202,18 @@ def differences(found: Found, right: Found) -> list[str]:
     for number, ((loss, gradients), (own, expected)) in enumerate(zip(found[0], right[0], strict=True)):
         if not abs(loss - own) <= NEAR * abs(own):
             wrong.append(f"step {number}: the loss is {loss}, not {own}")
-        wrong += [f"step {number}: {text}" for text in _apart(gradients, expected)]
-    return wrong + _apart(found[1], right[1])
+        wrong += [f"step {number}: {text}" for text in apart(gradients, expected)]
+    return wrong + apart(found[1], right[1])
 
 
-def _apart(found: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> list[str]:
+def apart(found: Mapping[str, Tensor], right: Mapping[str, Tensor], near: float = NEAR) -> list[str]:
+    """Tensors of which two sets have others, by name."""
     floor = 1e-3 * max(float(one.abs().max()) for one in right.values())
     told = []
     for name, value in found.items():
         expected = right.get(name, torch.zeros_like(value))
         off = float((value - expected).abs().max())
-        if not off <= NEAR * max(floor, float(expected.abs().max())):
+        if not off <= near * max(floor, float(expected.abs().max())):
             told.append(f"{name} is {off:.1e} off")
     return told + [f"{name} is missing" for name in right.keys() - found.keys()]
 
@@ -316,7 +317,7 @@ def test_trainer_on_two_ranks_is_its_own_in_one_process(tmp_path: Path) -> None:
             run_ranks(_trained_by_trainer, ranks, ranks, f"{tmp_path}/{ranks}", timeout=300)[0] for ranks in (2, 1)
         )
     assert losses == pytest.approx(expected, abs=1e-3)
-    assert not _apart(found, plain)
+    assert not apart(found, plain)
 
 
 def _page(rank: int, script: str) -> None:
@@ -328,7 +329,7 @@ def _page(rank: int, script: str) -> None:
 @pytest.mark.drawn
 def test_the_page_prints_what_its_script_does(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script, printed = (
-        block.text for block in blocks() if block.page == "docs/images.md" and block.comment.startswith("run by")
+        block.text for block in blocks() if block.page == "docs/images.md" and "test_images.py" in block.comment
     )
     (tmp_path / "images.py").write_text(script)
     run_ranks(_page, 2, str(tmp_path / "images.py"), timeout=300)

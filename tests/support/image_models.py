@@ -72,11 +72,11 @@ MODELS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
 }  # fmt: skip
 
 
-def image_model(name: str, dtype: torch.dtype = torch.float64) -> Any:
-    """A freshly made model, the same in every process, at values at which every part matters."""
+def image_model(name: str, dtype: torch.dtype = torch.float64, **more: Any) -> Any:
+    """A freshly made model, the same in every process, at values at which every part matters; `more` of its config."""
     of_class, kind, settings = MODELS[name]
     torch.manual_seed(0)
-    model = getattr(transformers, of_class)(AutoConfig.for_model(kind, **settings)).to(dtype)
+    model = getattr(transformers, of_class)(AutoConfig.for_model(kind, **{**settings, **more})).to(dtype)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in model.parameters():
