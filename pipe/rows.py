@@ -297,6 +297,7 @@ class MicroBatch:
     scored: Scored | None = None  # what takes the place of the cross entropy; last stage only
     routes: Routes | None = None  # what routers choose, if it is given or wanted
     recompute: float = 0.0  # share of each stage's layers that the backward computes again [Note: recomputed layers]
+    beside_us: int = 0  # what the first stage is expected to take besides its layers [Note: loads]
 
 
 def position_ids(lengths: Sequence[int], start: int, stop: int, *, past: int = 0) -> Positions:

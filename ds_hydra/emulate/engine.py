@@ -34,7 +34,7 @@ from ds_hydra.pipe.model_plan import ModelPlan, ShardRule
 from ds_hydra.pipe.placement import Pipeline, Strategy
 from ds_hydra.pipe.rows import AT_ONCE, MicroBatch
 from ds_hydra.pipe.schedules.registry import splits_backward, weighs
-from ds_hydra.pipe.schedules.simulate import SHARES
+from ds_hydra.pipe.schedules.simulate import FORWARD_SHARE, SHARES
 from ds_hydra.pipe.stage import StageModule, StagePlace
 from ds_hydra.pipe.stage_options import AS_WRITTEN, StageOptions
 from ds_hydra.plan.simulate import stretch, work_of
@@ -279,7 +279,7 @@ class EmulatedStage(StageModule):
         # Layers take equal shares of the time of the whole stage; the cost table does not tell embeddings and
         # head apart.
         share = 1.0 / place.pipeline.stages[place.index].num_layers
-        parts = {name: _Part(self, share if name.isdigit() else 0.0, scales) for name in held}
+        parts = {name: _Part(self, share if name.isdigit() else 0.0, scales, begins=name == "first") for name in held}
         names = {f"{part}.{name}": name for part, members in held.items() for name in members}
         super().__init__(nn.ModuleDict(parts), place, names)
         self.queue = _Queue(source.clock) if splits_backward(place.schedule) else None
@@ -303,7 +303,11 @@ class EmulatedStage(StageModule):
         return ((1.0 + x[0, :, 0].double()) * batch.weights * (batch.labels != IGNORED)).sum()
 
     def _seconds(self, batch: MicroBatch) -> dict[str, float]:
-        """What each kind of action takes of all layers of the stage."""
+        """What each kind of action takes of all layers of the stage, and what both take besides."""
+        beside_s = self._source.pace * batch.beside_us / 1e6
+        return {**self._of_layers(batch), "beside": beside_s}
+
+    def _of_layers(self, batch: MicroBatch) -> dict[str, float]:
         pack = batch.pack
         starts = (pack.past, *[0] * (len(pack.lengths) - 1))
         load_s = self._source.prices[self._priced][self.place.index].load_ms(pack.lengths, starts) / 1e3
@@ -333,15 +337,16 @@ class EmulatedStage(StageModule):
 class _Part(nn.Module):
     """Parameters that are used together, their `share` of the stage's time, and scales of gradients by name."""
 
-    def __init__(self, stage: EmulatedStage, share: float, scales: Mapping[str, float | Tensor]):
+    def __init__(self, stage: EmulatedStage, share: float, scales: Mapping[str, float | Tensor], *, begins: bool):
         super().__init__()
-        self._stage, self._share, self._scales = stage, share, scales
+        self._stage, self._share, self._scales, self._begins = stage, share, scales, begins
 
     def forward(self, x: Tensor, seconds: Mapping[str, float], apart: bool) -> Tensor:
         """Hooks that ran before this have waited for the pulls of the parameters."""
         if apart:
             self._stage.meet()
-        self._stage.clock.compute(self._share * seconds["forward"])
+        beside = FORWARD_SHARE * seconds["beside"] if self._begins else 0.0
+        self._stage.clock.compute(self._share * seconds["forward"] + beside)
         params = {name: parameter for name, parameter in self._parameters.items() if parameter is not None}
         return _CountedGradient.apply(x, self, seconds, [self._scales[name] for name in params], *params.values())
 
@@ -361,7 +366,8 @@ class _Part(nn.Module):
             self._stage.meet()
         queue = self._stage.queue
         put_off = queue is not None and queue.put(self, self._share * seconds["weight_gradient"])
-        self._stage.clock.compute(self._share * seconds["input_gradient" if put_off else "backward"])
+        beside = (1.0 - FORWARD_SHARE) * seconds["beside"] if self._begins else 0.0
+        self._stage.clock.compute(self._share * seconds["input_gradient" if put_off else "backward"] + beside)
 
 
 class _Queue:

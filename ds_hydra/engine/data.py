@@ -7,12 +7,13 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate, pairwise, starmap
+from itertools import accumulate, chain, pairwise, starmap
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from ds_hydra.costs.loads import Lengths
 from ds_hydra.data.columns import ItemCheck, is_packed, read_item
 from ds_hydra.data.lengths import ItemLengths, given_lengths, keep, kept, read_part
 from ds_hydra.data.sequences import SequenceData, Share, Tally, read_share
@@ -163,7 +164,7 @@ class Mine(NamedTuple):
 class Gathered(NamedTuple):
     """What every rank knows of the sequences of a step: those of rank 0 come first, in the order handed in."""
 
-    lengths: tuple[int, ...]  # in tokens
+    lengths: tuple[int, ...]  # in tokens; with images `Lengths`
     owners: tuple[int, ...]  # the rank that has each
     begins: tuple[int, ...]  # of each rank's sequences
     num_targets: int  # of all ranks
@@ -210,9 +211,10 @@ class SequenceExchange:
         lengths = [len(sequence.input_ids) for sequence in mine.sequences]
         targets = [share.num_targets for share, _ in mine.batches if share.num_targets]
         counts = [sum(targets), len(targets), sum(share.num_learnt for share, _ in mine.batches)]
-        told = json.dumps([mine.ended, mine.left_out, counts, lengths, mine.layout, call], separators=(",", ":"))
+        loads = [] if self._images is None else self._images.loads(mine.sequences)
+        told = json.dumps([mine.ended, mine.left_out, counts, lengths, mine.layout, call, loads], separators=(",", ":"))
         texts = agree(self._crew.world.channel, mine.error, f"reading the sequences of {what}", told, alike=True)
-        ended, lost, all_counts, by_rank, layouts, calls = zip(*map(json.loads, texts), strict=True)
+        ended, lost, all_counts, by_rank, layouts, calls, all_loads = zip(*map(json.loads, texts), strict=True)
         _refuse_other_calls(what, calls)
         left_out = sum((LeftOut(*of_rank) for of_rank in lost), LeftOut())
         if self._tally.add(left_out) and self._crew.world.rank == 0:
@@ -226,7 +228,7 @@ class SequenceExchange:
             )
         num_targets, num_batches, num_learnt = (sum(of_ranks) for of_ranks in zip(*all_counts, strict=True))
         return Gathered(
-            tuple(length for of_rank in by_rank for length in of_rank),
+            Lengths.of(chain.from_iterable(by_rank), chain.from_iterable(all_loads)),
             tuple(rank for rank, of_rank in enumerate(by_rank) for _ in of_rank),
             tuple(accumulate(map(len, by_rank), initial=0)),
             num_targets,

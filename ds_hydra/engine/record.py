@@ -107,6 +107,7 @@ def step_record(
         step_ms=measured.step_ms,
         predicted_ms=plan.predicted_ms,
         recomputed=plan.recomputed,
+        beside=plan.beside,
         num_padding=int(sum(rank.num_padding for rank in outcome.stats)),
         pipeline_ms=measured.pipeline_ms,
         num_pipelines=tuple(len(phase.pipelines) for phase in plan.phases),

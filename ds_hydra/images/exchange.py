@@ -18,6 +18,7 @@ from torch import Tensor
 from ds_hydra.data.sequences import Share, read_share
 from ds_hydra.data.tokens import LeftOut, Limits, Reads, TokenSequence
 from ds_hydra.images.content import Images, Unit, check_rows, columns_of
+from ds_hydra.images.load import Tower, estimated
 from ds_hydra.images.seam import Seam, numbered
 from ds_hydra.images.source import ImageText
 from ds_hydra.images.units import taken
@@ -44,6 +45,8 @@ class ImageExchange:
         source = crew.job.source
         assert isinstance(source, ImageText), "the job trains images"
         self._crew, self._source = crew, source
+        self._tower = Tower.of(source)
+        self._price = estimated(source, crew.prepared.found.table, crew.prepared.hidden)
         self._some = False  # whether a part of the coming update has images
         self._told = False
 
@@ -81,6 +84,10 @@ class ImageExchange:
             check_rows(images, sequence.input_ids, place)
             sequences.append(sequence._replace(images=images))
         return share._replace(sequences=tuple(sequences))
+
+    def loads(self, sequences: Sequence[TokenSequence]) -> list[list[int]]:
+        """What encoding the images of each of them takes, in microseconds [Note: price of an image]."""
+        return [[self._price.us(self._tower.size(unit)) for unit in one.images.units] for one in sequences]
 
     def deliver(
         self, plan: StepPlan, owners: Sequence[int], mine: Mapping[int, TokenSequence], delivered: Delivered

@@ -79,27 +79,34 @@ def simulate_pipeline(pipeline: PipelinePlan, cost_table: CostTable) -> float:
     cost, num_stages = cost_table.paced(pipeline.shape, pipeline.paces), pipeline.shape.pp
     if has_formula(pipeline):
         loads = [cost.load_ms(batch.lengths) for batch in pipeline.microbatches]
-        return _simulated(pipeline.shape, loads, cost)
-    return _simulated_us(pipeline.schedule, schedule_batches(pipeline, cost_table), num_stages) / 1e3
+        return _simulated(pipeline.shape, loads, cost, pipeline.beside_ms)
+    beside_us = tuple(1e3 * ms for ms in pipeline.beside_ms)
+    return _simulated_us(pipeline.schedule, schedule_batches(pipeline, cost_table), num_stages, beside_us) / 1e3
 
 
 # A plan's check asks for each pipeline's time, and for the step's: the same simulations.
 @lru_cache(maxsize=256)
-def _simulated_us(schedule: str, batches: Batches, num_stages: int) -> int:
-    return simulate_works(orders(schedule, batches, num_stages), batches)
+def _simulated_us(schedule: str, batches: Batches, num_stages: int, beside_us: tuple[float, ...]) -> int:
+    return simulate_works(orders(schedule, batches, num_stages), batches, beside_us)
 
 
-def _simulated(shape: PipelineShape, loads: list[float], cost: SchemeCost) -> float:
+def _simulated(shape: PipelineShape, loads: list[float], cost: SchemeCost, beside: Sequence[float] = ()) -> float:
     batches = Batches.whole(len(loads))
     of_stages = [loads if share == 1.0 else [share * load for load in loads] for share in cost.stage_shares]
+    of_stages[0] = with_beside(of_stages[0], beside)
     return simulate_loads(placed(shape.schedule, batches, shape.pp), of_stages)
+
+
+def with_beside(loads: list[float], beside: Sequence[float]) -> list[float]:
+    """The loads of a first stage with what it does besides its layers, if that is anything [Note: loads]."""
+    return [load + more for load, more in zip(loads, beside, strict=True)] if beside else loads
 
 
 def _slowest_ms(phase: Phase, cost_table: CostTable) -> float:
     whole = []
     slowest = 0.0
     for pipeline in phase.pipelines:
-        if has_formula(pipeline):
+        if has_formula(pipeline) and not pipeline.beside_ms:
             cost = cost_table.paced(pipeline.shape, pipeline.paces)
             loads = [cost.load_ms(batch.lengths) for batch in pipeline.microbatches]
             whole.append((cost.pipeline_ms(loads), pipeline.shape, loads, cost))

@@ -6,8 +6,9 @@ pipeline runs micro-batches; a micro-batch holds spans of sequences (`phase`).
 [Note: plan in JSON]
 A phase is a list of pipelines, `{"shape": "tp2pp4", "microbatches": [...], "predicted_ms": 12.5}`, where the shape is
 text as `PipelineShape` prints it. A micro-batch is a list of its spans: a whole sequence is its position in the step's
-batch, 7; a slice of one is `[7, 0, 4096]`. A micro-batch that recomputes is `{"spans": [...], "recompute": 0.5}`. A
-pipeline with slow ranks has "paces" besides, one for each stage, `[1.0, 1.0, 1.25, 1.0]`.
+batch, 7; a slice of one is `[7, 0, 4096]`. A micro-batch that recomputes is `{"spans": [...], "recompute": 0.5}`, and
+one that takes something of the first stage besides has `"beside_us": 1200`. A pipeline with slow ranks has "paces"
+besides, one for each stage, `[1.0, 1.0, 1.25, 1.0]`.
 """
 
 from __future__ import annotations
@@ -40,11 +41,13 @@ class MicroBatchPlan:
     """Spans that are packed together in that order, and the share of its layers that the backward computes again.
 
     `recompute` 0 keeps all activations from forward to backward; 1 keeps no more than the input of every layer. Every
-    stage rounds it up to whole layers of its own, so that it keeps no more than the share says.
+    stage rounds it up to whole layers of its own, so that it keeps no more than the share says. `beside_us` is what the
+    first stage takes for it besides its layers, in microseconds, forward and backward [Note: loads].
     """
 
     spans: tuple[Span, ...]
     recompute: float = 0.0
+    beside_us: int = 0
 
     @classmethod
     def of_whole(cls, sequences: Sequence[int], lengths: Sequence[int]) -> MicroBatchPlan:
@@ -88,6 +91,13 @@ class PipelinePlan:
     def stage_paces(self) -> Paces:
         """How many times as long as its costs say each stage takes."""
         return self.paces or (1.0,) * self.shape.pp
+
+    @property
+    def beside_ms(self) -> tuple[float, ...]:
+        """What its first stage takes for each micro-batch besides its layers; empty: nothing for any."""
+        if not any(batch.beside_us for batch in self.microbatches):
+            return ()
+        return tuple(self.stage_paces[0] * batch.beside_us / 1e3 for batch in self.microbatches)
 
     @property
     def in_slices(self) -> bool:
@@ -204,7 +214,9 @@ def phase_record(phase: Phase, lengths: Sequence[int]) -> list[dict[str, object]
 
 def _batch_record(batch: MicroBatchPlan, whole: set[tuple[int, int, int]]) -> object:
     spans: list[object] = [span[0] if span in whole else span for span in batch.spans]
-    return {"spans": spans, "recompute": batch.recompute} if batch.recompute else spans
+    more = {"recompute": batch.recompute} if batch.recompute else {}
+    more |= {"beside_us": batch.beside_us} if batch.beside_us else {}
+    return {"spans": spans, **more} if more else spans
 
 
 def read_phase(rows: object, lengths: Sequence[int], *, shape_key: str = "shape") -> Phase:
@@ -221,10 +233,12 @@ def _read_pipeline(row: dict[str, object], whole: Sequence[Span], shape_key: str
 
 
 def _read_batch(record: object, whole: Sequence[Span]) -> MicroBatchPlan:
-    recompute = 0.0
+    recompute, beside = 0.0, 0
     if isinstance(record, dict):
-        recompute, record = read_number(record["recompute"]), record["spans"]
-    return MicroBatchPlan(tuple([_read_span(span, whole) for span in _list(record, "spans")]), recompute)
+        beside = read_whole(record.get("beside_us", 0))
+        recompute = read_number(record["recompute"] if not beside or "recompute" in record else 0.0)
+        record = record["spans"]
+    return MicroBatchPlan(tuple([_read_span(span, whole) for span in _list(record, "spans")]), recompute, beside)
 
 
 def _read_span(record: object, whole: Sequence[Span]) -> Span:
@@ -292,6 +306,12 @@ class StepPlan:
         """Share of all layers of all tokens that backwards compute again."""
         batches = (batch for pipeline in self.pipelines for batch in pipeline.microbatches if batch.recompute)
         return sum(batch.recompute * batch.num_tokens for batch in batches) / self.num_tokens
+
+    @property
+    def beside(self) -> float:
+        """Share of its pipelines' time that their first stages take besides layers."""
+        every = sum(pipeline.predicted_ms for pipeline in self.pipelines)
+        return sum(sum(pipeline.beside_ms) for pipeline in self.pipelines) / every if every else 0.0
 
     @property
     def pipelines(self) -> tuple[PipelinePlan, ...]:

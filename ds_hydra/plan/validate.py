@@ -189,6 +189,8 @@ def _wrong_in_batch(batch: MicroBatchPlan, size: int) -> str | None:
         return f"names position {unknown[0]} but the step has positions 0..{size - 1}"
     if not 0.0 <= batch.recompute <= 1.0:
         return f"recomputes a share {batch.recompute} of its layers; it must be within 0..1"
+    if batch.beside_us < 0:
+        return f"takes {batch.beside_us} us besides its layers; it must be at least 0"
     return None
 
 
@@ -295,4 +297,5 @@ def modelled_ms(pipeline: PipelinePlan, table: CostTable) -> float:
     if not has_formula(pipeline):
         return simulate_pipeline(pipeline, table)
     cost = table.paced(pipeline.shape, pipeline.paces)
-    return cost.pipeline_ms([cost.load_ms(batch.lengths) for batch in pipeline.microbatches])
+    loads = [cost.load_ms(batch.lengths) for batch in pipeline.microbatches]
+    return cost.pipeline_ms(loads) + math.fsum(pipeline.beside_ms)

@@ -32,6 +32,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ds_hydra.costs.loads import Counted
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.planner.chunked_space import AGAIN, ChunkedSpace, PipelineTimes, Timed
 from ds_hydra.planner.composing import Composed, Composer
@@ -199,11 +200,18 @@ class ChunkedSearch:
 
     def __init__(
         self, space: ChunkedSpace, kernel: Kernels, batch: Batch, *, num_ranks: int, tries: int, seed: int = 0,
-        simplest: float = 0.0,
+        simplest: float = 0.0, loads: Counted | None = None,
     ) -> None:  # fmt: skip
+        """`loads` are what sequences take besides their tokens, by their places in the step's batch."""
         self._space, self._kernel, self._batch, self._seed = space, kernel, batch, seed
         self._dealt, self._share = space.dealt(kernel, batch, num_ranks), space.share(batch, num_ranks)
-        self._times = PipelineTimes(space, kernel, batch, tries=tries, seed=seed)
+        self._bounding, self._bounded, more = space.bounding, batch.merged, None
+        if loads is not None:
+            self._dealt, more = self._dealt.with_more(loads.usual), loads.usual[:, batch.position]
+            # Without drains, in which a first stage does what it has to do besides.
+            self._bounding = self._bounding._replace(pp=np.ones(len(space.rows)))
+            self._bounded = batch.with_more(loads.least).items
+        self._times = PipelineTimes(space, kernel, batch, tries=tries, seed=seed, more=more)
         self._tries, self._simplest = tries, simplest
         self._turns = 0  # searches before this one, which draw other numbers
         self._best: list[Chunked] = []  # of all strategies that were refined
@@ -289,7 +297,7 @@ class ChunkedSearch:
         """No step under any of these strategies is sooner done (ms)."""
         least = math.inf
         for kinds in strategies:
-            problem = Problem(self._space.bounding, self._batch.merged, kinds.shape)
+            problem = Problem(self._bounding, self._bounded, kinds.shape)
             bound = self._kernel.strategy_bound(problem, 4, 8, kinds.num_ranks.copy())
             least = min(least, bound + kinds.exposed_ms)
         return least

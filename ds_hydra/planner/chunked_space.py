@@ -182,11 +182,14 @@ class Timed(NamedTuple):
 class PipelineTimes:
     """What pipelines of a space's rows take with sequences of one batch, which are longest first.
 
-    `left` is how many tries are left of those given; nothing here stops at 0.
+    `left` is how many tries are left of those given; nothing here stops at 0. `more` (rows, sequences) ms is what each
+    sequence takes besides, in whatever micro-batches [Note: loads].
     """
 
-    def __init__(self, space: ChunkedSpace, kernel: Kernels, batch: Batch, *, tries: int, seed: int) -> None:
-        self.space, self.batch, self.left, self.seed = space, batch, tries, seed
+    def __init__(
+        self, space: ChunkedSpace, kernel: Kernels, batch: Batch, *, tries: int, seed: int, more: Floats | None = None
+    ) -> None:
+        self.space, self.batch, self.left, self.seed, self._more = space, batch, tries, seed, more
         self._kernel = kernel
         self._known: dict[tuple[int, bytes], Timed] = {}
         self._profiles: dict[int, tuple[Profile, ...]] = {}
@@ -213,7 +216,10 @@ class PipelineTimes:
             return float(row.cost.c * row.shape.pp)
         by_time = sorted(zip(cutting.profiles_us, range(len(profiles)), strict=True))
         self._profiles[k] = (cutting.profile, *(profiles[index] for _, index in by_time[:_NEAR_PROFILES]))
-        return cutting.us / 1e3 - float(counted[own].sum())
+        return cutting.us / 1e3 + self._besides(k, own) - float(counted[own].sum())
+
+    def _besides(self, k: int, own: Ints) -> float:
+        return 0.0 if self._more is None else float(self._more[k][own].sum())
 
     def _estimate(self, k: int, share: float) -> float:
         """An overhead without a simulation: c of some equal micro-batches, and forwards of the first one as fill."""
@@ -247,11 +253,11 @@ class PipelineTimes:
             cutting = self._cut(k, own, profiles or profiles_of(pipe, tokens), Effort(0, 0) if lean else effort)
             if cutting is None and lean:
                 cutting = self._cut(k, own, profiles_of(pipe, tokens), Effort(0, 0))
-            return Timed(math.inf) if cutting is None else Timed(cutting.us / 1e3, cutting)
+            return Timed(math.inf) if cutting is None else Timed(cutting.us / 1e3 + self._besides(k, own), cutting)
         items, bins = self.batch.items, np.zeros(len(own), dtype=np.int64)
         scheme = scheme_row(self.space.bounding, k)
         _, ms, _, _ = self._kernel.pack(scheme, items.work[k][own], items.tokens[own], _LEVEL_ROUNDS, bins)
-        return Timed(float(ms), None, bins)
+        return Timed(float(ms) + self._besides(k, own), None, bins)
 
     def _near_profiles(self, k: int, own: Ints) -> tuple[Profile, ...] | None:
         """What suited a typical pipeline of row k; None, for all, where it is not known or one sequence is most of the
@@ -266,4 +272,5 @@ class PipelineTimes:
             return None
         self.left -= _MOVES
         cutting = improved(kernels.timing(self._kernel, shape.schedule), pipe, timed.cutting, moves=_MOVES, seed=seed)
-        return Timed(cutting.us / 1e3, cutting) if cutting.us < 0.9995 * timed.cutting.us else None
+        ms = cutting.us / 1e3 + (timed.ms - timed.cutting.us / 1e3)
+        return Timed(ms, cutting) if cutting.us < 0.9995 * timed.cutting.us else None

@@ -78,6 +78,8 @@ def with_hidden_pulls(plan: StepPlan, table: CostTable, taken_ms: float) -> Step
     if len(plan.phases) > 1 or len(plan.lengths) > _FEW * len(plan.pipelines):
         return None
     held = plan.pipelines
+    if any(pipeline.beside_ms for pipeline in held):
+        return None  # what moves of sequences make of loads is not counted here
     own = {at: _of(one, table, plan.lengths) for at, one in enumerate(held) if one.shape.pp == 1 and has_formula(one)}
     if len(own) < 2:
         return None

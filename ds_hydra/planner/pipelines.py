@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.costs.loads import Loads, dealt_us, first_ranks
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
-from ds_hydra.plan.simulate import slowest_of_whole
+from ds_hydra.plan.simulate import simulated_ms, slowest_of_whole
 from ds_hydra.plan.step_plan import MicroBatchPlan, Phase, PipelinePlan
+from ds_hydra.plan.validate import modelled_ms
 from ds_hydra.planner.chunked import Chunked
 from ds_hydra.planner.chunked_space import ChunkedSpace
 from ds_hydra.planner.cutting import microbatches_of
@@ -96,6 +99,26 @@ def chunked_pipelines(space: ChunkedSpace, batch: Batch, found: Chunked, tokens:
         whole.append(one)
     phase = Phase(tuple(plan for plan in plans if plan is not None))
     return phase, max(slowest, _slowest(whole))
+
+
+def loaded(phase: Phase, loads: Loads, table: CostTable, tokens: Sequence[int]) -> tuple[Phase, float]:
+    """A phase with what sequences take besides their tokens [Note: loads], and its simulated time in ms."""
+    pipelines = []
+    for pipeline in phase.pipelines:
+        ranks = first_ranks(pipeline.shape)
+        batches = tuple(
+            replace(batch, beside_us=round(dealt_us(_units(batch, loads, tokens), ranks)))
+            for batch in pipeline.microbatches
+        )
+        one = replace(pipeline, microbatches=batches)
+        pipelines.append(replace(one, predicted_ms=modelled_ms(one, table)) if batches else one)
+    made = Phase(tuple(pipelines))
+    return made, simulated_ms((made,), table)
+
+
+def _units(batch: MicroBatchPlan, loads: Loads, tokens: Sequence[int]) -> list[float]:
+    """Loads of the units of a micro-batch; of a slice the part that its tokens are of the sequence's."""
+    return [load * (stop - start) / tokens[at] for at, start, stop in batch.spans for load in loads[at]]
 
 
 def _slowest(timed: Sequence[TimedPipeline]) -> float:

@@ -5,7 +5,8 @@ A message is a line of JSON. In:
   {"kernels": "auto"}                           compile them, or load them from numba's cache, for what will come
   {"recipe": "...", "generation": 1,            answered by {"ready": digest, "kernels": "compiled", "generation": 1};
    "oldest": 0}                                 generations below the oldest are asked for no more
-  {"generation": 1, "step", "ids", "lengths"}   answered by {"generation": 1, "step", "plan", "planning_ms", "highs"},
+  {"generation": 1, "step", "ids", "lengths",
+   "loads" (where there are some)}              answered by {"generation": 1, "step", "plan", "planning_ms", "highs"},
                                                 all of the plan checked, by {..., "error"}, or by {..., "invalid"} when
                                                 the plan fails that check
 
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from ds_hydra.costs.loads import Lengths
 from ds_hydra.plan.validate import validate_plan
 from ds_hydra.planner.recipe import PlanRecipe, Simulation, settled_kernels
 from ds_hydra.planner.selection import Planner
@@ -49,7 +51,8 @@ def answer(planner: Planner, request: Mapping[str, Any]) -> dict[str, object]:
     started = time.perf_counter()
     of = {"generation": request["generation"], "step": request["step"]}
     try:
-        plan, highs, simpler_ms = planner.made(request["step"], request["ids"], request["lengths"])
+        lengths = Lengths.of(request["lengths"], request.get("loads", ()))
+        plan, highs, simpler_ms = planner.made(request["step"], request["ids"], lengths)
     except ValueError as error:  # PlanError is one; anything else is a fault of ours and ends this process
         return {**of, "error": str(error)}
     planning_ms = (time.perf_counter() - started) * 1e3

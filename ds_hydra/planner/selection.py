@@ -41,6 +41,7 @@ import numpy as np
 
 import ds_hydra.planner.kernels as kernels
 from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.costs.loads import Counted, Lengths, loads_of
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
 from ds_hydra.plan.step_plan import Phase, StepPlan, load_plans
 from ds_hydra.plan.validate import check_complete, check_runnable, validate_plan
@@ -66,7 +67,8 @@ from ds_hydra.planner.kernels.problem import (
     scheme_row,
 )
 from ds_hydra.planner.options import PlannerOptions
-from ds_hydra.planner.pipelines import assigned_pipelines, chunked_pipelines
+from ds_hydra.planner.pipelines import assigned_pipelines, chunked_pipelines, loaded
+from ds_hydra.planner.with_loads import Whole
 from ds_hydra.zero_hetero.errors import PlanError
 
 _LEVEL_ROUNDS = 40
@@ -370,7 +372,7 @@ class StepSearch:
         self, pool: Pool, space: ChunkedSpace, step: int, sequence_ids: tuple[int, ...], lengths: tuple[int, ...]
     ) -> None:
         self._pool, self._space = pool, space
-        self._step, self._ids, self._tokens = step, sequence_ids, lengths
+        self._step, self._ids, self._tokens, self._loads = step, sequence_ids, lengths, loads_of(lengths)
         self._kernel = kernels.select(pool.options.kernels)
         self._chunked: ChunkedSearch | None = None
         self._best_chunked: PipelineKinds | None = None
@@ -380,9 +382,12 @@ class StepSearch:
         """The best plans of whole sequences, none without a strategy for it, and a bound on steps."""
         if not kinds:
             return [], math.inf
-        batch = self._whole_batch
-        search = Search(kinds, self._pool.schemes, self._pool.options, batch)
-        found, bound = search.best_of(range(len(kinds)), self._pool.finalists)
+        batch = self._whole.batch
+        search = Search(kinds, self._whole.schemes, self._pool.options, batch)
+        # With loads the search's times are estimates, so that several plans are simulated in any case.
+        finalists = max(self._pool.finalists, _FINALISTS) if self._loads else self._pool.finalists
+        found, searched = search.best_of(range(len(kinds)), finalists)
+        bound = self._whole.bound(kinds, self._kernel.strategy_bound, searched)
         self.bounds = search.bounds if not self.bounds else self.bounds
         table = self._pool.table
         return [self._plan(*assigned_pipelines(batch, one, table, self._tokens)) for one in found], bound
@@ -407,7 +412,7 @@ class StepSearch:
         if self._chunked is not None and self._chunked.known is not None:
             return self._chunked.composed(composer, pipelines_ms, self._pool.names)
         pool = self._pool
-        return composer.compose(self._whole_batch, pool.schemes, pool.whole, pipelines_ms, pool.names)
+        return composer.compose(self._whole.batch, self._whole.schemes, pool.whole, pipelines_ms, pool.names)
 
     def of_composed(
         self, strategies: Collection[StrategyShape], exposed_ms: float, below_ms: float
@@ -436,8 +441,8 @@ class StepSearch:
         return self._kernel.is_compiled and self._pool.options.effort > 0
 
     @functools.cached_property
-    def _whole_batch(self) -> Batch:
-        return Batch.of(self._tokens, self._pool.table)
+    def _whole(self) -> Whole:
+        return Whole.of(self._tokens, self._pool.table, self._pool.schemes, self._pool.num_ranks)
 
     @functools.cached_property
     def _chunked_batch(self) -> Batch:
@@ -449,6 +454,7 @@ class StepSearch:
             self._space, self._kernel, self._chunked_batch,
             num_ranks=pool.num_ranks, tries=(pool.budget.tries if self._kernel.is_compiled else 0) or _LEAN_CUTS,
             seed=pool.options.seed, simplest=pool.options.simplest,
+            loads=Counted.of(self._loads, self._tokens, self._space.costs, pool.num_ranks) if self._loads else None,
         )  # fmt: skip
 
     def _as_plans(self, found: Sequence[Chunked]) -> list[StepPlan]:
@@ -456,6 +462,8 @@ class StepSearch:
         return [self._plan(*chunked_pipelines(self._space, batch, one, self._tokens)) for one in found]
 
     def _plan(self, phase: Phase, ms: float) -> StepPlan:
+        if self._loads:
+            phase, ms = loaded(phase, self._loads, self._pool.table, self._tokens)
         source = "search" if self._kernel.is_compiled else "fast"
         return StepPlan(self._step, self._ids, self._tokens, (phase,), ms, source=source)
 
@@ -552,8 +560,9 @@ class Planner:
         return self.made(step, sequence_ids, lengths).plan
 
     def made(self, step: int, sequence_ids: Sequence[int], lengths: Sequence[int]) -> Made:
-        """The plan of one step, and HiGHS's share in it. PlanError as `plan`."""
+        """The plan of one step, and HiGHS's share in it. `Lengths` have loads, too. PlanError as `plan`."""
         ids, tokens = check_sequences(sequence_ids, lengths)
+        known = Lengths.of(tokens, loads_of(lengths))
         if self.options.choose == "replay":
             return Made(self._replayed(step, ids, tokens), None)
         longest = max(range(len(tokens)), key=tokens.__getitem__)
@@ -566,7 +575,7 @@ class Planner:
         if self.options.choose == "cycle":
             n = len(self.strategies)
             feasible = [next(i for i in ((step + skip) % n for skip in range(n)) if i in feasible)]
-        search = StepSearch(self._pool, self._space, step, ids, tokens)
+        search = StepSearch(self._pool, self._space, step, ids, known)
         found, bound = search.whole([kinds for i, kinds in zip(self._whole, self._kinds, strict=True) if i in feasible])
         below_ms = min((self._estimated(plan).step_ms for plan in found), default=math.inf)
         chunked, bound_of_chunked = search.chunked(

@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 
 from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.costs.loads import Lengths, loads_of
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.validate import validate_plan
 from ds_hydra.planner.producer_process import BEAT_S, ProducerProcess, producer_command
@@ -131,7 +132,8 @@ class PlannerService:
         """Hand over the batch of a coming step, with lengths in tokens. A step is submitted once."""
         if step in self._requests:
             raise PlanError(f"step {step} was submitted to the planner twice")
-        self._requests[step] = Request(step, tuple(map(int, sequence_ids)), tuple(map(int, lengths)))
+        known = Lengths.of(map(int, lengths), loads_of(lengths))
+        self._requests[step] = Request(step, tuple(map(int, sequence_ids)), known)
         self._send_waiting()
 
     def waits(self, step: int) -> bool:
@@ -213,7 +215,9 @@ class PlannerService:
         self._sent.add(request.step)
         generation = self._generations.of(request.step)
         self._tell_recipe(producer, generation)
-        told = {"step": request.step, "ids": request.ids, "lengths": request.lengths}
+        told: dict[str, object] = {"step": request.step, "ids": request.ids, "lengths": request.lengths}
+        if loads := loads_of(request.lengths):
+            told["loads"] = loads
         producer.send({"generation": generation, **told})
 
     def _from_producer(self, producer: ProducerProcess, request: Request, patience: _Patience) -> PlannedStep | str:

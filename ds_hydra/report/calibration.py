@@ -49,7 +49,7 @@ from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.registry import placed, weighs
 from ds_hydra.pipe.schedules.simulate import simulate_loads
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
-from ds_hydra.plan.simulate import simulate_pipeline, stretch
+from ds_hydra.plan.simulate import simulate_pipeline, stretch, with_beside
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.zero_hetero.errors import ConfigError
 from ds_hydra.zero_hetero.nodes import Cluster
@@ -268,6 +268,7 @@ class Calibration:
                     strict=True,
                 )
             ]
+            loads[0] = with_beside(loads[0], pipeline.beside_ms)
             stage_ms.append(tuple(sum(row) for row in loads))
             if weighs(pipeline.schedule):
                 pipeline_ms.append(simulate_pipeline(pipeline, self._table))

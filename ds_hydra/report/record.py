@@ -177,6 +177,7 @@ class StepRecord:
     expert_imbalance: float = 0.0  #: largest rank's rows over even ones, in the mean of layers; 0: none are spread
     worst_expert_imbalance: float = 0.0  #: the same of the layer where it is the largest
     recomputed: float = 0.0  #: share of all layers of all tokens that backwards computed again
+    beside: float = 0.0  #: share of the pipelines' predicted time that first stages take besides layers: images
     counts: str = ""  #: what a target counts: as hydra.loss_norm says, or "script": as a script's own loss has it
     run_twice: int = 0  #: batches that ran when their losses were read, and again with the step
     num_padding: int = 0  #: padding tokens, computed in addition to num_tokens
@@ -305,6 +306,7 @@ def _parts(record: StepRecord) -> dict[str, str]:
         "rate": f"lr {record.learning_rate:.1e}",
         "strategy": record.strategy,
         "again": f"again {record.recomputed:.0%}" if record.recomputed else "",
+        "beside": f"images {record.beside:.0%}" if record.beside else "",
         "time": f"{record.step_ms:,.0f} ms" + ("" if error is None else f" (pred {error:+.0%})"),
         "experts": f"experts {record.expert_imbalance:.1f}x" if record.expert_imbalance else "",
         "wait": f"wait {record.slowest_wait_ms / ms:.0%}",
@@ -318,7 +320,7 @@ def _parts(record: StepRecord) -> dict[str, str]:
     return {name: text for name, text in parts.items() if text}
 
 
-_GIVE_WAY = ("rate", "norm", "padding", "memory", "flops", "again", "experts", "plan")  # first what is missed least
+_GIVE_WAY = ("rate", "norm", "padding", "memory", "flops", "again", "beside", "experts", "plan")  # least missed first
 _MUCH_PADDING = 0.01  # share of the computed tokens
 _LEAST_STRATEGY = 12  # characters of a strategy that are shown whatever else the line has to say
 

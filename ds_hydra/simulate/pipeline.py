@@ -18,7 +18,7 @@ from ds_hydra.pipe.placement import Pipeline, Stage, Strategy
 from ds_hydra.pipe.rows import edge
 from ds_hydra.pipe.schedules.actions import Action, Slot, backward_of_first_push
 from ds_hydra.pipe.schedules.batches import Batches
-from ds_hydra.pipe.schedules.simulate import SHARES, TimedAction, simulate_slots
+from ds_hydra.pipe.schedules.simulate import SHARES, TimedAction, beside_of, simulate_slots
 from ds_hydra.pipe.transfers import BucketTransfers, plan_transfers, push_order
 from ds_hydra.simulate.links import LinkModel, Parcels, Port, Routes, Speed
 from ds_hydra.zero_hetero.buddies import copy_plan
@@ -148,10 +148,12 @@ class PipelineTiming:
         links: LinkModel,
         token_bytes: Sequence[float],
         token_sharding: bool = False,
+        beside: Sequence[float] = (),
     ):
         """`loads[s][m]`: seconds of forward and backward of micro-batch m in stage s, which its works divide if it has
-        some; `token_bytes[m]`: bytes of its whole hidden state, of which ranks send less when they share tokens."""
-        self._batches = batches
+        some; `token_bytes[m]`: bytes of its whole hidden state, of which ranks send less when they share tokens;
+        `beside[m]`: seconds that the first stage takes for it besides its layers, if it does for any."""
+        self._batches, self._beside = batches, beside
         self._slots, self._loads, self.stages, self._token_bytes = slots, loads, tuple(stages), token_bytes
         self._first_push = [backward_of_first_push(of_stage) for of_stage in slots]
         self._last_seconds = [self._from_first_push(stage) for stage in range(len(self.stages))]
@@ -173,15 +175,17 @@ class PipelineTiming:
     def compute(self, stage: int, action: Action, ready: float) -> tuple[float, float]:
         """See `Timing`. The first forward and the last gradients go layer by layer."""
         times, duration = self.stages[stage], self._share(action) * self._loads[stage][action.microbatch]
+        beside = beside_of(action, self._beside) if self._beside and stage == 0 else 0.0
         if action.kind == "forward" and (stage, action.part) not in self._begun:
             self._begun.add((stage, action.part))
-            now = ready
+            now, first = ready, beside  # which waits for the first bucket alone
             for (_, share), arrived in zip(times.uses[action.part], times.arrived[action.part], strict=True):
                 if arrived > now:
                     times.waited_computing += arrived - now
                     now = times.wait(now, arrived)
-                now += share * duration
-            return ready, max(now, ready + duration)
+                now += share * duration + first
+                first = 0.0
+            return ready, max(now, ready + duration + beside)
         if action.kind != "forward" and stage not in self._backward:
             self._backward.add(stage)
             ready = times.wait(ready, times.pulls_done)  # [Note: memory of pulls]
@@ -191,7 +195,9 @@ class PipelineTiming:
             for part in reversed(times.uses):
                 for bucket, share in reversed(part):
                     gradients[bucket] = now = now + share * seconds
-        return ready, ready + duration
+            if beside:
+                gradients[times.uses[0][0].bucket] += beside
+        return ready, ready + duration + beside
 
     def _from_first_push(self, stage: int) -> float:
         """Seconds in which a stage's gradients become final: of its last backward, or of all weight gradients that

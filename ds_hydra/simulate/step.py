@@ -333,6 +333,7 @@ class Simulator:
             for cost, pace in zip(self._stage_loads(shape), planned.stage_paces, strict=True)
         ]
         known = schedule_batches(planned, table)
+        beside = [ms / 1e3 for ms in planned.beside_ms]
         slots = [training_slots(planned.schedule, known, len(stages), index) for index in range(len(stages))]
         PipelineTiming(
             placed,
@@ -343,6 +344,7 @@ class Simulator:
             links=self.job.links,
             token_bytes=[batch.num_tokens * self.job.hidden * self.job.element_bytes for batch in batches],
             token_sharding=self.job.plan.token_sharding,
+            beside=beside,
         ).run()
         return tuple(stages)
 

@@ -152,7 +152,8 @@ def build_batches(
         made, counted, padding = _build(row, place, load, loss_norm, device, objective)
         balance = _balance(row, made.pack, load, loss_norm, device) if balances else None
         made = _with_images(made, row, place, load)
-        built.append((replace(made, recompute=batch.recompute, balance=balance), counted, padding))
+        made = replace(made, recompute=batch.recompute, beside_us=batch.beside_us, balance=balance)
+        built.append((made, counted, padding))
     return RankBatches(
         tuple(batch for batch, _, _ in built), sum(w for _, w, _ in built), sum(pad for _, _, pad in built), rows
     )

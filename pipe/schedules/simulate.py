@@ -24,6 +24,8 @@ SHARES = {
     "input_gradient": FORWARD_SHARE,
     "weight_gradient": FORWARD_SHARE,
 }
+BESIDE = {"forward": FORWARD_SHARE, "backward": 1.0 - FORWARD_SHARE, "input_gradient": 1.0 - FORWARD_SHARE}
+"""Of what the first stage takes besides its layers, which puts no gradients off."""
 KEPT_FOR_WEIGHTS = 0.9
 """Of a micro-batch's activations, what a stage still keeps between its input gradient and its weight gradient, where
 nobody has measured it.
@@ -182,10 +184,21 @@ def simulate_loads(placed: Sequence[Placed], loads: Sequence[Sequence[float]]) -
     return max(free)
 
 
-def simulate_works(orders: Sequence[Order], batches: Batches) -> int:
-    """Total time in microseconds when every action takes what the micro-batches' works say."""
+def simulate_works(orders: Sequence[Order], batches: Batches, beside: Sequence[float] = ()) -> int:
+    """Total time in microseconds when every action takes what the micro-batches' works say, and the first stage
+    `beside` more for its first layers' part of each micro-batch."""
     works = batches.works
-    return round(simulate(orders, batches, lambda _, action: works[action.microbatch].takes(action.kind)).total)
+
+    def takes(stage: int, action: Action) -> float:
+        more = beside_of(action, beside) if beside and stage == 0 else 0.0
+        return works[action.microbatch].takes(action.kind) + more
+
+    return round(simulate(orders, batches, takes).total)
+
+
+def beside_of(action: Action, beside: Sequence[float]) -> float:
+    """What an action of the first stage takes besides its layers; `beside` of each micro-batch."""
+    return 0.0 if action.part else BESIDE.get(action.kind, 0.0) * beside[action.microbatch]
 
 
 def alive_counts(order: Order, until_weight: float = KEPT_FOR_WEIGHTS) -> tuple[float, ...]:

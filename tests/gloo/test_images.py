@@ -20,10 +20,14 @@ from torch import Tensor
 
 import ds_hydra
 import ds_hydra.engine.engine
+from ds_hydra.emulate.cluster import emulate, emulate_plans
 from ds_hydra.images.exchange import ImageExchange
 from ds_hydra.pipe.loss import IGNORED
+from ds_hydra.planner.pipelines import loaded
+from ds_hydra.simulate.step import Simulator
 from ds_hydra.testing import float64_throughout, rank_environment, run_ranks, whole_gradients
 from ds_hydra.zero_hetero.errors import ConfigError
+from tests.support.emulated_job import emulated_job
 from tests.support.image_models import FILM, ImageSample, batch_of, image_model, plain_loss, sample
 from tests.support.pages import blocks
 from tests.support.planner_cases import in_slices
@@ -163,6 +167,8 @@ def train(rank: int, row: Row) -> Found:
                 engine.backward(engine(batch))
                 engine.step()
             steps.append((engine.last_step.loss, whole_gradients(engine)))
+            shown = any(widths for of_rank in row.steps[step] for widths in of_rank)
+            assert bool(engine.last_step.beside) is shown, "plans count what images take of the first stage"
         masters = engine.crew.masters
         values = masters.gather(engine.crew.world.group, set(engine.job.source.aliases.values()), [0])
         shapes = {param.name: param.shape for b in engine.job.source.plan.buckets for param in b.params}
@@ -224,6 +230,21 @@ def test_same_as_one_process(row: Row) -> None:
     with float64_throughout(image_model(row.model)):
         found = run_ranks(train, row.ranks, row, timeout=240)[0]
         assert not differences(found, reference(row))
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("strategy", ["2*pp2", "pp4/list", "2*pp2/zb-h1", "2*pp2/v", "2*tp2", "tp2 + pp2"])
+def test_an_emulated_cluster_takes_for_images_what_is_predicted(strategy: str) -> None:
+    """Four sequences of 3 ms a stage; two of them have images of 4 ms, the first one three."""
+    job = emulated_job(strategy)
+    (bare,) = emulate(job, 1)[0]
+    loads, table = ((4000, 4000, 4000), (), (4000,), ()), job.cluster.table
+    phase, ms = loaded(bare.plan.phases[0], loads, table, bare.plan.lengths)
+    plan = replace(bare.plan, phases=(phase,), predicted_ms=ms, lower_bound_ms=0.0)
+    (step,) = emulate_plans(job.cluster, [plan], job.lengths, job.tokens_per_step, timeout_s=200.0)
+    assert 1e3 * step.step_s == pytest.approx(ms, rel=0.02)
+    assert Simulator(job.cluster).step(plan).step_s == pytest.approx(step.step_s, rel=0.02)
+    assert step.step_s > 1.1 * bare.step_s
 
 
 @pytest.mark.drawn

@@ -175,15 +175,19 @@ def longest_ms(problem: Problem) -> float:
     return best
 
 
-def sharing_ms(problem: Problem) -> float:
+def sharing_ms(problem: Problem, least: Floats) -> float:
     """Pigeonhole: of the first D*m+1 sequences, m+1 share a pipeline, D being those that can hold the last.
 
-    Example: three sequences of at least 4 ms on two pipelines: two of them share one, which takes 8 ms or more.
+    Example: three sequences of at least 4 ms on two pipelines: two of them share one, which takes 8 ms or more. `least`
+    (schemes,) is for the work of any of those so far: a shorter sequence may have more [Note: loads].
     """
+    least[:] = math.inf
     schemes, items, shape = problem
     bound = 0.0
     room_before, seen = 0, 0
     for i in range(len(items.tokens)):
+        for k in shape.scheme:
+            least[k] = min(least[k], items.work[k, i])
         seen += items.copies[i]
         room = 0
         for kind in range(len(shape.pipelines)):
@@ -200,7 +204,7 @@ def sharing_ms(problem: Problem) -> float:
         for k in shape.scheme:
             if items.tokens[i] <= schemes.longest[k]:
                 v = (items.tokens[i] * together + schemes.max_length[k] - 1) // schemes.max_length[k]
-                work = items.work[k, i]
+                work = least[k]
                 best = min(best, together * work + v * schemes.c[k] + (schemes.pp[k] - 1) * (work + schemes.c[k]))
         bound = max(bound, best)
         room_before = room
@@ -218,7 +222,7 @@ def strategy_bound(problem: Problem, outer: int, inner: int, price: Floats) -> f
     proven = longest_ms(problem)
     if math.isinf(proven):
         return proven
-    proven = max(proven, sharing_ms(problem))
+    proven = max(proven, sharing_ms(problem, np.empty(len(schemes.c), dtype=np.float64)))
     # The bound to begin with: work, and the least c that the tokens cost, dealt out in fractions without any bubble.
     # Then shares are plain ms, and the priced ratio is a time.
     shares = np.full((kinds, n), BLOCKED)

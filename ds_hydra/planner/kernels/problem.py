@@ -261,11 +261,16 @@ class Batch:
         """The same sequences with other work, (rows, sequences) ms."""
         return Batch._of_work(self.position, self.items.tokens, work)
 
+    def with_more(self, more: Floats) -> Batch:
+        """The same sequences with so much more to do, (rows, sequences) ms by their places in the step's batch."""
+        # None are merged: one that is as long may have other loads.
+        return Batch._of_work(self.position, self.items.tokens, self.items.work + more[:, self.position], merges=False)
+
     @classmethod
-    def _of_work(cls, position: Ints, tokens: Ints, work: Floats) -> Batch:
+    def _of_work(cls, position: Ints, tokens: Ints, work: Floats, *, merges: bool = True) -> Batch:
         rates = (work / tokens).min(axis=1)
         items = merged = Items(work, tokens, np.ones_like(tokens), rates)
-        if len(tokens) > _EXACT_BOUND_ITEMS:
+        if merges and len(tokens) > _EXACT_BOUND_ITEMS:
             last, count = _merge(tokens)
             merged = Items(np.ascontiguousarray(work[:, last]), tokens[last], count, rates)
         return cls(position, items, merged)

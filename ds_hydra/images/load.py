@@ -1,0 +1,128 @@
+"""What an encoder takes for an image: its patches in, milliseconds of one rank out.
+
+[Note: price of an image]
+Encoding p patches, of which each attends to q, takes a * p * q + b * p, forward and backward: of a still image q is p,
+of a video the patches of a frame. Where nothing was measured, b is 6 FLOPs for a patch and each weight, and a is 14
+FLOPs for a layer and each feature of its width, as no part is masked; a frozen encoder runs forward alone, at 2 and 4,
+and one that is frozen but for adapters computes no weights' gradients, at 4 and 14. A device does as many of them in a
+second as the cost table says that it does of the text's.
+
+An example: 0.45e9 weights in 27 layers of width 1,152 at 150 TFLOP/s take a picture of 1,024 tokens, which is 4,096
+patches, 18e-3 * 4096 + 2.9e-6 * 4096^2 = 74 + 49 ms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from ds_hydra.costs.analytic import model_shape
+from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.images.content import Unit
+from ds_hydra.pipe.model_plan import ParamSpec
+
+if TYPE_CHECKING:
+    from ds_hydra.images.source import ImageText
+
+_LAYERS = ("num_hidden_layers", "depth", "num_layers", "n_layers", "vt_num_hidden_layers")
+_WIDTHS = ("embed_dim", "hidden_size", "vt_hidden_size", "width")
+
+
+class Size(NamedTuple):
+    """What an encoder's time follows from."""
+
+    patches: int
+    squares: int  # sum over patches of those that each attends to
+
+
+class Price(NamedTuple):
+    """Of the patches of a unit, on one rank, forward and backward."""
+
+    a: float  # ms for each patch and patch that it attends to
+    b: float  # ms for a patch
+
+    def us(self, size: Size) -> int:
+        """Whole microseconds of a unit, at least 1."""
+        return max(1, round(1e3 * (self.a * size.squares + self.b * size.patches)))
+
+
+class Tower(NamedTuple):
+    """An encoder, as its time and memory follow from it."""
+
+    flops: float  # for a patch, besides attention
+    attention_flops: float  # for each patch, and each that it attends to
+    patch: int  # pixels of a patch's side; 0: it is not known
+    width: int
+    layers: int
+    learns: bool  # whether anything in it is trained
+
+    @classmethod
+    def of(cls, source: ImageText) -> Tower:
+        """Of a model with images."""
+        config = _vision_config(source.config)
+        width, layers = _number(config, _WIDTHS) or 1, _number(config, _LAYERS) or 1
+        roots: dict[str, list[ParamSpec]] = {}
+        for param in (p for bucket in source.plan.buckets for p in bucket.params):
+            for root in source.seam.roots:
+                if param.name == root or param.name.startswith(f"{root}."):
+                    roots.setdefault(root, []).append(param)
+        weights = {root: sum(p.numel for p in params if len(p.shape) > 1) for root, params in roots.items()}
+        trained = {root: any(p.trainable for p in params) for root, params in roots.items()}
+        largest = max(weights, key=lambda root: weights[root])
+        adapted = [root for root, params in roots.items() if trained[root] and not all(p.trainable for p in params)]
+        each = {root: (2.0 if not trained[root] else 4.0 if root in adapted else 6.0) for root in roots}
+        attention = (14.0 if trained[largest] else 4.0) * width * layers
+        patch = _number(config, ("patch_size",))
+        flops = sum(each[root] * count for root, count in weights.items())
+        return cls(flops, attention, patch, width, layers, trained[largest])
+
+    def size(self, unit: Unit) -> Size:
+        """Of a unit [Note: price of an image]."""
+        columns, squares = unit.columns, 0
+        grid = next((column for name, column in columns.items() if name.endswith("hw")), None)
+        if grid is not None:
+            for row in grid.reshape(-1, grid.shape[-1]).tolist():
+                frame = int(row[-2] * row[-1])
+                squares += int(row[0] if len(row) > 2 else 1) * frame * frame
+            return Size(int(grid.prod(-1).sum()), squares)
+        each, count = self._entries(columns) if columns else (unit.rows, 1)
+        return Size(count * each, count * each * each)
+
+    def _entries(self, columns: Mapping[str, Tensor]) -> tuple[int, int]:
+        """Patches of an image or tile in the largest column, and how many there are."""
+        pixels = max(columns.values(), key=Tensor.numel)
+        if pixels.dim() > 3 and self.patch:
+            *_, channels, height, width = pixels.shape
+            return max(1, height * width // self.patch**2), pixels.numel() // (channels * height * width)
+        *_, patches, features = pixels.shape
+        return patches, max(1, pixels.numel() // (patches * features))
+
+
+def estimated(source: ImageText, table: CostTable, hidden: int) -> Price:
+    """The price where none was measured, on devices that are as fast as a table says; `hidden`: features of a token."""
+    shape = model_shape(source.plan, hidden, source.vocab_size, source.text_config)
+    flops_ms = max(6.0 * max(1, shape.active) / (cost.b * cost.scheme.num_ranks) for cost in table.costs if cost.b)
+    tower = Tower.of(source)
+    return Price(tower.attention_flops / flops_ms, tower.flops / flops_ms)
+
+
+def _vision_config(config: Any) -> Any:
+    """The part of a model's config that is of its encoder; of Omni models one level further down."""
+    for name in ("vision_config", "thinker_config"):
+        found = getattr(config, name, None)
+        if found is not None:
+            return found if name == "vision_config" else _vision_config(found)
+    return config
+
+
+def _number(config: Any, names: tuple[str, ...]) -> int:
+    """The first of these settings; of one that names several, the first. 0: there is none."""
+    known = config if isinstance(config, dict) else getattr(config, "__dict__", {})
+    for name in names:
+        found = known.get(name)
+        found = found[0] if isinstance(found, list | tuple) and found else found
+        if isinstance(found, int) and found > 0:
+            return found
+    return 0
