@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +36,8 @@ _SILU = F.silu
 
 
 class Gated:
-    """act(gate) * up, which nothing has computed yet: a linear layer that is handed it does so."""
+    """act(gate) * up, which nothing has computed yet: a linear layer that is handed it does so, and so does its
+    backward."""
 
     def __init__(self, gate: Tensor, up: Tensor, act: Activation):
         self.gate, self.up, self.act = gate, up, act
@@ -47,6 +49,14 @@ class Gated:
             return NotImplemented
         return _linear(*args, **(kwargs or {}))
 
+    def computed(self) -> Tensor:
+        """It, of which the backward finds the gate and what it lets through, and no more."""
+        return _GatedProduct.apply(self.gate, self.up, self.act)  # type: ignore[no-any-return]
+
+    def linear(self, weight: Tensor, bias: Tensor | None, add: Callable[[Tensor, Tensor], None]) -> Tensor:
+        """It through a linear layer, whose weight's gradient `add` takes: of rows (T, n), and their own (T, out)."""
+        return _GatedLinear.apply(self.gate, self.up, weight, bias, self.act, add)  # type: ignore[no-any-return]
+
     @property
     def requires_grad(self) -> bool:
         """False: a queue of weights' gradients would keep what is not to be kept."""
@@ -54,43 +64,94 @@ class Gated:
 
 
 def _linear(input: Gated, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return _GatedLinear.apply(input.gate, input.up, weight, bias, input.act)
+    return _GatedLinear.apply(input.gate, input.up, weight, bias, input.act, None)
 
 
 class _GatedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, act: Activation) -> Tensor:
+    def forward(
+        ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, act: Activation,
+        add: Callable[[Tensor, Tensor], None] | None,
+    ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(gate, up, weight)
-        ctx.act = act
-        kernels = _gate_kernels(gate, up, act)
-        return F.linear(act(gate) * up if kernels is None else kernels.silu_product(gate, up), weight, bias)
+        ctx.act, ctx.add = act, add
+        return F.linear(_product(gate, up, act), weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
         gate, up, weight = ctx.saved_tensors
         rows, trained = dy.flatten(0, -2), ctx.needs_input_grad[2]
-        dproduct = dy @ weight
-        if (kernels := _gate_kernels(gate, up, ctx.act)) is not None:
-            dgate, dup = kernels.silu_gradients(gate, up, dproduct, product=trained)
-            product = dproduct if trained else None
-        else:
-            with torch.enable_grad():
-                entered = gate.detach().requires_grad_()
-                active = ctx.act(entered)
-            dup = dproduct * active.detach()
-            (dgate,) = torch.autograd.grad(active, entered, dproduct.mul_(up))
-            product = active.detach() * up if trained else None
-        dweight = None if product is None else rows.t() @ product.flatten(0, -2)
+        dgate, dup, product = _gradients(gate, up, ctx.act, dy @ weight, trained)
+        dweight = None if product is None or ctx.add else rows.t() @ product.flatten(0, -2)
+        if product is not None and ctx.add:
+            ctx.add(product.flatten(0, -2), rows)
         dbias = rows.sum(0) if ctx.needs_input_grad[3] else None
-        return dgate, dup, dweight, dbias, None
+        return dgate, dup, dweight, dbias, None, None
+
+
+class _GatedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, act: Activation) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.act = act
+        return _product(gate, up, act)
+
+    @staticmethod
+    def backward(ctx: Any, dproduct: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        gate, up = ctx.saved_tensors
+        dgate, dup, _ = _gradients(gate, up, ctx.act, dproduct.contiguous(), again=False)
+        return dgate, dup, None
+
+
+def _product(gate: Tensor, up: Tensor, act: Activation) -> Tensor:
+    kernels = _gate_kernels(gate, up, act)
+    return act(gate) * up if kernels is None else kernels.silu_product(gate, up)  # type: ignore[no-any-return]
+
+
+def _gradients(
+    gate: Tensor, up: Tensor, act: Activation, given: Tensor, again: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients by gate and up, `given` that by their product, contiguous; and the product, if it is asked for `again`,
+    which may stand where `given` did."""
+    dgate, dup = _beside(gate, up)
+    if (kernels := _gate_kernels(gate, up, act)) is not None:
+        kernels.silu_gradients(gate, up, given, dgate, dup, product=again)
+        return dgate, dup, given if again else None
+    with torch.enable_grad():
+        entered = gate.detach().requires_grad_()
+        active = act(entered)
+    torch.mul(given, active.detach(), out=dup)
+    dgate.copy_(torch.autograd.grad(active, entered, given * up)[0])
+    return dgate, dup, active.detach() * up if again else None
+
+
+def _beside(one: Tensor, other: Tensor) -> list[Tensor]:
+    """Memory for the gradients (..., n) of two tensors: side by side in one row, as they are in a packed product, whose
+    gradient is then there without a copy [Note: packed weights]."""
+    both = one.new_empty((*one.shape[:-1], one.shape[-1] + other.shape[-1]))
+    if other.data_ptr() < one.data_ptr():
+        return [*reversed(both.split((other.shape[-1], one.shape[-1]), -1))]
+    return [*both.split((one.shape[-1], other.shape[-1]), -1)]
 
 
 def _gate_kernels(gate: Tensor, up: Tensor, act: Activation) -> ModuleType | None:
     """Those for this gate, if it is torch's SiLU and its features lie side by side."""
     if not gate.is_cuda:
         return None
-    silu = F.silu is _SILU and (act is _SILU or type(act) is nn.SiLU)
+    silu = F.silu is _SILU and (act is _SILU or (isinstance(act, nn.Module) and _is_silu(act)))
     return kernels_for(gate, up) if silu and gate.stride(-1) == up.stride(-1) == 1 else None
+
+
+_SILU_MODULES: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
+def _is_silu(act: nn.Module) -> bool:
+    """Whether a module without a state computes SiLU to the bit: models have classes of their own for it."""
+    if act not in _SILU_MODULES:
+        x = torch.linspace(-30.0, 30.0, 121)
+        with torch.no_grad():
+            _SILU_MODULES[act] = not act.state_dict() and torch.equal(act(x), F.silu(x))
+    return _SILU_MODULES[act]
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, offset: float = 0.0) -> Tensor:

@@ -69,8 +69,9 @@ def _silu_forward(gate, up, out, gate_row, up_row, WIDTH: tl.constexpr, FEATURES
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _silu_backward(  # type: ignore[no-untyped-def]
-    gate, up, given, dgate, dup, gate_row, up_row, WIDTH: tl.constexpr, FEATURES: tl.constexpr, PRODUCT: tl.constexpr
-):
+    gate, up, given, dgate, dup, gate_row, up_row, dgate_row, dup_row,
+    WIDTH: tl.constexpr, FEATURES: tl.constexpr, PRODUCT: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
     there, dense = columns < WIDTH, row * WIDTH + columns
@@ -79,8 +80,10 @@ def _silu_backward(  # type: ignore[no-untyped-def]
     dy = tl.load(given + dense, mask=there, other=0.0).to(tl.float32)
     half = tl.sigmoid(g)
     active = g * half
-    tl.store(dgate + dense, (dy * u * half * (1.0 + g - active)).to(dgate.dtype.element_ty), mask=there)
-    tl.store(dup + dense, (dy * active).to(dup.dtype.element_ty), mask=there)
+    tl.store(
+        dgate + row * dgate_row + columns, (dy * u * half * (1.0 + g - active)).to(dgate.dtype.element_ty), mask=there
+    )
+    tl.store(dup + row * dup_row + columns, (dy * active).to(dup.dtype.element_ty), mask=there)
     if PRODUCT:
         tl.store(given + dense, (active * u).to(given.dtype.element_ty), mask=there)
 
@@ -139,15 +142,14 @@ def silu_product(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
-def silu_gradients(gate: Tensor, up: Tensor, given: Tensor, product: bool) -> tuple[Tensor, Tensor]:
-    """Gradients by both, `given` that by their product, contiguous; with `product` that stands there afterwards."""
-    rows = gate.flatten(0, -2), up.flatten(0, -2)
-    dgate, dup = given.new_empty(given.shape), given.new_empty(given.shape)
+def silu_gradients(gate: Tensor, up: Tensor, given: Tensor, dgate: Tensor, dup: Tensor, *, product: bool) -> None:
+    """Write the gradients by both into `dgate` and `dup`, whose features lie side by side; `given` is that by their
+    product, contiguous, which with `product` stands there afterwards."""
+    rows = [one.flatten(0, -2) for one in (gate, up, dgate, dup)]
     _silu_backward[_grid(given)](
-        *rows, given, dgate, dup, *(one.stride(0) for one in rows), WIDTH=given.shape[-1], FEATURES=_FEATURES,
+        *rows[:2], given, *rows[2:], *(one.stride(0) for one in rows), WIDTH=given.shape[-1], FEATURES=_FEATURES,
         PRODUCT=product,
     )  # fmt: skip
-    return dgate, dup
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
@@ -198,7 +200,9 @@ def _check_gate(both: Tensor) -> None:
     torch.testing.assert_close(silu_product(gate, up), active * up, rtol=1e-4, atol=1e-6)
     given = gate.flip(0).contiguous()
     expected = given * up * gate.sigmoid() * (1 + gate - active), given * active
-    torch.testing.assert_close(silu_gradients(gate, up, given, product=True), expected, rtol=1e-4, atol=1e-6)
+    made = torch.empty_like(both).chunk(2, -1)
+    silu_gradients(gate, up, given, *made, product=True)
+    torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(given, active * up, rtol=1e-4, atol=1e-6)
 
 

@@ -18,7 +18,7 @@ later. So a block's logits become its loss, and at once, in their own memory, th
   loss           =  log(sum(exp(logits))) - logits[label]
   logits        <-  weight * (softmax(logits) - onehot(label))
   dx (n, H)      =  logits W                            second product
-  dW (V, H)     +=  logits' x                           third product, added up in FP32, rounded once
+  dW (V, H)     +=  logits' x                           third product, added up in FP32
 
 A backward multiplies both by the gradient of the loss, a number. Where a schedule runs several forwards before the
 first backward, only one of them holds its dW, as large as the head in FP32; the others make their gradients when their
@@ -192,9 +192,12 @@ _WEIGHT_ROWS = 8192  # of dW that are added at once where a product has another 
 class HeadLoss:
     """Of one stage: computes the losses of micro-batches, and knows whether one of them holds its dW."""
 
-    def __init__(self, vocab_start: int, widest: int, group: Group):
-        """`vocab_start`: the word of the first row of this rank's weight; `widest`: the most rows that a rank has."""
-        self._vocab_start, self._widest, self._group = vocab_start, widest, group
+    def __init__(
+        self, vocab_start: int, widest: int, group: Group, sum_of: Callable[[Tensor], Tensor | None] = lambda _: None
+    ):
+        """`vocab_start`: the word of the first row of this rank's weight; `widest`: the most rows that a rank has;
+        `sum_of` a weight: a wider tensor that its gradient is added to, None: autograd is to have the gradient."""
+        self._vocab_start, self._widest, self._group, self.sum_of = vocab_start, widest, group, sum_of
         self._holds: weakref.ref[_Gradients] | None = None
 
     def __call__(self, hidden: Tensor, weight: Tensor, batch: MicroBatch) -> Tensor:
@@ -306,21 +309,23 @@ class _Gradients:
     @classmethod
     def of(cls, rows: Tensor, weight: Tensor, needed: tuple[bool, bool]) -> _Gradients:
         wide = torch.promote_types(weight.dtype, torch.float32)
-        return cls(
-            torch.empty_like(rows) if needed[0] else None, torch.zeros_like(weight, dtype=wide) if needed[1] else None
-        )
+        made = torch.empty_like if len(rows) else torch.zeros_like  # the first block writes what others add to
+        return cls(torch.empty_like(rows) if needed[0] else None, made(weight, dtype=wide) if needed[1] else None)
 
     def add(self, block: slice, dlogits: Tensor, rows: Tensor, weight: Tensor) -> None:
         """What the rows of a block, with this gradient of their logits, add."""
         if self.dx is not None:
             torch.mm(dlogits, weight, out=self.dx[block])
         if self.dw is not None:
-            _add_product(self.dw, dlogits.t(), rows[block])
+            _add_product(self.dw, dlogits.t(), rows[block], beta=int(block.start > 0))
 
-    def scaled(self, factor: Tensor, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-        """Both times the gradient of the loss, a number; the weight's in its own type. They are not used again."""
-        dx, dw = (None if one is None else one.mul_(factor) for one in (self.dx, self.dw))
-        return dx, None if dw is None else _narrow(dw, dtype)
+    def scaled(self, factor: Tensor, dtype: torch.dtype, total: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Both times the gradient of the loss, a number; the weight's in its own type, or added to `total`. They are
+        not used again."""
+        dx = None if self.dx is None else self.dx.mul_(factor)
+        if self.dw is not None and total is not None:
+            total.addcmul_(self.dw, factor.to(self.dw.dtype))
+        return dx, None if self.dw is None or total is not None else _narrow(self.dw.mul_(factor), dtype)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -340,6 +345,7 @@ class _HeadLoss(torch.autograd.Function):
                 part.to_gradient(logits, targets.part(block))
                 ctx.sums.add(block, logits, rows, weight)
         ctx.head, ctx.targets, ctx.found, ctx.dtype = head, targets, found, weight.dtype
+        ctx.total = head.sum_of(weight) if ctx.needs_input_grad[1] else None
         # What is kept for each token is saved, for whoever counts that; dW is as large whatever the micro-batch.
         ctx.save_for_backward(*((rows, weight) if ctx.sums is None else (ctx.sums.dx,)))
         losses = (found.total.log() - found.target).masked_fill(~targets.counted, 0.0)
@@ -355,7 +361,7 @@ class _HeadLoss(torch.autograd.Function):
             for block, logits in ctx.head.logits(rows, weight):
                 ctx.found.part(block).to_gradient(logits, ctx.targets.part(block))
                 sums.add(block, logits, rows, weight)
-        return *sums.scaled(grad, ctx.dtype), None, None, None
+        return *sums.scaled(grad, ctx.dtype, ctx.total), None, None, None
 
 
 def _blocks(num_rows: int, width: int, at_once: int) -> Iterator[slice]:
@@ -364,18 +370,18 @@ def _blocks(num_rows: int, width: int, at_once: int) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, num_rows, size))
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total (a, b) += left (a, n) right (n, b), added up in the type of `total`."""
+def _add_product(total: Tensor, left: Tensor, right: Tensor, *, beta: int) -> None:
+    """total (a, b) = beta total + left (a, n) right (n, b), added up in the type of `total`; 0 writes over anything."""
     if total.dtype == left.dtype:
-        total.addmm_(left, right)
+        total.addmm_(left, right, beta=beta)
         return
     if right.is_cuda:
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+        torch.addmm(total, left, right, out_dtype=total.dtype, beta=beta, out=total)
         return
     right = right.to(total.dtype)
     for start in range(0, len(total), _WEIGHT_ROWS):  # where no product of 16 bit factors is had in FP32
         rows = slice(start, start + _WEIGHT_ROWS)
-        total[rows].addmm_(left[rows].to(total.dtype), right)
+        total[rows].addmm_(left[rows].to(total.dtype), right, beta=beta)
 
 
 def _narrow(wide: Tensor, dtype: torch.dtype) -> Tensor:

@@ -20,7 +20,7 @@ from ds_hydra.pipe.rows import AT_ONCE, MicroBatch, Overlap
 from ds_hydra.pipe.schedules.registry import splits_backward
 from ds_hydra.pipe.schedules.virtual import virtual_stage
 from ds_hydra.pipe.stage_options import StageOptions
-from ds_hydra.pipe.weight_gradients import Leaf, Linear, PackedLinears, SplitBackward, WeightGradients, linear
+from ds_hydra.pipe.weight_gradients import Leaf, Linear, PackedLinears, SplitBackward, WeightGradients
 from ds_hydra.pipe.wrappers import chains
 from ds_hydra.zero_hetero.errors import ConfigError
 from ds_hydra.zero_hetero.nodes import NodeSize, ranks_of_each_node
@@ -194,19 +194,24 @@ class StageModule:
             for module in users:  # ahead of the user's hooks, which may read the parameter
                 module.register_forward_pre_hook(lambda _module, _args, name=name: self._use(name), prepend=True)
         self.weight_gradients: SplitBackward | None = None  # where the schedule splits backwards
-        self.linear_queue: WeightGradients | None = None  # the same, of linear layers
-        self.linear: Linear = linear  # what computes the linear layers of `model`
         self.packed: list[PackedLinears] = []
+        self.linear_queue = self._queue(model, names, at_once)
+        self.linear: Linear = self.linear_queue.linear  # what computes the linear layers of `model`
         if splits_backward(place.schedule):
-            self.weight_gradients = self.linear_queue = self._queue(model, names, at_once)
-            self.linear = self.linear_queue.linear
+            self.weight_gradients = self.linear_queue
 
     def _queue(self, model: nn.Module, names: Mapping[str, str], at_once: Collection[str]) -> WeightGradients:
-        """The weight gradients that are put off: of weights that one module reads, and no hook of the user."""
-        # A hook is to see the gradient of one micro-batch, as autograd would show it.
+        """The weight gradients that are put off, where the schedule splits backwards: of weights that one module reads,
+        and no hook of the user."""
         alone = {name for name, owners in self._owners.items() if len(owners) == 1}
         alone -= {name for name in alone if name in at_once or self._hooks.get(name)}
-        return WeightGradients(model, {path for path, name in names.items() if name in alone})
+        waiting = alone if splits_backward(self.place.schedule) else frozenset()
+        return WeightGradients(model, {path for path, name in names.items() if name in waiting})
+
+    def add_to(self, parameter: nn.Parameter, total: Tensor) -> None:
+        """Let the gradient of a parameter add up in `total`, of its shape, which may be of a wider type."""
+        if not parameter._backward_hooks:  # one is to see the gradient of one micro-batch, as autograd would show it
+            self.linear_queue.add_to(parameter, total)
 
     def uses(self, name: str) -> bool:
         """Whether it computes with a parameter, by master name."""

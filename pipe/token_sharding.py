@@ -88,7 +88,7 @@ class TokenSharding(TensorParallel):
         self,
         *args: Any,
         whereabouts: Whereabouts,
-        queue: WeightGradients | None,
+        queue: WeightGradients,
         packed: Collection[PackedLinears] = (),
         **kwargs: Any,
     ):
@@ -183,12 +183,13 @@ class _Columns(NamedTuple):
 
     modules: Sequence[nn.Module]  # those that are packed as one
     put_off: Sequence[bool]  # whose weights' gradients wait for later
+    added: Sequence[bool]  # whose are added to their sums at once [Note: sums of products]
     group: Group
-    queue: WeightGradients | None
+    queue: WeightGradients
 
     def waits(self, index: int) -> bool:
         """Whether a weight's gradient waits; not where the layer was computed again."""
-        return self.put_off[index] and self.queue is not None and self.queue.keeps(self.modules[index])
+        return self.put_off[index] and self.queue.keeps(self.modules[index])
 
 
 @dataclass
@@ -204,7 +205,7 @@ class _Entered:
 class _Block:
     """A module with column-parallel children: handed a share of the rows, it runs on all of them."""
 
-    def __init__(self, module: nn.Module, group: Group, queue: WeightGradients | None, whereabouts: Whereabouts):
+    def __init__(self, module: nn.Module, group: Group, queue: WeightGradients, whereabouts: Whereabouts):
         self.columns: dict[nn.Module, PackedLinears | None] = {}  # column-parallel ones, and with which they are packed
         self._kind, self._group, self._queue, self._whereabouts = type(module).__name__, group, queue, whereabouts
         self._now: _Entered | None = None
@@ -255,12 +256,12 @@ class _Block:
         products = [packed if packed is not None and packed.weight is not None else module
                     for module, packed in self.columns.items()]  # fmt: skip
         modules = tuple(dict.fromkeys(products))
-        put_off = [queue is not None and queue.takes(module, shard) for module in modules]
+        put_off = [queue.takes(module, shard) for module in modules]
         weights: list[Any] = [module.weight for module in modules]
         biases: list[Any] = [module.bias for module in modules]
         # Autograd is not to know the weights whose gradients wait [Note: split backward].
         known = [weight.detach() if off else weight for weight, off in zip(weights, put_off, strict=True)]
-        columns = _Columns(modules, put_off, self._group, queue)
+        columns = _Columns(modules, put_off, [queue.adds(module) for module in modules], self._group, queue)
         found: dict[nn.Module, Tensor] = {}
         for module, out in zip(modules, _GatherColumns.apply(shard, columns, *known, *biases), strict=True):
             if isinstance(module, PackedLinears):
@@ -319,8 +320,7 @@ class _GatherColumns(torch.autograd.Function):
         of_weights: list[Tensor | None] = [None] * count
         for i in at_once:
             assert full is not None, "gathered above"
-            if columns.put_off[i]:
-                assert columns.queue is not None, "it was asked"
+            if columns.put_off[i] or columns.added[i]:
                 columns.queue.add(columns.modules[i], full, dys[i])
             else:
                 of_weights[i] = dys[i].t() @ full
@@ -339,5 +339,4 @@ def _times_weights(dys: Mapping[int, Tensor], weights: Sequence[Tensor]) -> Tens
 
 
 def _put_off(columns: _Columns, products: Sequence[Product], shard: Tensor) -> None:
-    assert columns.queue is not None, "what waits, waits in a queue"
     columns.queue.put(products, Rows(shard.detach(), columns.group))

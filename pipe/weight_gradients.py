@@ -20,6 +20,13 @@ only hides less: norms, embeddings, experts that are stacked, a linear layer who
 special, and a layer that the backward computes again (activation checkpointing): its x and dy would fill the memory
 that the second computing is there to save.
 
+[Note: sums of products]
+Where a sum of gradients is wider than its weight, FP32 beside BF16, autograd would write dw in 16 bit, and a hook read
+it and add it up: of a weight of n elements 12 n bytes pass, and each micro-batch is rounded to 16 bit. A product that
+adds to the sum itself passes 8 n, and rounds nothing in between. So the backward of a linear layer adds dw by itself,
+and tells autograd that there is none; hooks that follow the accumulation run all the same. An embedding's adds to the
+rows that were looked up, and passes no others.
+
 [Note: packed weights]
 Queries, keys and values read the same rows, and so do the gate of an MLP and what it lets through. Their weights follow
 each other in their bucket's buffer, so one weight covers them all, a view as each of them is, and one product makes
@@ -41,7 +48,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -49,6 +56,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ds_hydra.pipe.fused import Gated
 from ds_hydra.pipe.model_plan import Slot
 from ds_hydra.pipe.wrappers import wrap
 
@@ -117,7 +125,8 @@ class WeightGradients:
     what `add_to` says."""
 
     def __init__(self, model: nn.Module, paths: Collection[str]):
-        """Puts off the gradients of the weights at these paths, where a plain linear layer owns them."""
+        """Puts off the gradients of the weights at these paths, where a plain linear layer owns them; those of all
+        others, and of embeddings, are added where they have a wider sum [Note: sums of products]."""
         self.finished: Callable[[nn.Parameter], None] = lambda _: None
         self._places: dict[nn.Module, int] = {}  # of the modules whose gradients are put off
         self._sums: dict[nn.Parameter, Tensor] = {}
@@ -131,7 +140,10 @@ class WeightGradients:
             plain = type(module) is nn.Linear and "forward" not in vars(module) and "weight" in module._parameters
             if plain and f"{name}.weight" in paths:
                 self._places[module] = place
-                wrap(module, self._forward_of(module), "put off")
+            if plain:
+                wrap(module, self._forward_of(module), "summed")
+            elif type(module) is nn.Embedding and "forward" not in vars(module):
+                wrap(module, self._lookup_of(module), "summed", "rows")
 
     def put_off_as(self, first: nn.Module, module: nn.Module) -> None:
         """Put the gradients of `module`, a linear layer beside the model's own, off where those of `first` are."""
@@ -143,6 +155,18 @@ class WeightGradients:
             return self.linear(module, input, module.bias)  # type: ignore[arg-type]
 
         return forward
+
+    def _lookup_of(self, module: nn.Embedding) -> Callable[[Tensor], Tensor]:
+        forward: Callable[[Tensor], Tensor] = module.forward
+        plain = module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
+
+        def lookup(input: Tensor) -> Tensor:
+            if not plain or not self.adds(module):
+                return forward(input)
+            total = self.sum_of(module.weight)
+            return _Lookup.apply(input, module.weight, module.padding_idx, total)  # type: ignore[no-any-return]
+
+        return lookup
 
     def add_to(self, parameter: nn.Parameter, total: Tensor) -> None:
         """See `SplitBackward`."""
@@ -159,14 +183,19 @@ class WeightGradients:
             self._again.clear()
 
     def linear(self, module: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
-        """As `weight_gradients.linear`, with the weight's gradient put off where that is possible."""
+        """As `weight_gradients.linear`, with the weight's gradient put off where that is possible, or added at once."""
         weight: Any = module.weight
-        if not self.takes(module, x):
+        waits = self.takes(module, x)
+        if not waits and not self.adds(module):
             return F.linear(x, weight, bias)
+        if isinstance(x, Gated):
+            return x.linear(weight, bias, partial(self.add, module))
+        # Autograd is not to know a weight whose gradient waits [Note: split backward].
+        weight = weight.detach() if waits else weight
         if not x.is_contiguous():
-            return _PutOff.apply(x, weight.detach(), bias, module, self)  # type: ignore[no-any-return]
+            return _PutOff.apply(x, weight, bias, module, self)  # type: ignore[no-any-return]
         # In rows: with a bias torch makes more dimensions by a view, and a Function's view cannot be changed in place.
-        out: Tensor = _PutOff.apply(x.view(-1, x.shape[-1]), weight.detach(), bias, module, self)
+        out: Tensor = _PutOff.apply(x.view(-1, x.shape[-1]), weight, bias, module, self)
         return out.view(*x.shape[:-1], -1)
 
     def takes(self, module: nn.Module, x: Tensor) -> bool:
@@ -187,9 +216,25 @@ class WeightGradients:
             self._again.add(module)
         return True
 
+    def sum_of(self, weight: Tensor) -> Tensor | None:
+        """What the gradient of a weight adds up in, if that is wider than the weight [Note: sums of products]."""
+        total = self._sums.get(weight)  # type: ignore[call-overload]
+        return total if total is not None and total.dtype != weight.dtype else None
+
+    def adds(self, module: nn.Module) -> bool:
+        """Whether the weight's gradient of a layer that is now computed is added to its sum by the backward itself."""
+        weight: Any = module.weight
+        return (
+            self.sum_of(weight) is not None
+            and torch.is_grad_enabled()
+            and weight.requires_grad
+            and not torch.is_autocast_enabled(weight.device.type)
+        )
+
     def keeps(self, module: nn.Module) -> bool:
-        """Whether what a layer puts off in the present I waits; of one that was computed again it is added at once."""
-        return module not in self._again
+        """Whether what a layer puts off in the present backward waits: in a split one, and not if it was computed
+        again."""
+        return self._microbatch is not None and module in self._places and module not in self._again
 
     def put(self, products: Sequence[Product], x: Tensor | Later) -> None:
         """Let the weights' gradients of layers with the same input (tokens, in) wait, in the I of a micro-batch."""
@@ -262,7 +307,8 @@ class WeightGradients:
 
 
 class _PutOff(torch.autograd.Function):
-    """A linear layer whose backward computes the gradients of its input and bias, and puts that of its weight off."""
+    """A linear layer whose backward computes the gradients of its input and bias, and puts that of its weight off, or
+    adds it to its sum."""
 
     @staticmethod
     def forward(
@@ -273,7 +319,7 @@ class _PutOff(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, Tensor | None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None]:  # type: ignore[override]
         x, weight = ctx.saved_tensors  # a checkpointed layer is computed again here
         rows = dy.reshape(-1, dy.shape[-1])
         x = x.detach().reshape(-1, x.shape[-1])  # detached: else what waits would keep the graph, down to the input
@@ -282,7 +328,41 @@ class _PutOff(torch.autograd.Function):
         else:
             ctx.queue.add(ctx.module, x, rows)
         bias = rows.sum(0) if ctx.needs_input_grad[2] else None
-        return dy @ weight, None, bias, None, None
+        dx = dy @ weight if ctx.needs_input_grad[0] else None
+        return dx, None, bias, None, None
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of an embedding, whose backward adds to those rows of the weight's sum and passes no others."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, padding: int | None, total: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.padding, ctx.total = padding, total
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, None, None, None]:  # type: ignore[override]
+        (ids,) = ctx.saved_tensors
+        rows = dy.flatten(0, -2).to(ctx.total.dtype)
+        if ctx.padding is not None:
+            rows = rows.masked_fill((ids.flatten() == ctx.padding).unsqueeze(-1), 0.0)
+        if ctx.total.is_cuda:  # sorted by row, so that equal steps have equal bits
+            ctx.total.index_put_((ids.flatten(),), rows, accumulate=True)
+        else:
+            ctx.total.index_add_(0, ids.flatten(), rows)
+        return None, None, None, None
+
+
+def accumulate_into(total: Tensor) -> Callable[[Tensor], None]:
+    """Hook that sums a 16 bit gradient into FP32: many micro-batches would lose bits in 16."""
+
+    def accumulate(parameter: Tensor) -> None:
+        if parameter.grad is not None:  # else the backward has added it [Note: sums of products]
+            add_to_sum(total, parameter.grad)
+            parameter.grad = None
+
+    return accumulate
 
 
 def add_to_sum(total: Tensor, gradient: Tensor) -> None:
@@ -356,8 +436,7 @@ class PackedLinears(nn.Module):
 
     def parts(self, out: Tensor) -> tuple[Tensor, ...]:
         """What each layer makes, of what all of them make (..., features), which nobody else reads."""
-        # Not by `split`: torch lets no view of several be changed in place, as models may do with what a layer made.
-        return torch.unsafe_split_with_sizes(out, [stop - start for start, stop in pairwise(self._starts)], -1)
+        return _Parts.apply(out, [stop - start for start, stop in pairwise(self._starts)])  # type: ignore[no-any-return]
 
     def _forward_of(self, index: int, alone: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         def forward(input: Tensor) -> Tensor:  # the name that callers of nn.Linear may use
@@ -381,6 +460,35 @@ class PackedLinears(nn.Module):
                 self._input, self._outputs = None, []  # they hold activations
 
         return forget
+
+
+class _Parts(torch.autograd.Function):
+    """Parts of a packed product. What a backward has written side by side is their gradient without a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+        # Not by `split`: torch lets no view of several be changed in place, as models may do with what a layer made.
+        return torch.unsafe_split_with_sizes(out, sizes, -1)
+
+    @staticmethod
+    def backward(ctx: Any, *parts: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        first, width = parts[0], sum(part.shape[-1] for part in parts)
+        whole = first.as_strided((*first.shape[:-1], width), first.stride()) if _in_one_row(parts, width) else None
+        return torch.cat(parts, -1) if whole is None else whole, None
+
+
+def _in_one_row(parts: Sequence[Tensor], width: int) -> bool:
+    """Whether tensors (..., n) follow each other in the last dimension of one (..., width)."""
+    starts = accumulate((part.shape[-1] for part in parts), initial=parts[0].storage_offset())
+    return all(
+        part.untyped_storage().data_ptr() == parts[0].untyped_storage().data_ptr()
+        and part.dtype == parts[0].dtype
+        and part.storage_offset() == start
+        and part.stride() == parts[0].stride()
+        and part.stride(-1) == 1
+        and part.stride(-2) == width
+        for part, start in zip(parts, starts, strict=False)
+    )
 
 
 def _side_by_side(slots: Sequence[Slot]) -> bool:

@@ -7,7 +7,7 @@ module runs can be read from its chain, the outermost first:
 
   layers.0             recomputed
   layers.0.mlp         tensor parallel: one copy for its columns <- packed: forgets
-  layers.0.mlp.up_proj tensor parallel: column <- packed: one of several <- put off
+  layers.0.mlp.up_proj tensor parallel: column <- packed: one of several <- summed
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ WRAPPERS: Mapping[str, str] = {
     "draws": "around the call and not the forward, since hooks draw too: counted whatever the forward becomes",
     "boxed": "inside what is computed again: each sequence is given its own part of what the layer is handed",
     "recomputed": "after what stands for the layer's own code, which is what the backward computes again",
-    "put off": "of linear layers that are plain so far: what wraps them hands its input to it and reads its output",
+    "summed": "of linear layers and embeddings that are plain so far: what wraps them hands its input to it and reads "
+    "its output, and its weight's gradient waits, or is added up where it is made",
     "packed": "after it, since layers that are computed together put their gradients off together",
     "tensor parallel": "after all that computes: it moves what enters and leaves",
     "in tiles": "of modules that look at no other token: around the messages that one tile needs",

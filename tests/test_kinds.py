@@ -340,33 +340,49 @@ _NUMBER = re.compile(r"[.]\d+(?=[.]|$)")
 TOLD: dict[tuple[str, str, StageOptions], str] = {
     ("llama", "tp2pp2", StageOptions()): """
 1 : tensor parallel: one copy for its columns
-1 lm_head: tensor parallel: column
-2 model.layers.*.mlp.down_proj: tensor parallel: row
-2 model.layers.*.mlp.gate_proj: tensor parallel: column
-2 model.layers.*.mlp.up_proj: tensor parallel: column
+1 lm_head: tensor parallel: column <- summed
+1 model.embed_tokens: summed: rows
+2 model.layers.*.mlp.down_proj: summed
+2 model.layers.*.mlp.down_proj: tensor parallel: row <- summed
+2 model.layers.*.mlp.gate_proj: summed
+2 model.layers.*.mlp.gate_proj: tensor parallel: column <- summed
+2 model.layers.*.mlp.up_proj: summed
+2 model.layers.*.mlp.up_proj: tensor parallel: column <- summed
 2 model.layers.*.mlp: tensor parallel: one copy for its columns
-2 model.layers.*.self_attn.k_proj: tensor parallel: column
-2 model.layers.*.self_attn.o_proj: tensor parallel: row
-2 model.layers.*.self_attn.q_proj: tensor parallel: column
-2 model.layers.*.self_attn.v_proj: tensor parallel: column
+2 model.layers.*.self_attn.k_proj: summed
+2 model.layers.*.self_attn.k_proj: tensor parallel: column <- summed
+2 model.layers.*.self_attn.o_proj: summed
+2 model.layers.*.self_attn.o_proj: tensor parallel: row <- summed
+2 model.layers.*.self_attn.q_proj: summed
+2 model.layers.*.self_attn.q_proj: tensor parallel: column <- summed
+2 model.layers.*.self_attn.v_proj: summed
+2 model.layers.*.self_attn.v_proj: tensor parallel: column <- summed
 2 model.layers.*.self_attn: tensor parallel: one copy for its columns
 2 model.layers.*: handed on
 2 model.layers.*: recomputed
 """,
     ("llama", "tp2pp2/zb-h1", ALL): """
 1 : tensor parallel: one copy for its columns
-1 lm_head: tensor parallel: column
+1 lm_head: tensor parallel: column <- summed
+1 model.embed_tokens: summed: rows
 4 model.layers.*.input_layernorm: function: norm
-2 model.layers.*.mlp.down_proj: tensor parallel: row <- put off
-2 model.layers.*.mlp.gate_proj: tensor parallel: column of shared tokens <- packed: one of several <- put off
-2 model.layers.*.mlp.up_proj: tensor parallel: column of shared tokens <- packed: one of several <- put off
+2 model.layers.*.mlp.down_proj: summed
+2 model.layers.*.mlp.down_proj: tensor parallel: row <- summed
+2 model.layers.*.mlp.gate_proj: summed
+2 model.layers.*.mlp.gate_proj: tensor parallel: column of shared tokens <- packed: one of several <- summed
+2 model.layers.*.mlp.up_proj: summed
+2 model.layers.*.mlp.up_proj: tensor parallel: column of shared tokens <- packed: one of several <- summed
 2 model.layers.*.mlp: function: gated MLP
 2 model.layers.*.mlp: tensor parallel: block of shared tokens <- packed: forgets <- function: gated MLP
 4 model.layers.*.post_attention_layernorm: function: norm
-2 model.layers.*.self_attn.k_proj: tensor parallel: column of shared tokens <- packed: one of several <- put off
-2 model.layers.*.self_attn.o_proj: tensor parallel: row <- put off
-2 model.layers.*.self_attn.q_proj: tensor parallel: column of shared tokens <- packed: one of several <- put off
-2 model.layers.*.self_attn.v_proj: tensor parallel: column of shared tokens <- packed: one of several <- put off
+2 model.layers.*.self_attn.k_proj: summed
+2 model.layers.*.self_attn.k_proj: tensor parallel: column of shared tokens <- packed: one of several <- summed
+2 model.layers.*.self_attn.o_proj: summed
+2 model.layers.*.self_attn.o_proj: tensor parallel: row <- summed
+2 model.layers.*.self_attn.q_proj: summed
+2 model.layers.*.self_attn.q_proj: tensor parallel: column of shared tokens <- packed: one of several <- summed
+2 model.layers.*.self_attn.v_proj: summed
+2 model.layers.*.self_attn.v_proj: tensor parallel: column of shared tokens <- packed: one of several <- summed
 2 model.layers.*.self_attn: function: rotary
 2 model.layers.*.self_attn: tensor parallel: block of shared tokens <- packed: forgets <- function: rotary
 2 model.layers.*: handed on
@@ -374,14 +390,24 @@ TOLD: dict[tuple[str, str, StageOptions], str] = {
 1 model.norm: function: norm
 """,
     ("longrope", "pp2", StageOptions(functions="auto")): """
+1 lm_head: summed
+1 model.embed_tokens: summed: rows
 4 model.layers.*.input_layernorm: function: norm
-2 model.layers.*.mlp.gate_proj: packed: one of several
-2 model.layers.*.mlp.up_proj: packed: one of several
-2 model.layers.*.mlp: packed: forgets
+4 model.layers.*.mlp.down_proj: summed
+2 model.layers.*.mlp.gate_proj: packed: one of several <- summed
+2 model.layers.*.mlp.gate_proj: summed
+2 model.layers.*.mlp.up_proj: packed: one of several <- summed
+2 model.layers.*.mlp.up_proj: summed
+2 model.layers.*.mlp: function: gated MLP
+2 model.layers.*.mlp: packed: forgets <- function: gated MLP
 4 model.layers.*.post_attention_layernorm: function: norm
-2 model.layers.*.self_attn.k_proj: packed: one of several
-2 model.layers.*.self_attn.q_proj: packed: one of several
-2 model.layers.*.self_attn.v_proj: packed: one of several
+2 model.layers.*.self_attn.k_proj: packed: one of several <- summed
+2 model.layers.*.self_attn.k_proj: summed
+4 model.layers.*.self_attn.o_proj: summed
+2 model.layers.*.self_attn.q_proj: packed: one of several <- summed
+2 model.layers.*.self_attn.q_proj: summed
+2 model.layers.*.self_attn.v_proj: packed: one of several <- summed
+2 model.layers.*.self_attn.v_proj: summed
 2 model.layers.*.self_attn: function: rotary
 2 model.layers.*.self_attn: packed: forgets <- function: rotary
 2 model.layers.*: handed on
@@ -391,45 +417,54 @@ TOLD: dict[tuple[str, str, StageOptions], str] = {
 """,
     ("dropout (Phi)", "tp2", StageOptions()): """
 1 : tensor parallel: one copy for its columns
-1 lm_head: tensor parallel: column
+1 lm_head: tensor parallel: column <- summed
 1 model.embed_dropout: draws
-1 model.embed_tokens: tensor parallel: vocabulary
-4 model.layers.*.mlp.fc1: tensor parallel: column
-4 model.layers.*.mlp.fc2: tensor parallel: row
+1 model.embed_tokens: tensor parallel: vocabulary <- summed: rows
+4 model.layers.*.mlp.fc1: tensor parallel: column <- summed
+4 model.layers.*.mlp.fc2: tensor parallel: row <- summed
 4 model.layers.*.mlp: tensor parallel: one copy for its columns
 4 model.layers.*.resid_dropout: draws
-4 model.layers.*.self_attn.dense: tensor parallel: row
-4 model.layers.*.self_attn.k_proj: tensor parallel: column
-4 model.layers.*.self_attn.q_proj: tensor parallel: column
-4 model.layers.*.self_attn.v_proj: tensor parallel: column
+4 model.layers.*.self_attn.dense: tensor parallel: row <- summed
+4 model.layers.*.self_attn.k_proj: tensor parallel: column <- summed
+4 model.layers.*.self_attn.q_proj: tensor parallel: column <- summed
+4 model.layers.*.self_attn.v_proj: tensor parallel: column <- summed
 4 model.layers.*.self_attn: tensor parallel: one copy for its columns <- draws
 4 model.layers.*: recomputed <- draws
 """,
     ("lora", "tp2", ALL): """
 1 : tensor parallel: one copy for its columns
-1 lm_head: tensor parallel: column
-1 model.embed_tokens: tensor parallel: vocabulary
+1 lm_head: tensor parallel: column <- summed
+1 model.embed_tokens: tensor parallel: vocabulary <- summed: rows
 4 model.layers.*.input_layernorm: function: norm
-4 model.layers.*.mlp.down_proj.base_layer: tensor parallel: part of a row
+4 model.layers.*.mlp.down_proj.base_layer: tensor parallel: part of a row <- summed
+4 model.layers.*.mlp.down_proj.lora_A.default: summed
+4 model.layers.*.mlp.down_proj.lora_B.default: summed
 4 model.layers.*.mlp.down_proj: tensor parallel: row
-4 model.layers.*.mlp.gate_proj.base_layer: tensor parallel: column of shared tokens
-4 model.layers.*.mlp.gate_proj.lora_B.default: tensor parallel: all rows
+4 model.layers.*.mlp.gate_proj.base_layer: tensor parallel: column of shared tokens <- summed
+4 model.layers.*.mlp.gate_proj.lora_A.default: summed
+4 model.layers.*.mlp.gate_proj.lora_B.default: tensor parallel: all rows <- summed
 4 model.layers.*.mlp.gate_proj.lora_dropout.default: tensor parallel: own rows
-4 model.layers.*.mlp.up_proj.base_layer: tensor parallel: column of shared tokens
-4 model.layers.*.mlp.up_proj.lora_B.default: tensor parallel: all rows
+4 model.layers.*.mlp.up_proj.base_layer: tensor parallel: column of shared tokens <- summed
+4 model.layers.*.mlp.up_proj.lora_A.default: summed
+4 model.layers.*.mlp.up_proj.lora_B.default: tensor parallel: all rows <- summed
 4 model.layers.*.mlp.up_proj.lora_dropout.default: tensor parallel: own rows
 4 model.layers.*.mlp: tensor parallel: block of shared tokens
 4 model.layers.*.post_attention_layernorm: function: norm
-4 model.layers.*.self_attn.k_proj.base_layer: tensor parallel: column of shared tokens
-4 model.layers.*.self_attn.k_proj.lora_B.default: tensor parallel: all rows
+4 model.layers.*.self_attn.k_proj.base_layer: tensor parallel: column of shared tokens <- summed
+4 model.layers.*.self_attn.k_proj.lora_A.default: summed
+4 model.layers.*.self_attn.k_proj.lora_B.default: tensor parallel: all rows <- summed
 4 model.layers.*.self_attn.k_proj.lora_dropout.default: tensor parallel: own rows
-4 model.layers.*.self_attn.o_proj.base_layer: tensor parallel: part of a row
+4 model.layers.*.self_attn.o_proj.base_layer: tensor parallel: part of a row <- summed
+4 model.layers.*.self_attn.o_proj.lora_A.default: summed
+4 model.layers.*.self_attn.o_proj.lora_B.default: summed
 4 model.layers.*.self_attn.o_proj: tensor parallel: row
-4 model.layers.*.self_attn.q_proj.base_layer: tensor parallel: column of shared tokens
-4 model.layers.*.self_attn.q_proj.lora_B.default: tensor parallel: all rows
+4 model.layers.*.self_attn.q_proj.base_layer: tensor parallel: column of shared tokens <- summed
+4 model.layers.*.self_attn.q_proj.lora_A.default: summed
+4 model.layers.*.self_attn.q_proj.lora_B.default: tensor parallel: all rows <- summed
 4 model.layers.*.self_attn.q_proj.lora_dropout.default: tensor parallel: own rows
-4 model.layers.*.self_attn.v_proj.base_layer: tensor parallel: column of shared tokens
-4 model.layers.*.self_attn.v_proj.lora_B.default: tensor parallel: all rows
+4 model.layers.*.self_attn.v_proj.base_layer: tensor parallel: column of shared tokens <- summed
+4 model.layers.*.self_attn.v_proj.lora_A.default: summed
+4 model.layers.*.self_attn.v_proj.lora_B.default: tensor parallel: all rows <- summed
 4 model.layers.*.self_attn.v_proj.lora_dropout.default: tensor parallel: own rows
 4 model.layers.*.self_attn: tensor parallel: block of shared tokens <- function: rotary
 4 model.layers.*: recomputed

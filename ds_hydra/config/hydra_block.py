@@ -389,8 +389,8 @@ class HydraConfig:
     backward is divided by tp, and else each of them holds all tokens there.
     "sp_overlap": of long rows, sequence parallel ranks exchange the heads of attention in up to eight groups, and
     compute one while the next ones travel.
-    "functions": norms, rotary embeddings and linear layers that read the same rows are computed in fewer operators,
-    which keep less for the backward.
+    "functions": norms, rotary embeddings, gates of MLPs and linear layers that read the same rows are computed in fewer
+    operators, which keep less for the backward.
     "recompute_mlp": the same, and MLPs with a gate compute their product again in the backward, and keep gate and up
     alone.
     "flash_3": FlashAttention 3 on GPUs that it is written for (Hopper), where `flash_attn_interface` is installed."""

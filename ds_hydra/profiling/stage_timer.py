@@ -24,7 +24,7 @@ from ds_hydra.pipe.rows import Chunk, MicroBatch, Pack, position_ids
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.pipe.stage import ModelSource, StageModule, StagePlace, dtype_of, install_bucket
 from ds_hydra.pipe.stage_options import AS_WRITTEN, StageOptions
-from ds_hydra.pipe.weight_gradients import SplitBackward, add_to_sum
+from ds_hydra.pipe.weight_gradients import SplitBackward, accumulate_into
 from ds_hydra.profiling.links import Collective, Counted, Links
 from ds_hydra.profiling.local_group import LocalGroup, free_unused
 from ds_hydra.zero_hetero.clock import Clock, clock_of
@@ -355,15 +355,9 @@ def _install(
 
 def _collect(module: StageModule, parameter: nn.Parameter, gradients: Tensor) -> None:
     """Gradients accumulate where training accumulates them: in FP32 beside 16 bit parameters."""
-    assert module.weight_gradients is not None, "as `StageTimer.queue`"
-    module.weight_gradients.add_to(parameter, gradients)
+    module.add_to(parameter, gradients)
     if gradients.dtype == parameter.dtype:
         parameter.grad = gradients
         return
 
-    def accumulate(_: Tensor) -> None:
-        assert parameter.grad is not None, "called after autograd has made it"
-        add_to_sum(gradients, parameter.grad)
-        parameter.grad = None
-
-    parameter.register_post_accumulate_grad_hook(accumulate)
+    parameter.register_post_accumulate_grad_hook(accumulate_into(gradients))

@@ -57,7 +57,7 @@ from ds_hydra.pipe.transfers import (
     twins_of,
     twins_with,
 )
-from ds_hydra.pipe.weight_gradients import add_to_sum
+from ds_hydra.pipe.weight_gradients import accumulate_into
 from ds_hydra.ranks.groups import ROOM_FOR_COMMUNICATORS
 from ds_hydra.zero_hetero.clock import Laps, Stopwatch
 from ds_hydra.zero_hetero.contributions import Place
@@ -330,9 +330,9 @@ class StrategyRuntime:
                 if total.dtype == parameter.dtype:
                     parameter.grad = total
                 else:
-                    parameter.register_post_accumulate_grad_hook(_accumulate_into(total))
-                for queue in self._queues:
-                    queue.add_to(parameter, total)
+                    parameter.register_post_accumulate_grad_hook(accumulate_into(total))
+                for part in self.parts:
+                    part.add_to(parameter, total)
                 installed.append(parameter)
         return installed
 
@@ -463,17 +463,6 @@ def push_link(plan: TransferPlan | TwinPush, rank: int, world: World) -> PushMov
     if isinstance(plan, TwinPush):
         return TwinPushLink(plan, rank, world.links, collectives=world.collectives, lane=world.lane)
     return Link(plan, rank, world.links)
-
-
-def _accumulate_into(total: Tensor) -> Callable[[Tensor], None]:
-    """Hook that sums a 16 bit gradient into FP32: many micro-batches would lose bits in 16."""
-
-    def accumulate(parameter: Tensor) -> None:
-        assert parameter.grad is not None, "called after autograd has made it"
-        add_to_sum(total, parameter.grad)
-        parameter.grad = None
-
-    return accumulate
 
 
 _META = torch.device("meta")

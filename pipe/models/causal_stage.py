@@ -155,7 +155,7 @@ class CausalStage(StageModule):
         self._logits_at_once = max(self._widths) if self._own_loss is None else sum(self._widths)
         self._plain_head = plain_head if self._own_loss is None else None
         self.plain_head: bool | None = None  # whether the last micro-batch's head and loss were one; None: none ran
-        self._head_loss = HeadLoss(self.vocab[0], max(self._widths), self._head_group)
+        self._head_loss = HeadLoss(self.vocab[0], max(self._widths), self._head_group, self.linear_queue.sum_of)
 
     def _pack_weights(self, groups: Iterable[Sequence[str]], names: Mapping[str, str]) -> None:
         """Let linear layers at these paths be computed together, if all of a group are this stage's."""
@@ -164,8 +164,7 @@ class CausalStage(StageModule):
                 continue
             layers = {names[f"{path}.weight"]: self.module.get_submodule(path) for path in paths}
             packed = PackedLinears(self.module.get_submodule(paths[0].rpartition(".")[0]), layers, self.linear)
-            if self.linear_queue is not None:
-                self.linear_queue.put_off_as(next(iter(layers.values())), packed)
+            self.linear_queue.put_off_as(next(iter(layers.values())), packed)
             self.packed.append(packed)
 
     def forward(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:

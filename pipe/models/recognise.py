@@ -66,6 +66,7 @@ class Gate(NamedTuple):
     up: str
     down: str
     act: str
+    twice: bool = False  # whether the backward computes what enters `down` again
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,8 @@ def _gated(module: Any, gate: Gate) -> Callable[..., Any]:
         if len(args) != 1 or kwargs or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         entered, up = getattr(module, gate.gate)(args[0]), getattr(module, gate.up)(args[0])
-        return getattr(module, gate.down)(Gated(entered, up, getattr(module, gate.act)))
+        product = Gated(entered, up, getattr(module, gate.act))
+        return getattr(module, gate.down)(product if gate.twice else product.computed())
 
     return gated
 
@@ -182,8 +184,8 @@ _CPU = torch.device("cpu")
 
 
 def find_functions(source: CausalLM, asked: str) -> Functions:
-    """What can be replaced in a model; gated MLPs, which then compute their products twice, if "recompute" is asked.
-    "off" asks for nothing but what looks at no other token."""
+    """What can be replaced in a model; gated MLPs compute their products twice if "recompute" is asked. "off" asks for
+    nothing but what looks at no other token."""
     layers = f"{source.layers_path}."
     norms: dict[str, Norm] = {}
     rotary: dict[str, str] = {}
@@ -208,8 +210,9 @@ def find_functions(source: CausalLM, asked: str) -> Functions:
             continue
         if (name := _rotary_of(module)) is not None:
             rotary[path] = name
-        if asked == "recompute" and (gate := _gate_of(module)) is not None and _is_alone(source, f"{path}.{gate.down}"):
-            mlps[path] = gate
+        twice = asked == "recompute"
+        if (gate := _gate_of(module)) is not None and (not twice or _is_alone(source, f"{path}.{gate.down}")):
+            mlps[path] = gate._replace(twice=twice)
     packed = () if asked == "off" else tuple(_reading_alike(source))
     return Functions(norms, rotary, mlps, packed, tuple(by_rows))
 
