@@ -12,16 +12,20 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from ds_hydra.images import content, stage
+from ds_hydra.images.draws import UnitDraws
 from ds_hydra.images.find import Subject, subject_of
 from ds_hydra.images.seam import Seam
+from ds_hydra.images.source import ImageText
 from ds_hydra.images.stage import ImageStage
 from ds_hydra.images.trial import Trial, verdicts
 from ds_hydra.images.units import taken
 from ds_hydra.pipe.rows import Seen
+from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.self_check.shrink import rotary_sections
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.image_models import FILM, MODELS, batch_of, image_model, sample
@@ -72,11 +76,35 @@ def test_a_prompt_that_sees_itself_is_refused() -> None:
         subject("paligemma")
 
 
-def test_an_encoder_that_draws_in_training_is_refused() -> None:
+def test_an_encoder_that_draws_by_kernels_of_its_own_is_refused() -> None:
     model = image_model("internvl")
-    model.config.vision_config.hidden_dropout_prob = 0.1
-    with pytest.raises(ConfigError, match=r"InternVL.* draws random numbers in training: set its dropout to 0"):
-        subject_of(model)
+    model.config.vision_config.attention_dropout = 0.1
+    seam = subject_of(model).seam
+    assert (seam.draws, subject("llava").seam.draws) == (True, False)
+    ImageText(model, seam, StageOptions())
+    model.model.vision_tower.config._attn_implementation_internal = "flash_attention_2"
+    with pytest.raises(ConfigError, match="attends by flash_attention_2, whose kernels draw for themselves"):
+        ImageText(model, seam, StageOptions())
+
+
+def test_an_encoders_draws_follow_from_its_image() -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6, 8)
+    mask = torch.rand(6, 6) < 0.7
+    mask.fill_diagonal_(True)
+    scores = query @ key.repeat_interleave(2, 1).transpose(2, 3) / 8**0.5
+
+    def attended(image: int, rate: float) -> Tensor:
+        with UnitDraws(image):
+            return F.scaled_dot_product_attention(query, key, value, mask, rate, enable_gqa=True)
+
+    with UnitDraws(7):
+        plain = F.dropout(scores.masked_fill(~mask, -torch.inf).softmax(-1), 0.3) @ value.repeat_interleave(2, 1)
+    torch.testing.assert_close(attended(7, 0.3), plain)
+    torch.testing.assert_close(attended(7, 1e-12), attended(7, 0.0))
+    assert not torch.equal(attended(7, 0.3), attended(8, 0.3))
+    with UnitDraws(7), pytest.raises(ConfigError, match="would depend on which rank draws them"):
+        F.alpha_dropout(query, training=True)
 
 
 @pytest.mark.drawn

@@ -61,7 +61,6 @@ RELEASED: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         name: {"": {"vision_start_token_id": 118, "audio_start_token_id": 119}}
         for name in ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
     },
-    "qianfan_ocr": {"vision_config": {"drop_path_rate": 0.0}},
     "inkling_mm_model": {"vision_config": {"num_hidden_layers": 4}},
     "step3p7": {"text_config": {"sliding_window": 512}},
     "llama4": {"vision_config": {"hidden_size": 1408, "vision_output_dim": 4096}},

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ds_hydra.data.columns import Int64Array
 from ds_hydra.data.tokens import TokenSequence
+from ds_hydra.pipe.dropout import sequence_key
 from ds_hydra.pipe.rows import MicroBatch, Seen
 from ds_hydra.pipe.stage import StagePlace
 from ds_hydra.plan.step_plan import Span
@@ -84,6 +85,7 @@ class ShownUnit(NamedTuple):
     stop: int
     at: int
     owner: int  # which rank of the stage encodes it, by its number there
+    key: int  # what is drawn for it follows from this
 
 
 class Shown(NamedTuple):
@@ -131,14 +133,15 @@ class _Row(NamedTuple):
         return ImageBatch(**given, shown=shown)
 
     def _units(self) -> Iterator[ShownUnit]:
-        at = 0
-        for span, sequence in self.parts:
+        at, keys = 0, self.batch.pack.keys or range(len(self.parts))
+        for (span, sequence), key in zip(self.parts, keys, strict=False):  # of padding there is a key, too
             marks = self.kind.marks(sequence.input_ids)
             before, held = int(marks[: span.start].sum()), int(marks[span.start : span.stop].sum())
             for unit in sequence.images.units:
                 start, stop = max(unit.first, before), min(unit.first + unit.rows, before + held)
                 if start < stop:
-                    yield ShownUnit(unit, start - unit.first, stop - unit.first, at + start - before, 0)
+                    of_unit = sequence_key(key, unit.first)
+                    yield ShownUnit(unit, start - unit.first, stop - unit.first, at + start - before, 0, of_unit)
             at += held
 
     def _videos(self, tokens: Int64Array) -> Tensor:

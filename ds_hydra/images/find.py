@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ds_hydra.images.content import Columns, columns_of, patches_of, together
+from ds_hydra.images.draws import UnitDraws
 from ds_hydra.images.seam import (
     COUNT,
     ENCODE,
@@ -67,8 +68,7 @@ class Subject:
         self.maker, self.samples = self._sampled()
         seam = self._formed()
         leaves = self._leaves(self.samples[0])
-        self._refuse_draws()
-        seam = replace(seam, seen=self._seen(seam, leaves), deepest=self._deepest(seam, leaves))
+        seam = replace(seam, seen=self._seen(seam, leaves), deepest=self._deepest(seam, leaves), draws=self._draws())
         seam = self._filmed(seam)
         self.loss, self.gradients = self._learnt(self.samples)
         self.seam = self._rooted(seam)
@@ -268,13 +268,23 @@ class Subject:
         several = found and found[0] is not None and found[0].dim() == 3
         return found[0] if several else None
 
-    def _refuse_draws(self) -> None:
-        """In training an encoder may draw random numbers, which nobody draws by place [Note: draws by place]."""
+    def _draws(self) -> bool:
+        """Whether its encoder draws random numbers in training. ConfigError where they do not follow from the image
+        that they are drawn for [Note: an encoder's draws]."""
         self.model.train()
-        one, other = (self._leaves(self.samples[0]) for _ in range(2))
-        self.model.eval()
-        if any(apart(first, second) > 0 for first, second in zip(one, other, strict=True)):
+        try:
+            counts, runs = list[int](), list[list[Tensor]]()
+            for _ in range(2):
+                with UnitDraws(1) as draws:
+                    runs.append(self._leaves(self.samples[0]))
+                counts.append(draws.count)
+        except ConfigError as error:
+            raise self.refusal(f"{error}: set its dropout to 0 in the config") from error
+        finally:
+            self.model.eval()
+        if any(apart(first, second) > 0 for first, second in zip(*runs, strict=True)):
             raise self.refusal("its encoder draws random numbers in training: set its dropout to 0 in the config")
+        return counts[0] > 0
 
     def _seen(self, seam: Seam, leaves: Sequence[Tensor]) -> Seen | None:
         """In which layers tokens of an image see those behind them: the first of an image has a gradient of its last

@@ -59,6 +59,7 @@ class Seam:
     inside: frozenset[str] = frozenset()  # parameters of it that run in the text's forward, on rows that are given
     seen: Seen | None = None  # in which layers tokens of an image see each other [Note: spans]
     video: int | None = None  # id of the placeholders of videos, where those are trained: by the same encoder
+    draws: bool = False  # whether its encoder draws random numbers in training [Note: an encoder's draws]
 
     def of(self, name: str) -> bool:
         """Whether a parameter is used for images alone."""

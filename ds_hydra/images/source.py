@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from ds_hydra.images.seam import Seam
 from ds_hydra.images.stage import ImageStage
@@ -32,6 +33,14 @@ class ImageText(CausalLM):
         self.seam = seam
         self.subject: Any = None  # the small copy that it was found on, until stages of it are compared
         self._refused: Mapping[str, str] = {}
+        dropouts = [n for n, m in model.named_modules() if seam.of(n) and isinstance(m, nn.Dropout) and m.p > 0]
+        self.draws_images = seam.draws or bool(dropouts)  # an adapter's, too
+        inside = tuple(f"{name.rpartition('.')[0]}." for name in seam.inside)
+        if any(name.startswith(inside) for name in dropouts):
+            raise ConfigError(
+                f"hydra.images: {dropouts[0]} of {type(model).__name__} drops out of rows of images within the text's "
+                "forward: set its rate to 0"
+            )
         self._attends = {root: name for root in seam.roots if (name := _attention_of(model, root))}
         super().__init__(model, replace(options, token_sharding=False), **given)
         if self.boxes and not self.boxes.packed:
@@ -39,6 +48,11 @@ class ImageText(CausalLM):
                 f"{self.name} has modules in which tokens meet otherwise than by Hugging Face's attention interface "
                 f"({self.boxes.told(self.layers_path)}): images are not trained with them; leave hydra.images out to "
                 "train its text alone"
+            )
+        if seam.draws and (fused := set(self._attends.values()) - {"sdpa", "eager"}):
+            raise ConfigError(
+                f"hydra.images: the encoder of {self.name} drops out, and attends by {', '.join(sorted(fused))}, "
+                'whose kernels draw for themselves: load it with attn_implementation="sdpa", or set its dropout to 0'
             )
         for root, name in self._attends.items():
             attention.let_attend_alone(self.template.get_submodule(root), name)
@@ -65,7 +79,9 @@ class ImageText(CausalLM):
     @property
     def encoder(self) -> frozenset[str]:
         """Parameters that have a gradient only in steps with images."""
-        return frozenset(name for name in self.specs if self.seam.of(name)) - self.seam.silent
+        # Adapters of a layer that is not read are not either.
+        unread = tuple(name.removesuffix("weight") for name in self.seam.silent if name.endswith(".weight"))
+        return frozenset(n for n in self.specs if self.seam.of(n) and not n.startswith(unread)) - self.seam.silent
 
     def build(self, place: StagePlace, device: torch.device, dtype: torch.dtype) -> StageModule:
         """One rank's share of a stage, on the meta device but for its buffers."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_hydra.images.content import Shown, ShownUnit, shown_of, together
+from ds_hydra.images.draws import UnitDraws
 from ds_hydra.images.seam import encoded
 from ds_hydra.pipe.models.causal_stage import CausalStage
 from ds_hydra.pipe.models.draws import Keys
@@ -68,6 +70,10 @@ class ImageStage(CausalStage):
         self._names = [name for name in self._owners if source.seam.of(name)] if place.is_first else []
         self._carried: Tensor | None = None  # (1, T_local, features of all leaves) of the micro-batch that runs
         self._tie: Tensor | None = None  # () a zero that depends on the rows of all ranks
+        self._draws_images = source.draws_images
+        for name, module in self.module.named_modules():
+            if source.seam.of(name):
+                vars(module).pop("_call_impl", None)  # by which modules of this class draw for tokens
         if place.is_first:
             layers: Any = self.module.get_submodule(source.layers_path)
             layers[0].register_forward_pre_hook(self._tied, with_kwargs=True, prepend=True)
@@ -127,10 +133,12 @@ class ImageStage(CausalStage):
         rank = place.sp_rank * place.stage.tp + place.tp_rank
         width = sum(self._seam.widths)
         found = torch.zeros((shown.rows, width), dtype=self._dtype, device=self._device)
-        for units in _alike(unit for unit in shown.units if unit.owner == rank):
+        draws = self._draws_images and self.module.training
+        for units in _alike((unit for unit in shown.units if unit.owner == rank), alone=draws):
             columns = {name: self._placed(column) for name, column in together(
                 [unit.unit.columns for unit in units], self._seam.layout).items()}  # fmt: skip
-            rows = torch.cat(encoded(self.module, self._seam, columns), dim=-1)
+            with UnitDraws(units[0].key) if draws else nullcontext():
+                rows = torch.cat(encoded(self.module, self._seam, columns), dim=-1)
             begin, taken, places = 0, list[Tensor](), list[Tensor]()
             for one in units:
                 taken.append(torch.arange(begin + one.start, begin + one.stop))
@@ -166,9 +174,11 @@ class ImageStage(CausalStage):
         return args, {**kwargs, key: kwargs[key] + self._tie}
 
 
-def _alike(units: Iterable[ShownUnit]) -> list[list[ShownUnit]]:
-    """Units that can be encoded together: those whose entries have equal sizes, but for their number."""
+def _alike(units: Iterable[ShownUnit], *, alone: bool) -> list[list[ShownUnit]]:
+    """Units that can be encoded together: those whose entries have equal sizes, but for their number; each `alone` of
+    an encoder that draws."""
     found: dict[object, list[ShownUnit]] = defaultdict(list)
     for unit in units:
-        found[tuple((name, column.shape[1:]) for name, column in sorted(unit.unit.columns.items()))].append(unit)
+        sizes = tuple((name, column.shape[1:]) for name, column in sorted(unit.unit.columns.items()))
+        found[unit.at if alone else sizes].append(unit)
     return list(found.values())

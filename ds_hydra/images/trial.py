@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -38,13 +39,20 @@ class WithImages(Data):
         return super().load(sequence)._replace(images=self.images[sequence])
 
 
+class _Still(ImageText):
+    """Whose stages drop nothing out: what is drawn is found, and tried of the text alone, elsewhere."""
+
+    def skeleton(self, device: torch.device, dtype: torch.dtype) -> Any:
+        return super().skeleton(device, dtype).eval()
+
+
 class Trial:
     """The stages of a subject's small model. ConfigError where there are none."""
 
     def __init__(self, subject: Subject):
         self._subject = subject
         with doubled():
-            self.source = ImageText(subject.model, subject.seam, StageOptions())
+            self.source = _Still(subject.model, subject.seam, StageOptions())
         self._data = self._made()
 
     def _made(self) -> WithImages:

@@ -83,4 +83,6 @@ def drawing(model: nn.Module, keys: Tensor | None) -> Iterator[None]:
 
 def _layer_lists(model: nn.Module) -> list[nn.ModuleList]:
     found = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
-    return [part for part in found if len(part) == model.config.num_hidden_layers]  # type: ignore[union-attr]
+    config: Any = model.config
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return [part for part in found if len(part) == config.num_hidden_layers]

@@ -7,6 +7,7 @@ import logging
 import os
 import runpy
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,15 +21,18 @@ from torch import Tensor
 
 import ds_hydra
 import ds_hydra.engine.engine
+import ds_hydra.images.stage
 from ds_hydra.emulate.cluster import emulate, emulate_plans
 from ds_hydra.images.exchange import ImageExchange
+from ds_hydra.images.seam import encoded
 from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.planner.pipelines import loaded
 from ds_hydra.simulate.step import Simulator
 from ds_hydra.testing import float64_throughout, rank_environment, run_ranks, whole_gradients
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.emulated_job import emulated_job
-from tests.support.image_models import FILM, ImageSample, batch_of, image_model, plain_loss, sample
+from tests.support.image_draws import drawing_images
+from tests.support.image_models import FILM, MODELS, ImageSample, batch_of, image_model, plain_loss, sample
 from tests.support.pages import blocks
 from tests.support.planner_cases import in_slices
 from tests.support.strict import Rules, strict_world
@@ -52,13 +56,22 @@ class Row(NamedTuple):
     recomputed: bool = False
     strict: bool = False
     lora: tuple[str, ...] = ()
+    dropout: float = 0.0
 
 
 MIXED = (((0, 1), ()), ((1,), (0, 0, 2)))
+EQUAL = (((0, 0), ()), ((), (1, 1, 1)))
 NONE = (((), ()), ((),))
 ONE = (((0,),), ((), (0,)))
 TWO_STEPS = (MIXED, (((), (2,)), ((0,),)))
 FILMED = (((0, FILM), (FILM + 1,)), ((), (FILM, 1, FILM)))
+# Of models that drop out: what runs for images, and the rates of their configs.
+ENCODERS = {"llava": ("model.vision_tower", "model.multi_modal_projector"), "qwen2_vl": ("model.visual",),
+            "internvl": ("model.vision_tower", "model.multi_modal_projector")}  # fmt: skip
+RATES: dict[str, dict[str, tuple[str, ...]]] = {
+    "llava": {"vision_config": ("attention_dropout",), "text_config": ("attention_dropout",)},
+    "internvl": {"vision_config": ("hidden_dropout_prob", "attention_dropout", "projection_dropout")},
+}
 ROWS = [
     Row("packed", "qwen2_vl", ("tp1",), 1, (MIXED[:1], NONE[:1], (((0, 0, 0, 0, 0),),))),
     Row("tensor parallel", "qwen2_vl", ("tp2",), 2, TWO_STEPS),
@@ -92,7 +105,13 @@ ROWS = [
     Row("videos, frozen encoder", "qwen2_vl", ("sp2",), 2, (FILMED, MIXED), frozen=("visual",)),
     Row("recomputed", "qwen3_vl", ("pp2",), 2, TWO_STEPS, recomputed=True),
     Row("LoRA of text and encoder", "qwen2_vl", ("tp2",), 2, TWO_STEPS, lora=("q_proj", "qkv", "fc1")),
+    Row("LoRA of the encoder", "llava", ("tp2", "pp2"), 2, (MIXED, ONE), lora=("vision_tower.*(q_proj|fc1)",)),
     Row("LoRA of text", "llava", ("pp2",), 2, (MIXED, ONE), lora=("language_model.*q_proj",)),
+    Row("dropout in attentions", "llava", ("2*tp1", "tp2", "sp2"), 2, (MIXED, NONE, ONE), dropout=0.2),
+    Row("dropout in an encoder", "internvl", ("tp2", "pp2", "sp2"), 2, (MIXED, ONE, MIXED), dropout=0.2),
+    Row("dropout in slices", "llava", ("pp2/list",), 2, (MIXED, ONE), slices=True, dropout=0.2),
+    Row("dropout of adapters", "qwen2_vl", ("tp2", "pp2"), 2, (EQUAL, ONE), lora=("q_proj", "qkv", "fc1"), dropout=0.2),
+    Row("dropout in a frozen encoder", "internvl", ("tp2",), 2, (MIXED, ONE), frozen=("vision_tower",), dropout=0.2),
     Row("strict, tensor parallel", "qwen2_vl", ("tp2",), 2, TWO_STEPS, strict=True),
     Row("strict, sequence parallel", "llava", ("sp2",), 2, (MIXED, NONE, ONE), strict=True),
     Row("strict, in stages", "qwen3_vl", ("pp2",), 2, (MIXED, NONE), strict=True),
@@ -112,7 +131,7 @@ def samples_of(row: Row, step: int, rank: int) -> list[ImageSample]:
 
 
 def model_of(row: Row) -> Any:
-    model = image_model(row.model)
+    model = image_model(row.model, **_dropping(row))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(word in name for word in row.frozen))
     if row.lora:
@@ -120,7 +139,7 @@ def model_of(row: Row) -> Any:
 
         target: Any = row.lora[0] if len(row.lora) == 1 and "*" in row.lora[0] else list(row.lora)
         target = f".*{target}" if isinstance(target, str) else target
-        model = get_peft_model(model, LoraConfig(r=2, lora_alpha=4, target_modules=target))
+        model = get_peft_model(model, LoraConfig(r=2, lora_alpha=4, target_modules=target, lora_dropout=row.dropout))
         torch.manual_seed(3)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -128,6 +147,12 @@ def model_of(row: Row) -> Any:
                     parameter.copy_(0.2 * torch.randn(parameter.shape, dtype=torch.float64))
         model = model.double()
     return model
+
+
+def _dropping(row: Row) -> dict[str, Any]:
+    """What a model's config has other than usual, so that it drops out."""
+    rates = RATES.get(row.model, {}) if row.dropout else {}
+    return {part: {**MODELS[row.model][2][part], **dict.fromkeys(keys, row.dropout)} for part, keys in rates.items()}
 
 
 def config_of(row: Row, **hydra: Any) -> dict[str, Any]:
@@ -189,17 +214,26 @@ def _cut(engine: Any) -> None:
 def reference(row: Row) -> Found:
     model = model_of(row)
     base = model.get_base_model() if row.lora else model
+    if row.dropout:
+        base.set_attn_implementation("eager")  # torch's own kernels draw for themselves
     trained = [parameter for parameter in base.parameters() if parameter.requires_grad]
     optimizer, steps = torch.optim.SGD(trained, **SGD), list[tuple[float, dict[str, Tensor]]]()
     for step in range(len(row.steps)):
         samples = [one for rank in range(row.ranks) for one in samples_of(row, step, rank)]
         targets = sum(int((one.labels[1:] != IGNORED).sum()) for one in samples)
         optimizer.zero_grad(set_to_none=True)
-        loss = plain_loss(base, row.model, samples, 1 / targets)
+        within = partial(_drawing, base, row, step, samples) if row.dropout else nullcontext
+        loss = plain_loss(base, row.model, samples, 1 / targets, within)
         gradients = {n: p.grad.clone() for n, p in base.named_parameters() if p.grad is not None}
         steps.append((loss, gradients))
         optimizer.step()
     return steps, {name: parameter.detach() for name, parameter in base.named_parameters()}
+
+
+def _drawing(model: Any, row: Row, step: int, samples: list[ImageSample], number: int) -> Any:
+    one = samples[number]
+    rows = next((picture.rows for picture in one.pictures), 0)
+    return drawing_images(model, ENCODERS[row.model], step + 1, number, len(one.input_ids), len(one.pictures), rows)
 
 
 def differences(found: Found, right: Found) -> list[str]:
@@ -262,6 +296,27 @@ def test_an_encoder_is_left_alone_in_a_step_without_images() -> None:
     with float64_throughout(image_model(row.model)):
         wrong = differences(run_ranks(broken, 1, timeout=200)[0], reference(row))
     assert any("vision_tower" in text for text in wrong)
+
+
+def learnt(rank: int, row: Row) -> set[bool]:
+    """Whether a backward of a step comes to what the encoder makes."""
+    made: list[bool] = []
+
+    def noted(*given: Any) -> list[Tensor]:
+        leaves = encoded(*given)
+        made.extend(leaf.requires_grad for leaf in leaves if torch.is_grad_enabled())
+        return leaves
+
+    with mock.patch.object(ds_hydra.images.stage, "encoded", noted):
+        train(rank, row)
+    return set(made)
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize(("frozen", "learns"), [((), {True}), (("vision_tower", "projector"), {False})])
+def test_a_frozen_encoder_keeps_nothing_for_a_backward(frozen: tuple[str, ...], learns: set[bool]) -> None:
+    row = Row("frozen", "internvl", ("tp2",), 2, (ONE,), frozen=frozen)
+    assert run_ranks(learnt, 2, row, timeout=200) == [learns, learns]
 
 
 def refused(rank: int, model: str, batches: Sequence[Mapping[str, Any]], images: bool) -> list[str]:

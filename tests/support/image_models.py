@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -179,14 +180,17 @@ def batch_of(name: str, samples: Sequence[ImageSample]) -> dict[str, Tensor]:
     return batch
 
 
-def plain_loss(model: Any, name: str, samples: Sequence[ImageSample], weight: float) -> float:
-    """The summed losses of sequences times `weight`, by the model's own forward with pixels, one at a time; its
-    gradients add up in the parameters."""
+def plain_loss(
+    model: Any, name: str, samples: Sequence[ImageSample], weight: float, within: Callable[[int], Any] = nullcontext
+) -> float:
+    """The summed losses of sequences times `weight`, by the model's own forward with pixels, one at a time, `within`
+    what there is for its number; its gradients add up in the parameters."""
     total = 0.0
-    for one in samples:
+    for number, one in enumerate(samples):
         batch = batch_of(name, [one])
         labels = batch.pop("labels")
-        logits = model(**batch, use_cache=False).logits
+        with within(number):
+            logits = model(**batch, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(
             logits[0, :-1].double(), labels[0, 1:], ignore_index=IGNORED, reduction="sum"
         )
