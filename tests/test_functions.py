@@ -291,6 +291,29 @@ def test_layers_keep_less() -> None:
     assert kept["auto"] - kept["recompute"] == pytest.approx(2 * config.intermediate_size, rel=0.02)
 
 
+@pytest.mark.parametrize("functions", ["auto", "recompute", "off"])
+@pytest.mark.parametrize("family", ["llama_tied", "gpt2", "mixtral", "gemma2", "phi3"])
+def test_sums_of_products_are_those_of_autograd(family: str, functions: str) -> None:
+    """In FP32, with sums in FP64 beside: what is added there and what autograd has is what autograd had alone."""
+    scheme, cpu = ParallelScheme(), torch.device("cpu")
+    timer = StageTimer(source_of(family, functions, torch.float32), scheme, 0, cpu, torch.float32)
+    batch, leaves = timer.batch((40, 23)), sorted(timer.module.leaves, key=id)
+    timer.run(batch)
+    alone = [leaf.grad.double() for leaf in leaves if leaf.grad is not None]
+    sums = {leaf: torch.zeros_like(leaf, dtype=torch.float64) for leaf in leaves}
+    for leaf, total in sums.items():
+        assert leaf.grad is not None
+        leaf.grad.zero_()
+        timer.module.add_to(leaf, total)
+    timer.run(batch)
+    for leaf, before in zip(leaves, alone, strict=True):
+        assert leaf.grad is not None
+        assert (sums[leaf] + leaf.grad.double() - before).norm() <= 1e-5 * before.norm()
+    added = {leaf for leaf, total in sums.items() if total.any()}
+    assert added, "some are added"
+    assert all(leaf.dim() == 2 for leaf in added), "of weights alone"
+
+
 def with_wrong_gradient(module: Any, norm: Norm) -> Any:
     """As `_normed`, of a function that is right in trials alone."""
     return lambda x: norm.of(x, module.weight, None) + 0.1 * (x - x.detach())

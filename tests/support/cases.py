@@ -507,6 +507,16 @@ def _functions() -> Iterator[Case]:
     yield base.row("functions, sgd fp32", dtype=FLOAT32, optimizer="SGD", quick=True)
     yield base.row("functions, frozen queries", frozen=("embed_tokens", "layers.0.", "q_proj"))
     yield base.row("functions, bf16", dtype=BFLOAT16)
+    yield base.row("functions, bf16, tied", family="llama_tied", dtype=BFLOAT16, quick=True)
+    yield base.row(
+        "functions, bf16, tied, split",
+        "tp2pp2/zb-h1",
+        "tp2pp2/v",
+        "pp4/zb-h1",
+        "tp4",
+        family="llama_tied",
+        dtype=BFLOAT16,
+    )
     yield base.row("functions, bf16, 50 steps", dtype=BFLOAT16, steps=50, tokens_per_step=450)
     yield base.row("functions, bf16, gradients too", dtype=BFLOAT16, grad_accum="bf16")
     yield base.row("functions, split", "tp2pp2/zb-h1", "sp2 + pp2/zb-h1", "pp4/zb-h1", "2*pp2")
