@@ -100,7 +100,7 @@ CAPABILITIES: Mapping[str, Capability] = {
     "emulated cluster": Capability(
         "ds_hydra/emulate/*.py ds_hydra/commands/emulate.py ds_hydra/commands/demo_cluster.py "
         "tests/gloo/test_emulation.py tests/support/emulated_job.py tools/systems/emulated.py",
-        Lines(1239, 565, 60),
+        Lines(1239, 582, 60),
         apart=True,
         needs="comparison, previews and pages",
     ),

@@ -20,14 +20,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from ds_hydra.costs.analytic import ModelShape, analytic_cost_table
 from ds_hydra.costs.cost_table import CostTable, SchemeCost, TableFile
-from ds_hydra.emulate.cluster import EmulatedStep, emulate
+from ds_hydra.costs.shape_costs import used_schemes
+from ds_hydra.costs.shares import Shares
+from ds_hydra.emulate.cluster import EmulatedJob, EmulatedStep, emulate
 from ds_hydra.pipe.model_plan import ParamSpec, ShardRule
 from ds_hydra.pipe.models.causal_stage import CausalStage
-from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.plan.step_plan import MicroBatchPlan, Phase, PipelinePlan, StepPlan, save_plans
 from ds_hydra.report import calibration
-from ds_hydra.simulate.links import Speed
+from ds_hydra.simulate.job import SimulatedJob, llama_plan
+from ds_hydra.simulate.links import LinkModel, Speed
 from ds_hydra.simulate.step import Simulator
 from ds_hydra.step.strategy_runtime import PeakMemory
 from ds_hydra.testing import float64_throughout, run_ranks
@@ -185,6 +189,24 @@ def test_experts_of_all_ranks_of_a_stage_count_once() -> None:
 
 def figures(run: list[EmulatedStep]) -> list[tuple[float, ...]]:
     return [(*step.ended_s, step.loss, step.grad_norm) for step in run]
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("strategy", ["tp8/list", "pp2tp4/list", "pp4tp2/v", "tp4sp2/list"])
+@pytest.mark.parametrize("longest", [1 << 17, 1 << 20])
+def test_steps_of_long_sequences_take_on_an_emulated_node_what_is_simulated(longest: int, strategy: str) -> None:
+    """An 8B model on eight GPUs; a micro-batch holds up to a half of the long sequence, beside many short ones."""
+    shape, shapes = ModelShape(4096, 32, 32, 8, 14336, 128256, 8_030_000_000), [StrategyShape.parse(strategy)]
+    made = analytic_cost_table(shape, used_schemes(shapes), longest, device_flops=4e14, link_bytes_per_second=3e11)
+    costs = [replace(cost, max_length=longest // 2, shares=Shares.usual())
+             for cost in made.costs]  # fmt: skip
+    cluster = SimulatedJob(llama_plan(shape), shape.hidden, TableFile(CostTable(tuple(costs))), LinkModel(8), 8)
+    lengths = (longest, *(2000 + 37 * place for place in range(60)), *(500 + place for place in range(100)))
+    (step,) = emulate(EmulatedJob(cluster, (strategy,), lengths, sum(lengths)), 1)[0]
+    assert not step.fault
+    spans = [span for one in step.plan.phases[0].pipelines for batch in one.microbatches for span in batch.spans]
+    assert any(span.start and span.stop == longest for span in spans), "the long one is cut"
+    assert step.step_s == pytest.approx(Simulator(cluster).step(step.plan).step_s, rel=1e-4)
 
 
 def test_a_table_without_a_needed_scheme_is_refused() -> None:
