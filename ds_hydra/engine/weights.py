@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 
 from ds_hydra.engine.crew import Crew
 from ds_hydra.host.host_engine import HostEngine
-from ds_hydra.host.kept_model import KeptModel
+from ds_hydra.host.kept_model import KeptModel, Twin
 from ds_hydra.host.lent_values import Values
 from ds_hydra.host.optimizers import hooks_of_steps
 from ds_hydra.host.own_updates import guard_updates
@@ -56,7 +57,13 @@ class Weights:
         """From now on every update asks what a script has changed in its model since."""
         update, module, layers = self._crew().update, self._host.module, getattr(self._source, "layers_path", "")
         optimizer = update.optimizer
-        kept = KeptModel(base_of(module), self._aliases, steps_differ=lambda: self._crew().update.counts_steps)
+        host, source, base = self._host, self._source, base_of(module)
+        wide = getattr(source, "wide", ())
+        kept = KeptModel(
+            base, self._aliases, steps_differ=lambda: self._crew().update.counts_steps, speaks=host.global_rank == 0,
+            # A layer list has no forward but its layers' own.
+            twin=partial(Twin, base, self._aliases, host.types.compute, wide, host.device) if layers else None,
+        )  # fmt: skip
 
         def moved() -> Mapping[str, Tensor]:
             found = kept.moved(layers) if layers else {}
@@ -66,7 +73,8 @@ class Weights:
             return self._moved
 
         def now() -> ModelNow:
-            written, found = self.lent.problem(), kept.now()
+            with self._crew().activity("comparing the model with what it was"):
+                written, found = self.lent.problem(), kept.now(host.global_steps + 1, *self._crew().stepper.sample)
             found = found._replace(moved=_digest(self._moved))
             problem = written or found.problem or hooks_of_steps(optimizer) or self._set_by_hand(optimizer, module)
             return found._replace(problem=problem)

@@ -117,6 +117,8 @@ class Stepper:
         )  # fmt: skip
         self._running: tuple[int, StrategyRuntime] | None = None  # the phase of a step, and who runs it
         self._parts: list[_Part] = []  # of a step that is to end in an update [Note: a step in parts]
+        # Of what ran last: a micro-batch's tokens (1, T_local), where this rank has one, and how long sequences are.
+        self.sample: tuple[Tensor | None, int] = None, 0
         self.forwards = Forwards(self, world)
         # Is given the laps of every step as soon as they can be read, for a trace; otherwise they are dropped.
         self.keep_laps: Callable[[int, Laps], None] | None = None
@@ -205,6 +207,7 @@ class Stepper:
             on_device = (batches.on(self._world.device) for batches in built.batches)
             built = replace(built, batches=tuple(batches.keeping_losses() for batches in on_device))
         plan, phases = built.plan, self.phases(built)
+        self.sample = next((one.input_ids for of in built.batches for one in of.batches), None), max(plan.lengths)
         if weight == 0 and self._world.rank == 0:
             logger.warning(
                 "step %d: none of its %d sequences (%d tokens) has a target, all labels are %d: the loss is 0, and the "

@@ -184,8 +184,9 @@ class Update:
         # (a sequence whose weight is 0, say). To ask each other would take one more message and a wait for the device.
         # The norm is gathered from all ranks anyway, so the loss joins it as one more element: 0 * 2.3 is 0 and changes
         # nothing, 0 * inf and 0 * NaN are NaN and make the norm NaN on every rank.
+        model = self.model()
         with self._watch.lap("optimizer"):
-            grads, model = self._masters.grads, self.model()
+            grads = self._masters.grads
             shares = torch.stack([loss.detach() for loss in (*losses, *router_losses)])
             poison = shares * 0.0
             if self.copy is not None:

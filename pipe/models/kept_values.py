@@ -41,10 +41,10 @@ def leaves_of(held: Any, name: str) -> Iterator[tuple[str, Any]]:
             yield name, value
         elif depth < _DEPTH and id(value) not in seen:
             seen.add(id(value))
-            inside = list(_inside(value, name))
+            parts = list(inside(value, name))
             count += 1
-            yield f"the number of entries of {name}", len(inside)
-            left += [(path, part, depth + 1) for path, part in inside]
+            yield f"the number of entries of {name}", len(parts)
+            left += [(path, part, depth + 1) for path, part in parts]
 
 
 def _version(value: Any) -> Any:
@@ -67,7 +67,7 @@ def _state_in_words(generator: Any) -> str:
     return repr(generator.getstate() if isinstance(generator, random.Random) else generator.get_state())
 
 
-def _inside(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+def inside(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     """What a container, an object or a function of the user's holds."""
     if isinstance(value, Mapping):
         yield from ((f"{name}[{key!r}]", part) for key, part in value.items())

@@ -158,7 +158,7 @@ def refuse_unsupported(model: Any) -> None:
     if getattr(model, "is_quantized", False):
         raise ConfigError(f"{name} has quantized weights, which ranks cannot share: load it without quantization")
     _refuse_skipped_layers(model)
-    _refuse_own_attention(model)
+    refuse_own_attention(model)
     _refuse_ranks(model)
     refuse_adapters(model)
     _refuse_embeddings(model)
@@ -249,7 +249,7 @@ def _refuse_embeddings(model: nn.Module) -> None:
                 raise ConfigError(f"{path} has {setting}={getattr(module, setting)}: {why}. Take the setting back")
 
 
-def _refuse_own_attention(model: Any) -> None:
+def refuse_own_attention(model: Any) -> None:
     """ConfigError for attention that a script has put in place of transformers' own: stages would not run it."""
     for path, module in model.named_modules():
         name = getattr(getattr(module, "config", None), "_attn_implementation", None)

@@ -18,9 +18,9 @@ import inspect
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -118,14 +118,10 @@ def is_own_class(value: Any) -> bool:
     return isinstance(value, type) and not is_of_package(file_of(value))
 
 
-def run_by(value: Any) -> tuple[types.FunctionType, ...]:
-    """The functions that run when a function, method, property or partial does: itself, and what it calls by name."""
-    return tuple(_reached(value, _no_attribute, set(), 0))
-
-
 def own_functions(value: Any) -> tuple[types.FunctionType, ...]:
-    """Those of them that are scripts'."""
-    return tuple(one for one in run_by(value) if not is_of_package(one.__code__.co_filename))
+    """The functions of scripts' that run when a function, method, property or partial does."""
+    run = _reached(value, _no_attribute, set(), 0)  # itself, and what it calls by name
+    return tuple(one for one in run if not is_of_package(one.__code__.co_filename))
 
 
 def holds_own(function: types.FunctionType) -> bool:
@@ -199,54 +195,15 @@ def _reached(value: Any, attribute: Callable[[str], Any], seen: set[int], depth:
 
 def globals_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """The globals that a function's code names, by name, and what it names of those that are modules."""
-    yield from ((name, space[key]) for name, space, key in _looked_up(function))
-
-
-def _looked_up(function: types.FunctionType) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Where a function's code finds its globals, and what it names of those that are modules: in which dictionary and
-    under which key."""
     names = sorted(set(names_of(function.__code__)))
-    waiting = [(name, function.__globals__, name) for name in names if name in function.__globals__]
+    waiting = [(name, function.__globals__[name]) for name in names if name in function.__globals__]
     seen: set[int] = set()
     while waiting:
-        name, space, key = waiting.pop()
-        yield name, space, key
-        value = space[key]
+        name, value = waiting.pop()
+        yield name, value
         if isinstance(value, types.ModuleType) and id(value) not in seen:
             seen.add(id(value))
-            waiting += [(f"{name}.{inner}", vars(value), inner) for inner in names if inner in vars(value)]
-
-
-class Bound(NamedTuple):
-    """What a name means to code: a function, a class or a module, found in the dictionaries one after the other."""
-
-    spaces: tuple[Mapping[str, Any], ...]
-    key: str
-    value: Any
-
-    @property
-    def is_changed(self) -> bool:
-        for space in self.spaces:
-            if self.key in space:
-                return space[self.key] is not self.value
-        return True
-
-
-def bound_in(functions: Iterable[types.FunctionType], kind: type | None = None) -> Iterator[Bound]:
-    """All that can be called by a name in the code of some functions, or of a class's methods and theirs: which of it
-    was replaced is told at once, without following all calls again."""
-    known: set[tuple[int, str]] = set()
-    for function in functions:
-        places: list[tuple[tuple[Mapping[str, Any], ...], str]] = [((at,), key) for _, at, key in _looked_up(function)]
-        if kind is not None:
-            of_class = tuple(vars(base) for base in kind.__mro__)
-            places += [(of_class, name) for name in ("forward", *function.__code__.co_names)]
-        for spaces, key in places:
-            value = next((space[key] for space in spaces if key in space), None)
-            computes = callable(value) or isinstance(value, property | staticmethod | classmethod | types.ModuleType)
-            if computes and (id(spaces[0]), key) not in known:
-                known.add((id(spaces[0]), key))
-                yield Bound(spaces, key, value)
+            waiting += [(f"{name}.{inner}", vars(value)[inner]) for inner in names if inner in vars(value)]
 
 
 def names_of(code: types.CodeType) -> Iterator[str]:

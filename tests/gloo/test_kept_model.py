@@ -1,151 +1,260 @@
-"""What a script does to its model after `initialize` is honoured, or refused by name on all ranks."""
+"""What a script does to its model after `initialize` is honoured, told, or let pass where it changes nothing."""
 
 from __future__ import annotations
 
+import itertools
+import random
+import threading
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
-from ds_hydra.host.kept_model import KeptModel
+import tools.edits.trial  # noqa: F401  (enters all edits)
+from ds_hydra.host.kept_model import KeptModel, Twin
+from ds_hydra.pipe.models.adapted import base_of
 from ds_hydra.step.update import ModelNow
 from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
+from tests.support.families import build_model
 from tests.support.small_job import small_engine, small_model, whole_state
+from tools.edits.job import EDITED, STEPS, fresh_job
+from tools.edits.kind import KINDS
 
 
-def kept(model: nn.Module, steps_differ: bool = False) -> KeptModel:
-    names = {name: name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return KeptModel(model, names, steps_differ=lambda: steps_differ)
+def kept(model: nn.Module, steps_differ: bool = False, dtype: torch.dtype = torch.float32) -> KeptModel:
+    first = {id(p): name for name, p in model.named_parameters()}
+    names = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+
+    def twin() -> Twin:
+        return Twin(model, names, dtype, (), torch.device("cpu"))
+
+    return KeptModel(model, names, steps_differ=lambda: steps_differ, twin=twin)
 
 
-def _clamp(model: Any) -> None:
-    with torch.no_grad():
-        model.lm_head.weight.clamp_(-0.1, 0.1)
+def blind(model: nn.Module, dtype: torch.dtype = torch.float64) -> KeptModel:
+    """One that sees no sign, and runs the twin in every step."""
+    watched: Any = kept(model, dtype=dtype)
+    watched._changed, watched._every, watched._ended = dict, 1, time.perf_counter()
+    watched._set_pace = lambda *_: None
+    return watched  # type: ignore[no-any-return]
 
 
-def _buffer(model: Any) -> None:
-    model.model.rotary_emb.inv_freq.mul_(0.5)
+# Edits of values are refused as they are made, where the masters have them; what is frozen is honoured.
+_OF_VALUES = {"clamp a weight", "load other values", "row of a weight", "all weights at once"}
+LATE = [name for name, kind in KINDS.items() if "after" in kind.when and not name.startswith("freeze ")]
+MOVED = ("method of an object that moves", "settings of a partial that move", "array that moves")
+# What a run does not show: code that counts its calls, and hooks that run behind a gradient's sum.
+BY_THEIR_SIGN = {"hook from the tenth call on", "attention that is an object", "hook after accumulation"}
 
 
-CHANGES: Mapping[str, tuple[Callable[[Any], Any], str]] = {
-    "a weight in place": (_clamp, "parameter weight of lm_head"),
-    "a weight's memory": (lambda m: setattr(m.lm_head.weight, "data", torch.zeros(97, 32)), "weight of lm_head"),
-    "all weights": (lambda m: m.load_state_dict(m.state_dict()), "parameter weight of model.embed_tokens"),
-    "a buffer": (_buffer, "buffer inv_freq of model.rotary_emb"),
-    "a number": (lambda m: setattr(m.model.layers[2].self_attn, "scaling", 0.2), "attribute scaling of model.layers.2"),
-    "a list": (lambda m: m.model.norm.limits.append(3), "attribute limits of model.norm"),
-    "what code looks for": (lambda m: setattr(m.model.norm, "gain", 2.0), "attribute gain of model.norm"),
-    "an object": (lambda m: setattr(m.model.norm.settings, "gain", 2.0), "attribute settings of model.norm"),
-    "an object with slots": (lambda m: setattr(m.model.norm.slotted, "gain", 2.0), "attribute slotted of model.norm"),
-    "an array": (lambda m: m.model.norm.array.fill(2.0), "attribute array of model.norm"),
-    "what a method is of": (lambda m: setattr(m.model.norm.method.__self__, "gain", 2.0), "method of model.norm"),
-    "what a partial holds": (lambda m: m.model.norm.partial.args[0].append(1), "attribute partial of model.norm"),
-    "an object that is a hook": (lambda m: setattr(hook_of(m), "gain", 2.0), "forward hooks of model.norm"),
-    "a buffer's data": (lambda m: m.model.rotary_emb.inv_freq.data.mul_(0.5), "buffer inv_freq of model.rotary_emb"),
-    "a config": (
-        lambda m: setattr(m.config, "attention_dropout", 0.5),
-        "setting attention_dropout in the config of the model",
-    ),
-    "a hook": (lambda m: m.model.norm.register_forward_hook(print), "forward hooks of model.norm"),
-    "a hook of a gradient": (lambda m: m.lm_head.weight.register_hook(print), "weight of lm_head"),
-    "a module": (lambda m: setattr(m.model.layers[0].mlp, "act_fn", nn.Tanh()), "act_fn of model.layers.0.mlp"),
-    "one more module": (lambda m: m.model.norm.add_module("more", nn.Identity()), "module more of model.norm"),
-    "a method": (lambda m: setattr(m.model.norm, "forward", torch.neg), "attribute forward of model.norm"),
-    "a part in another mode": (lambda m: m.model.layers[1].eval(), "training of model"),
-    "a frozen one": (lambda m: m.model.norm.weight.requires_grad_(True), r"model.norm.weight requires a gradient"),
-}
+def edited(rank: int, name: str) -> list[tuple[str, str]]:
+    """What is told before each update of a job that an edit changes: by signs and the twin, and by the twin alone."""
+    job, kind = fresh_job(KINDS[name].family), KINDS[name]
+    if name in MOVED:
+        kind.edit(job)
+    both = kept(job.model, dtype=torch.float64), blind(job.model)
+    told = []
+    for step in range(STEPS):
+        if step == EDITED and name not in MOVED:
+            kind.edit(job)
+        for call in job.each_step:
+            call(step)
+        tokens = torch.cat([item["input_ids"] for item in job.data[:4]])[None]
+        told.append((both[0].now(step + 1, tokens).problem, both[1].now(step + 1, tokens).problem))
+    return told
 
 
-@dataclass(slots=True)
-class Scaling:
-    """A hook of all forms."""
-
-    gain: float = 1.0
-
-    def __call__(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
-        return out * self.gain
-
-
-def hook_of(model: Any) -> Any:
-    return next(iter(model.model.norm._forward_hooks.values()))
+@pytest.mark.drawn
+@pytest.mark.parametrize("name", [name for name in (*LATE, *MOVED) if name not in _OF_VALUES])
+def test_an_edit_is_told_before_the_next_update_and_by_the_twin_alone(name: str) -> None:
+    first, (told, alone), *_ = run_ranks(edited, 1, name)[0]
+    assert first == ("", "")
+    assert " was changed after the engine was made" in told
+    assert bool(alone) is (name not in BY_THEIR_SIGN), alone
+    if alone:
+        assert f"step {EDITED + 1} stops before its update" in alone
+        assert "found equal at step 1" in alone
 
 
-def changed_model() -> Any:
+WORDS: Mapping[str, Callable[[Any], Any]] = {
+    "attribute scaling of model.layers.2.self_attn of the model was changed after the engine was made, and "
+    "model.layers.2.self_attn.o_proj computes something else (found equal at step 7; step 8 stops":
+        (lambda m: setattr(m.model.layers[2].self_attn, "scaling", 0.2)),
+    "parameter weight of lm_head of the model was changed after the engine was made, and the gradient of lm_head":
+        (lambda m: m.lm_head.weight.register_hook(lambda gradient: 2 * gradient)),
+    "module mlp of model.layers.1 of the model was changed after the engine was made, and the model cannot run any":
+        (lambda m: setattr(m.model.layers[1], "mlp", None)),
+    # Nobody can tell what it changes where no token comes to.
+    "forward hooks of tower of the model was changed after the engine was made. Stages are":
+        (lambda m: m.tower.register_forward_hook(lambda *_: None)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_module_and_attribute_are_named(words: str) -> None:
     model = small_model(tied=False)
-    model.model.norm.slotted, model.model.norm.array = Scaling(), np.ones(3)
-    model.model.norm.method, model.model.norm.partial = Scaling().__call__, partial(print, [])
-    model.model.norm.register_forward_hook(Scaling())
-    model.model.norm.reads = lambda: getattr(model.model.norm, "gain", 1.0)
-    model.model.norm.limits, model.model.norm.settings = [1, 2], SimpleNamespace(gain=1.0)
-    model.model.norm.weight.requires_grad_(False)
-    return model
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_change_is_told_by_name(name: str) -> None:
-    model, (change, words) = changed_model(), CHANGES[name]
-    watched = kept(model)
-    assert watched.now() == ModelNow()
-    change(model)
-    assert words in watched.now().problem
-
-
-@pytest.mark.parametrize("where", ["class", "rotary", "attention", "what attention calls", "a hook of all modules"])
-def test_code_that_is_patched_later_is_told(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    watched = kept(small_model())
-    if where == "class":
-        monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: x)
-    elif where == "rotary":
-        monkeypatch.setattr(modeling_llama, "rotate_half", lambda x: x)
-    elif where == "what attention calls":
-        monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", lambda *args, **more: args[0])
-    elif where == "a hook of all modules":
-        monkeypatch.setitem(nn.modules.module._global_forward_hooks, 0, lambda module, args, out: None)
-    else:
-        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", print)
-    assert "was changed after the engine was made" in watched.now().problem
-
-
-def test_what_changes_no_number_is_no_change() -> None:
-    model = small_model()
+    model.tower = nn.Linear(2, 2)
     watched = kept(model)
     model.config.use_cache = False
-    model.config.pad_token_id = 0
-    model.eval()
-    model.gradient_checkpointing_enable()
-    model.model._num_params = 12  # as DeepSpeed-Chat's scripts note it down
-    assert watched.now() == ModelNow()
-    model.train()
-    assert watched.now() == ModelNow()
+    assert watched.now(7) == ModelNow()
+    WORDS[words](model)
+    assert watched.now(8).problem.startswith(words)
+
+
+def test_what_changes_no_number_is_let_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model()
+    watched = kept(model)
+    rotate = modeling_llama.rotate_half
+    for change in (
+        lambda: setattr(model.config, "use_cache", False),
+        lambda: setattr(model.model, "_num_params", 12),  # as DeepSpeed-Chat's scripts note it down
+        lambda: setattr(model.model.layers[1].mlp, "limits", [1]),
+        lambda: model.model.layers[1].mlp.limits.append(2),
+        lambda: model.model.norm.register_forward_hook(lambda *_: None),
+        lambda: monkeypatch.setattr(modeling_llama, "rotate_half", lambda x: rotate(x)),
+        model.gradient_checkpointing_enable,
+        model.model.layers[0].compile,
+        model.eval,
+        model.train,
+        lambda: model.model.layers[1].eval(),  # which has no dropout
+    ):
+        change()
+        assert watched.now() == ModelNow()
+    model.model.layers[2].mlp.act_fn = nn.Tanh()
+    assert watched.now().problem
 
 
 def test_a_model_with_parts_in_training_is_switched_as_a_whole_and_a_part_of_it_is_told() -> None:
-    model = small_model().eval()
-    model.model.layers[0].self_attn.train()
-    watched = kept(model)
+    model = build_model("gpt2", torch.float32).eval()
+    for block in model.transformer.h:
+        block.attn.resid_dropout, block.mlp.dropout = nn.Dropout(0.5), nn.Dropout(0.5).eval()  # as adapters are made
+    watched, alone = kept(model), blind(model, torch.float32)
     for switch in (model.train, model.eval, model.train):
-        assert watched.now() == ModelNow()
+        assert watched.now() == alone.now() == ModelNow()
+        assert watched._changed() == {}
         switch()
-    for path in ("model.layers.0.self_attn", "model.layers.1.mlp"):
+    for path in ("transformer.h.0.attn", "transformer.h.1.mlp"):
         model.train()
+        assert watched.now() == ModelNow()
         model.get_submodule(path).eval()
         assert f"mode of training of {path}" in watched.now().problem
+
+
+UNCOPIED = threading.Lock()
+
+
+@pytest.mark.parametrize("way", ["not copied", "other bits in each run"])
+def test_without_a_twin_signs_alone_are_told(way: str) -> None:
+    model, calls = small_model(), itertools.count()
+    if way == "not copied":
+        model.lock = UNCOPIED
+    else:
+        model.model.norm.register_forward_hook(lambda module, args, out: out + next(calls))
+    watched = blind(model, torch.float32)
+    assert watched.now(1) == ModelNow()
+    del watched._changed  # type: ignore[attr-defined]
+    assert watched.now(2) == ModelNow()
+    model.config.use_cache = False
+    assert watched.now(3).problem.startswith("setting use_cache in the config of the model was changed after")
+
+
+SEEN = ("llama_tied", "gpt2", "dropout", "lora with dropout", "mixtral", "lora of stacks", "qwen3_next", "bamba")
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_a_twin_is_equal_in_16_bit_and_sees_a_thousandth_three_times(name: str) -> None:
+    model = base_of(build_model(name, torch.bfloat16)).train()
+    watched = blind(model, torch.bfloat16)
+    for step in range(1, 4):
+        assert watched.now(step) == ModelNow()
+    path = next(path for path, _ in model.named_modules() if path.endswith(("1.mlp", "1.feed_forward")))
+    model.get_submodule(path).register_forward_hook(lambda module, args, out: _times(out, 1.003))
+    assert watched.now(4).problem.startswith(f"{path} computes something else than when the engine was made")
+
+
+def _times(out: Any, factor: float) -> Any:
+    return (factor * out[0], *out[1:]) if isinstance(out, tuple) else factor * out
+
+
+def test_a_twin_takes_a_hundredth_of_the_time_in_steps_that_ranks_have_in_common() -> None:
+    watched = kept(small_model())
+    for seconds in (0.001, 0.01, 0.03, 0.5):
+        watched._set_pace(seconds, 1.0)
+        assert seconds / watched._every <= 0.01
+        assert watched._every & (watched._every - 1) == 0
+
+
+class Noting(modeling_llama.LlamaMLP):
+    """Notes down in a buffer, which is not saved, and in attributes what it has seen."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add_(1.0)
+        self.calls, self.last = self.calls + 1, x
+        return super().forward(x)
+
+
+def test_a_module_is_left_as_it_was() -> None:
+    model = small_model()
+    noting: Any = model.model.layers[0].mlp
+    noting.__class__ = Noting
+    noting.register_buffer("seen", torch.zeros(2), persistent=False)
+    watched, before, weights = blind(model, torch.float32), dict(vars(noting)), list(model.parameters())
+    assert watched.now(1) == watched.now(2) == ModelNow()
+    assert vars(noting) == before
+    assert noting.seen.tolist() == [0.0, 0.0]
+    assert all(a is b and a.grad is None for a, b in zip(model.parameters(), weights, strict=True))
+
+
+def trained(rank: int, every: int) -> Any:
+    """What is left of training with a twin in every step, or in none."""
+    model = small_model()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+        layer.mlp.act_fn = nn.Sequential(nn.SiLU(), nn.Dropout(0.2))
+    engine: Any = small_engine(rank, model)
+    random.seed(5)
+    runs = []
+    whole = KeptModel._tried
+
+    def tried(kept: KeptModel, *given: Any) -> str:
+        if every:
+            runs.append(given[0])
+            return whole(kept, *given)
+        return ""
+
+    def paced(kept: Any, *_: Any) -> None:
+        kept._every = 1
+
+    with mock.patch.object(KeptModel, "_tried", tried), mock.patch.object(KeptModel, "_set_pace", paced):
+        for _ in range(4):
+            engine.train_batch()
+    assert runs == [2, 3, 4][: 3 * every]
+    numbers = [random.random(), np.random.rand(), torch.rand(1).item()]
+    return whole_state(engine), numbers
+
+
+def test_training_is_the_same_to_the_bit_with_a_twin_and_without() -> None:
+    for (one, drawn), (other, also) in zip(run_ranks(trained, 2, 1), run_ranks(trained, 2, 0), strict=True):
+        assert drawn == also
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_a_parameter_may_be_frozen_and_trained_again_where_no_steps_are_counted() -> None:
     model = small_model(tied=False)
     for steps_differ in (False, True):
-        watched = kept(model, steps_differ)
+        watched, alone = kept(model, steps_differ), blind(model, torch.float32)
         model.lm_head.weight.requires_grad_(False)
+        assert alone.now().problem == ""
         assert watched.now() == ModelNow("", frozenset({"lm_head.weight"}))
         model.lm_head.weight.requires_grad_(True)
         assert bool(watched.now().problem) is steps_differ
@@ -177,7 +286,7 @@ def test_ranks_that_differ_are_refused_on_all(who: int) -> None:
         weight = engine.module.model.layers[2].mlp.up_proj.weight
         for change in (
             lambda: weight.requires_grad_(False),
-            lambda: engine.module.model.norm.register_forward_hook(print),
+            lambda: engine.module.model.norm.register_forward_hook(lambda module, args, out: 2 * out),
             lambda: engine.optimizer.register_step_pre_hook(lambda *_: None),
         ):
             if rank == who:
