@@ -56,7 +56,7 @@ CAPABILITIES: Mapping[str, Capability] = {
         "ds_hydra/images/*.py tests/test_image_seam.py tests/pure/test_spans.py tests/pure/test_image_loads.py "
         "tests/gloo/test_image*.py tests/support/image_*.py "
         "tools/image_classes.py",
-        Lines(2265, 1585, 130),
+        Lines(2440, 1670, 130),
         apart=True,
     ),
     # What a script reads of a batch before its step, and trains on what it makes of it; drawn loops beside DeepSpeed.
@@ -118,7 +118,7 @@ CAPABILITIES: Mapping[str, Capability] = {
         apart=True,
     ),
 }
-CORE = Lines(66710, 45640, 9450)
+CORE = Lines(66830, 45640, 9450)
 # Of each kind: the files that hold one. Another of a kind needs a reason; one less is welcome.
 MECHANISMS: Mapping[str, str] = {
     "nets on what a script does to its model": (

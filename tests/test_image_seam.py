@@ -16,15 +16,22 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from ds_hydra.costs.analytic import analytic_cost_table, model_shape
+from ds_hydra.costs.cost_table import TableFile, table_file_from_record
+from ds_hydra.engine.costs import job_memory
 from ds_hydra.images import content, stage
+from ds_hydra.images.content import Unit
 from ds_hydra.images.draws import UnitDraws
 from ds_hydra.images.find import Subject, subject_of
+from ds_hydra.images.load import Tower, image_tokens, price_of, with_room
+from ds_hydra.images.measure import measured
 from ds_hydra.images.seam import Seam
 from ds_hydra.images.source import ImageText
 from ds_hydra.images.stage import ImageStage
 from ds_hydra.images.trial import Trial, verdicts
 from ds_hydra.images.units import taken
 from ds_hydra.pipe.rows import Seen
+from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.self_check.shrink import rotary_sections
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -57,6 +64,39 @@ def test_stages_are_equal_to_the_models_own_forward(name: str) -> None:
     if name.startswith("gemma"):
         assert "see each other" in found.pop("slices")
     assert set(found.values()) == {""}
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_an_encoder_takes_is_measured_and_what_it_holds_is_counted(frozen: bool) -> None:
+    model = image_model("qwen2_vl", torch.float32)
+    model.model.visual.requires_grad_(not frozen)
+    source = ImageText(model, subject("qwen2_vl").seam, StageOptions())
+    price, tower = measured(source, torch.device("cpu"), torch.float32, seconds=1.0), Tower.of(source)
+    assert price.b > 0.0
+    assert bool(price.keep) is bool(tower.kept(4)) is not frozen
+    assert frozen or 0.5 < price.keep / tower.kept(4) < 2.0
+    # An image of four times the patches takes more than twice as long, and a video less than as many patches at once.
+    film = Unit({"pixel_values_videos": torch.zeros(256, 1), "video_grid_thw": torch.tensor([[4, 8, 8]])}, 0, 64)
+    large, small = (Unit({"image_grid_thw": torch.tensor([[1, n, n]])}, 0, n * n // 4) for n in (16, 8))
+    assert [tower.size(unit) for unit in (film, large, small)] == [(256, 16384), (256, 65536), (64, 4096)]
+    assert price.us(tower.size(large)) >= price.us(tower.size(film)) > 2 * price.us(tower.size(small))
+    table = analytic_cost_table(model_shape(source.plan, 32, 128), [ParallelScheme(1), ParallelScheme(1, 2)], 4096)
+    found = TableFile(table, images=price._asdict())
+    assert table_file_from_record(found.to_record(), "a table").images == price._asdict()
+    assert price_of(source, found, 4) == price
+    assert price_of(source, TableFile(table), 4).keep == tower.kept(4)
+    memory = job_memory(source, table.schemes, 2, 1e9, torch.float32)
+    text = sum(p.numel() for n, p in model.named_parameters() if not source.seam.of(n))
+    tower_bytes = 4 * sum(p.numel() for n, p in model.named_parameters() if source.seam.of(n))
+    assert memory.needs(ParallelScheme(1), 0).params >= 4 * text + tower_bytes
+    first, last = memory.stages(ParallelScheme(1, 2))
+    assert first.params - last.params > 0.5 * tower_bytes
+    for cost in with_room(source, found, memory, 4).table.costs:
+        kept = cost.tokens_beside(price.us(tower.size(large)))
+        needs = memory.needs(cost.scheme, 0)
+        assert kept * needs.per_token / needs.alive >= 0.9 * price.keep * 256
+    assert (image_tokens(source, memory, ParallelScheme(1), 4) < memory.max_length(ParallelScheme(1))) is not frozen
 
 
 def test_layers_in_which_tokens_of_an_image_see_each_other_are_found() -> None:

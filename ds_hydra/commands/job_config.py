@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,12 @@ from torch.optim import Optimizer
 from ds_hydra.config.checks import read_config
 from ds_hydra.config.hosts import TRAINER, filled_in
 from ds_hydra.config.hydra_block import OPTIMIZER, HydraConfig, parse_config
+from ds_hydra.engine.plugs import plugged
 from ds_hydra.host.optimizers import needs_whole, optimizer_of_block
+from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.pipe.stage_options import StageOptions
+from ds_hydra.profiling.stage_timer import hollow_source
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -38,6 +42,14 @@ class JobConfig:
     def states_on_host(self) -> bool:
         """Whether the host has them."""
         return self.hydra is not None and OPTIMIZER in self.hydra.offload and self.states_may_leave
+
+    def source(self, path: str, options: StageOptions, shapes: Iterable[StrategyShape]) -> CausalLM:
+        """Stages of the model of a config file or checkpoint folder, with its encoder of images where the job trains
+        them. ConfigError as `hollow_source`."""
+        if self.hydra is None or not self.hydra.images:
+            return hollow_source(path, options, shapes)
+        found: CausalLM = plugged("images", "hydra.images").hollow(path, options, shapes)
+        return found
 
     @property
     def stage_options(self) -> StageOptions:

@@ -26,6 +26,7 @@ from ds_hydra.commands.figures import figures_parser, finish, guarded, print_tab
 from ds_hydra.commands.job_config import DTYPES, read_job
 from ds_hydra.costs.memory import EXPERT_IMBALANCE, JobMemory, Shape
 from ds_hydra.engine.costs import HOST_SHARE, job_memory, rank_memory
+from ds_hydra.engine.plugs import plugged
 from ds_hydra.host.optimizers import update_bytes
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.placement import place_strategy
@@ -33,7 +34,6 @@ from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.plan.schemes import feasible_schemes
 from ds_hydra.profiling.stage_memory import measure_activations
-from ds_hydra.profiling.stage_timer import hollow_source
 from ds_hydra.ranks.host_memory import available_bytes
 from ds_hydra.zero_hetero.errors import ConfigError
 
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace, name: str) -> int:
     job = read_job(args.deepspeed_config, torch.bfloat16)
     dtype = DTYPES[args.dtype] if args.dtype else job.dtype
     shapes = [StrategyShape.parse(text) for text in args.strategies or ()] or (job.hydra.shapes if job.hydra else ())
-    source = hollow_source(args.model, job.stage_options, shapes)
+    source = job.source(args.model, job.stage_options, shapes)
     node = args.gpus_per_node or min(args.gpus, 8)
     schemes = feasible_schemes(source.plan, args.gpus, node)
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
@@ -82,6 +82,10 @@ def run(args: argparse.Namespace, name: str) -> int:
             memory.activations[tp, sp] = found  # type: ignore[index]
     joint = memory.together({one: place_strategy(one, args.gpus, source.plan.num_layers) for one in shapes})
     rows = [_row(memory, scheme, args.tokens) for scheme in schemes]
+    if job.hydra and job.hydra.images:
+        image_tokens = plugged("images", "hydra.images").image_tokens
+        for row, scheme in zip(rows, schemes, strict=True):
+            row["of images alone"] = image_tokens(source, memory, scheme, dtype.itemsize)
     together = [
         {"layout": str(shape)} | _row(joint, scheme, args.tokens)
         for shape in shapes

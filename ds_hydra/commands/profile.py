@@ -109,6 +109,11 @@ def show(made: TableFile, args: argparse.Namespace, name: str, seconds: float) -
     print_table(("scheme", "a ms/tok^2", "b ms/tok", "c ms", "floor ms", "std. errors", "not fixed", "MaxLen",
                  "UtilLen", "held-out med", "p90", "spread", "how"), rows)  # fmt: skip
     show_split(made)
+    if made.images:
+        a, b, keep = made.images.values()
+        print(
+            f"an image of p patches, forward and backward: {a:.3e} ms * p^2 + {b:.3e} ms * p, {keep:,.0f} bytes a patch"
+        )
     errors.sort()
     missed = [] if errors else ["no scheme had memory for a length to test the fit on"]
     errors = errors or [0.0]

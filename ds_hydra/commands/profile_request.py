@@ -22,7 +22,7 @@ from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.plan.schemes import feasible_schemes
 from ds_hydra.profiling.fit import Rung, make_ladder
-from ds_hydra.profiling.stage_timer import MakeOptimizer, hollow_source
+from ds_hydra.profiling.stage_timer import MakeOptimizer
 from ds_hydra.profiling.survey import RepeatBudget
 from ds_hydra.zero_hetero.errors import ConfigError
 
@@ -45,6 +45,7 @@ class Request:
     device: torch.device
     job: JobFingerprint
     make_optimizer: MakeOptimizer
+    images: bool = False  # whether the job trains images
 
     @property
     def shard_elements(self) -> int:
@@ -71,7 +72,7 @@ def make_request(args: argparse.Namespace) -> Request:
     # Where layers may be recomputed they are kept if they fit, by costs of layers that are.
     again, asked = job.hydra is not None and job.hydra.recomputes_all, job.stage_options
     options = replace(asked, activation_checkpointing=again, host_activations=again and asked.host_activations)
-    source = hollow_source(args.model, options, named)
+    source = job.source(args.model, options, named)
     num_gpus = args.gpus or _ranks_of(job.hydra) or _world_size()
     node_size = args.gpus_per_node or (job.hydra and job.hydra.node_size) or num_gpus
     schemes = _schemes(source, args.schemes, num_gpus, node_size)
@@ -93,6 +94,7 @@ def make_request(args: argparse.Namespace) -> Request:
         device=device,
         job=describe_job(source, device, job.dtype, num_gpus),
         make_optimizer=job.make_optimizer,
+        images=job.hydra is not None and job.hydra.images,
     )
 
 

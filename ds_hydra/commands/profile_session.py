@@ -26,6 +26,7 @@ from ds_hydra.costs.cost_table import (
     write_atomically,
 )
 from ds_hydra.costs.memory import Activations, JobMemory
+from ds_hydra.engine.plugs import plugged
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.profiling.fit import SchemeEntry, entry_from_record, with_shared_squares
 from ds_hydra.profiling.link_timer import message_sizes, time_links
@@ -52,6 +53,7 @@ class Session:
         self.given_links = json.loads(links_file.read_text()) if links_file else None
         self.step: dict[str, float] = {}
         self.activations: dict[tuple[int, int], Activations] = {}
+        self.images: dict[str, float] | None = None  # of an encoder, if the job has one
         self._load_partial()
 
     def _header(self) -> dict[str, Any]:
@@ -75,7 +77,7 @@ class Session:
             self.done, self.step = dict(record["done"]), dict(record["step"])
             if record["links"]:
                 self.links = links_from_record(record["links"], str(self.partial))
-            self.activations = activations_from_record(record["activations"])
+            self.activations, self.images = activations_from_record(record["activations"]), record.get("images")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{self.partial} cannot be read ({error}); remove it to start anew") from error
         print(f"going on after {len(self.done)} schemes of an interrupted run")
@@ -88,6 +90,7 @@ class Session:
             "links": self.links.to_record() if self.links else None,
             "step": self.step,
             "activations": activations_record(self.activations),
+            "images": self.images,
         }
         write_atomically(self.partial, json.dumps(record))
 
@@ -147,7 +150,13 @@ class Session:
         )
         return TableFile(CostTable(tuple(costs), source), r.job, measured,
                          self.links.to_record() if self.links else None, self.step,
-                         self.activations, _peak(r))  # fmt: skip
+                         self.activations, _peak(r), self.images)  # fmt: skip
+
+    def measure_images(self) -> dict[str, float]:
+        """What its encoder takes for an image."""
+        r = self.request
+        price = plugged("images", "hydra.images").measured(r.source, r.device, r.dtype)
+        return dict(price._asdict())
 
 
 def _peak(request: Request) -> Peak | None:
@@ -217,6 +226,9 @@ def measure(session: Session, num_ranks: int) -> None:
 
     if not session.step:
         session.links, session.step = call(session.measure_links)
+        keep()
+    if request.images and session.images is None:
+        session.images = call(session.measure_images)
         keep()
     tokens = min(512, max(rung.lengths[0] for rung in request.rungs))
     for tp, sp in dict.fromkeys((scheme.tp, scheme.sp) for scheme in request.schemes):

@@ -45,9 +45,11 @@ figures that were measured beside it. Since version 3 all of a job's stage optio
 "stages" of "job"; before, some of them stood in "job" itself, and what did not was off. Since version 4 "peak" has the
 FLOPs of the model's attention a token^2, "attention_flops", and of a "device" in a second, "device_flops"; and a scheme
 that was not measured as it stands says what it is "derived" from, and perhaps which share of its costs each of its
-"stages" takes. Since version 5 a scheme may have a "floor", in ms. A table without "job", such as a published
-one, fits any job. Rows that cannot be true are repaired as a file is read [Note: costs that can be true]. Keys that are
-not known are refused, so that a mistyped one is not silently without effect.
+"stages" takes. Since version 5 a scheme may have a "floor", in ms. Of a model with an encoder of images "images" has
+"a" and "b", ms of a unit's patches squared and of its patches, and "keep", bytes that a patch keeps. A table without
+"job", such as a published one, fits any job. Rows that cannot be true are repaired as a file is read
+[Note: costs that can be true]. Keys that are not known are refused, so that a mistyped one is not silently without
+effect.
 """
 
 from __future__ import annotations
@@ -95,11 +97,13 @@ class SchemeCost:
     derived: str = ""  # from what and how, where these were not measured as they stand
     stages: tuple[float, ...] = ()  # what each stage takes, as a share of these costs; empty: all of them, each
     floor: float = 0.0  # ms that the launches of a micro-batch take, however few its tokens
+    beside: float = 0.0  # tokens that a first stage could keep in place of what a microsecond of a load keeps
+    holds: int = 0  # tokens for which there is memory, those in place of loads among them; 0: MaxLen
     paces: Paces = ()  # with what slow ranks the costs count; empty: none
 
     def __post_init__(self) -> None:
         # Tables are also written by hand, so each figure is checked as it comes from JSON: True is an int to Python.
-        for key in ("a", "b", "c", "floor", "max_length", "util_length"):
+        for key in ("a", "b", "c", "floor", "beside", "max_length", "util_length"):
             value = getattr(self, key)
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise ConfigError(f"scheme {self.scheme}: {key} must be a finite number but is {value!r}")
@@ -156,10 +160,19 @@ class SchemeCost:
         return replace(self, a=most * self.a, b=most * self.b, c=most * self.c, floor=most * self.floor, stages=stages,
                        paces=paces)  # fmt: skip
 
+    def tokens_beside(self, beside_us: int) -> int:
+        """Tokens in place of which the first stage keeps what such a load does."""
+        return math.ceil(self.beside * beside_us)
+
+    @property
+    def most_held(self) -> int:
+        """Tokens of a micro-batch for which there is memory, whether it may have so many or not."""
+        return int(self.holds or self.max_length)
+
     @property
     def room(self) -> int:
         """Tokens that a stage keeps at once, in whatever micro-batches [Note: shares of a micro-batch]."""
-        return self.scheme.pp * int(self.max_length)
+        return self.scheme.pp * self.most_held
 
     def sequence_ms(self, lengths: NDArray[np.int64] | Sequence[int]) -> NDArray[np.float64]:
         """What each sequence adds to its micro-batch, in ms: (sequences,) tokens in, (sequences,) ms out."""
@@ -397,9 +410,11 @@ logger = logging.getLogger(__name__)
 _FORMAT, _VERSION = "ds-hydra cost table", 5
 _READ_VERSIONS = (1, 2, 3, 4, 5)
 _TABLE_KEYS = ("format", "version", "source", "unit", "schemes", "slow")
-_EVIDENCE_KEYS = ("job", "measured", "links", "step", "activations", "peak")
+_EVIDENCE_KEYS = ("job", "measured", "links", "step", "activations", "peak", "images")
+_IMAGE_KEYS = ("a", "b", "keep")
 _COST_KEYS = ("scheme", "a", "b", "c", "max_length", "util_length")
-_MORE_KEYS = {"shares": 2, "derived": 4, "stages": 4, "floor": 5}  # each with the version that began it
+# Each with the version that began it.
+_MORE_KEYS = {"shares": 2, "derived": 4, "stages": 4, "floor": 5, "beside": 5, "holds": 5}
 _SHARES_KEYS = ("forward", "weight", "until_weight", "context")
 _MORE_SHARES_KEYS = ("recomputed", "state")
 _MOST_FLOPS = 1e30
@@ -417,6 +432,7 @@ class TableFile:
     step: Mapping[str, float] | None = None  # what a step costs besides its pipelines
     activations: Mapping[tuple[int, int], Activations] | None = None  # by (TP, SP)
     peak: Peak | None = None  # of the device, and what the model's attention needs of it
+    images: Mapping[str, float] | None = None  # what an encoder takes for an image [Note: price of an image]
     repairs: tuple[str, ...] = ()  # a line for each row that could not be true; not in the file
 
     def to_record(self) -> dict[str, Any]:
@@ -424,7 +440,7 @@ class TableFile:
         record = table_record(self.table)
         if self.job is not None:
             record["job"] = asdict(self.job) | {"versions": dict(self.job.versions)}
-        for name in ("measured", "links", "step"):
+        for name in ("measured", "links", "step", "images"):
             if getattr(self, name):
                 record[name] = getattr(self, name)
         if self.activations:
@@ -456,6 +472,7 @@ class TableFile:
             other.step or self.step,
             {**(self.activations or {}), **(other.activations or {})},
             other.peak or self.peak,
+            other.images or self.images,
         )
 
 
@@ -480,7 +497,8 @@ def table_file_from_record(record: Any, place: str) -> TableFile:
     except ConfigError as error:
         raise ConfigError(f"{place}: {error}") from error
     lines = tuple(f"{place}: {line}" for line in repairs)
-    return TableFile(table, job, measured, record.get("links"), record.get("step"), activations, peak, lines)
+    images = _read_images(record.get("images"), place)
+    return TableFile(table, job, measured, record.get("links"), record.get("step"), activations, peak, images, lines)
 
 
 def load_table(path: str | Path) -> CostTable:
@@ -508,6 +526,16 @@ def _read_peak(record: object, place: str) -> Peak | None:
     return Peak(**record)  # type: ignore[arg-type]
 
 
+def _read_images(record: Any, place: str) -> Mapping[str, float] | None:
+    if record is None:
+        return None
+    known = isinstance(record, dict) and set(record) == set(_IMAGE_KEYS)
+    if not known or not _is_above_0(record["b"]) or not all(not one or _is_above_0(one) for one in record.values()):
+        raise ConfigError(f'{place}: "images" must hold "a", "b" and "keep", numbers of at least 0, and b above it, '
+                          f"but is {str(record)[:80]}; profile again")  # fmt: skip
+    return dict(record)
+
+
 def _is_above_0(number: object) -> bool:
     return not isinstance(number, bool) and isinstance(number, int | float) and 0.0 < number < _MOST_FLOPS
 
@@ -531,7 +559,7 @@ def table_record(table: CostTable) -> dict[str, Any]:
         {"scheme": str(k.scheme), "a": k.a, "b": k.b, "c": k.c, "max_length": k.max_length,
          "util_length": k.util_length, **({"shares": _shares_record(k.shares)} if k.shares else {}),
          **({"derived": k.derived} if k.derived else {}), **({"stages": k.stages} if k.stages else {}),
-         **({"floor": k.floor} if k.floor else {})}
+         **({"floor": k.floor} if k.floor else {}), **({"beside": k.beside, "holds": k.holds} if k.beside else {})}
         for k in table.costs
     ]  # fmt: skip
     slow = {"slow": table.slow.to_record()} if table.slow.paces else {}
@@ -579,7 +607,8 @@ def _read_scheme(row: object, more: Sequence[str], place: str) -> SchemeCost:
         key, figures = PipelineShape.parse(str(row["scheme"])).cost_key, {key: row[key] for key in _COST_KEYS[1:]}
         stages = tuple(map(_share_of_costs, row.get("stages", ())))
         return SchemeCost(key, **figures, shares=shares, derived=str(row.get("derived", "")), stages=stages,
-                          floor=row.get("floor", 0.0))  # fmt: skip
+                          floor=row.get("floor", 0.0), beside=row.get("beside", 0.0),
+                          holds=row.get("holds", 0))  # fmt: skip
     except ValueError as error:  # ConfigError and PlanError are ValueErrors: each gets its place
         raise ConfigError(f"{place}: {error}") from error
 

@@ -425,9 +425,14 @@ def limited(job: Job, world: World, found: TableFile, memory: JobMemory) -> Tabl
     # keeps room. Only a table that comes without figures of activations, such as a published one, knows better than
     # the memory model, which could but estimate them.
     same_ranks = found.job is None or found.job.num_ranks in (0, world.num_ranks)
-    if job.config.cost_table and same_ranks and not found.activations:
+    if not (job.config.cost_table and same_ranks and not found.activations):
+        found = replace(found, table=within_memory(found.table, memory))
+    if not job.config.images:
         return found
-    return replace(found, table=within_memory(found.table, memory))
+    with_images: TableFile = plugged("images", "hydra.images").with_room(
+        job.source, found, memory, job.types.compute.itemsize
+    )
+    return with_images
 
 
 def without_the_largest(memory: JobMemory, table: CostTable, longest: int) -> JobMemory:

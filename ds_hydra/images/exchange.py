@@ -18,7 +18,7 @@ from torch import Tensor
 from ds_hydra.data.sequences import Share, read_share
 from ds_hydra.data.tokens import LeftOut, Limits, Reads, TokenSequence
 from ds_hydra.images.content import Images, Unit, check_rows, columns_of
-from ds_hydra.images.load import Tower, estimated
+from ds_hydra.images.load import Tower, price_of
 from ds_hydra.images.seam import Seam, numbered
 from ds_hydra.images.source import ImageText
 from ds_hydra.images.units import taken
@@ -46,7 +46,7 @@ class ImageExchange:
         assert isinstance(source, ImageText), "the job trains images"
         self._crew, self._source = crew, source
         self._tower = Tower.of(source)
-        self._price = estimated(source, crew.prepared.found.table, crew.prepared.hidden)
+        self._price = price_of(source, crew.prepared.found, crew.job.types.compute.itemsize)
         self._some = False  # whether a part of the coming update has images
         self._told = False
 

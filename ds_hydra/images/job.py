@@ -12,9 +12,12 @@ import torch
 
 from ds_hydra.images.exchange import ImageExchange
 from ds_hydra.images.find import Subject, rows_of_one, subject_of
+from ds_hydra.images.load import image_tokens, with_room
+from ds_hydra.images.measure import measured
 from ds_hydra.images.source import ImageText
 from ds_hydra.images.trial import KINDS, SLICES, verdicts
 from ds_hydra.pipe.models.adapted import base_of
+from ds_hydra.profiling.stage_timer import hollow_model
 from ds_hydra.zero_hetero.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["ImageExchange", "proven", "source_of"]
+__all__ = ["ImageExchange", "hollow", "image_tokens", "measured", "proven", "source_of", "with_room"]
 
 
 def source_of(
@@ -45,6 +48,11 @@ def source_of(
     source = ImageText(base, seam, options, token_loss=loss_fn, facts=facts, computed_in=computed_in)
     source.subject = subject
     return source
+
+
+def hollow(path: str, options: StageOptions, shapes: Iterable[StrategyShape] = ()) -> ImageText:
+    """The same of a config file or checkpoint folder, fit for timing and counting. ConfigError as `source_of`."""
+    return source_of(hollow_model(path, "AutoModelForImageTextToText"), options, shapes=shapes)
 
 
 def proven(source: ImageText, config: HydraConfig, channel: Channel) -> ImageText:

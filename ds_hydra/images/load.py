@@ -14,14 +14,17 @@ patches, 18e-3 * 4096 + 2.9e-6 * 4096^2 = 74 + 49 ms.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
 from ds_hydra.costs.analytic import model_shape
-from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.costs.cost_table import TableFile
+from ds_hydra.costs.memory import JobMemory
 from ds_hydra.images.content import Unit
 from ds_hydra.pipe.model_plan import ParamSpec
+from ds_hydra.pipe.shape import ParallelScheme
 
 if TYPE_CHECKING:
     from ds_hydra.images.source import ImageText
@@ -42,6 +45,7 @@ class Price(NamedTuple):
 
     a: float  # ms for each patch and patch that it attends to
     b: float  # ms for a patch
+    keep: float  # bytes that a patch keeps for the backward
 
     def us(self, size: Size) -> int:
         """Whole microseconds of a unit, at least 1."""
@@ -57,6 +61,7 @@ class Tower(NamedTuple):
     width: int
     layers: int
     learns: bool  # whether anything in it is trained
+    of_row: float  # patches of a row of features; 0: not known
 
     @classmethod
     def of(cls, source: ImageText) -> Tower:
@@ -75,8 +80,17 @@ class Tower(NamedTuple):
         each = {root: (2.0 if not trained[root] else 4.0 if root in adapted else 6.0) for root in roots}
         attention = (14.0 if trained[largest] else 4.0) * width * layers
         patch = _number(config, ("patch_size",))
-        flops = sum(each[root] * count for root, count in weights.items())
-        return cls(flops, attention, patch, width, layers, trained[largest])
+        flops, seam = sum(each[root] * count for root, count in weights.items()), source.seam
+        of_row = float(seam.per_row)
+        if seam.layout not in ("grid", "padded", "strip"):
+            side = _number(config, ("image_size",)) // patch if patch else 0
+            of_row = side * side / seam.per_row if seam.per_row else 0.0
+        return cls(flops, attention, patch, width, layers, trained[largest], of_row)
+
+    def kept(self, itemsize: int) -> float:
+        """Bytes that a patch keeps for the backward: 17 elements of the width in each layer, as of a usual layer with
+        fused attention; nothing where none of it is trained."""
+        return 17.0 * itemsize * self.width * self.layers if self.learns else 0.0
 
     def size(self, unit: Unit) -> Size:
         """Of a unit [Note: price of an image]."""
@@ -100,12 +114,38 @@ class Tower(NamedTuple):
         return patches, max(1, pixels.numel() // (patches * features))
 
 
-def estimated(source: ImageText, table: CostTable, hidden: int) -> Price:
-    """The price where none was measured, on devices that are as fast as a table says; `hidden`: features of a token."""
-    shape = model_shape(source.plan, hidden, source.vocab_size, source.text_config)
+def price_of(source: ImageText, found: TableFile, itemsize: int) -> Price:
+    """The price that a table has, or that of devices as fast as it says the text is; `itemsize`: bytes of an element
+    that is computed with."""
+    if found.images is not None:
+        return Price(**found.images)
+    table = found.table
+    shape = model_shape(source.plan, source.text_config.hidden_size, source.vocab_size, source.text_config)
     flops_ms = max(6.0 * max(1, shape.active) / (cost.b * cost.scheme.num_ranks) for cost in table.costs if cost.b)
     tower = Tower.of(source)
-    return Price(tower.attention_flops / flops_ms, tower.flops / flops_ms)
+    return Price(tower.attention_flops / flops_ms, tower.flops / flops_ms, tower.kept(itemsize))
+
+
+def with_room(source: ImageText, found: TableFile, memory: JobMemory, itemsize: int) -> TableFile:
+    """The table with what loads keep in a first stage's memory, in tokens [Note: loads]: of the rank with the most of
+    a micro-batch's images, as much as b says that it has patches."""
+    price = price_of(source, found, itemsize)
+    of_us = price.keep / (1e3 * price.b)  # bytes; of large images, whose time grows with their square, more than are
+    costs = []
+    for cost in found.table.costs:
+        needs = memory.needs(cost.scheme, 0)
+        token = needs.per_token / needs.alive
+        holds = max(cost.max_length, memory.max_length(cost.scheme))
+        costs.append(replace(cost, beside=of_us / token, holds=holds) if token else cost)
+    return replace(found, table=replace(found.table, costs=tuple(costs)))
+
+
+def image_tokens(source: ImageText, memory: JobMemory, scheme: ParallelScheme, itemsize: int) -> int:
+    """MaxLen of a micro-batch whose tokens all stand for rows of images, which the ranks of the first stage share."""
+    tower, needs = Tower.of(source), memory.needs(scheme, 0)
+    token = needs.per_token / needs.alive
+    kept = tower.kept(itemsize) * tower.of_row / (scheme.tp * scheme.sp)
+    return int(memory.max_length(scheme) / (1.0 + kept / token)) if token else memory.max_length(scheme)
 
 
 def _vision_config(config: Any) -> Any:

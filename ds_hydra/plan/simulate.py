@@ -48,7 +48,9 @@ def work_of(batch: MicroBatchPlan, cost: SchemeCost, shares: Shares, *, parts: i
     """What a micro-batch takes on one virtual stage; `followed`: a later one goes on with one of its sequences."""
     squares = sum(stop * stop - start * start for _, start, stop in batch.spans)
     costs = stage_costs(cost, shares, parts)
-    return Work(*stage_work(costs, squares, batch.num_tokens, followed, float(batch.recompute)))
+    work = Work(*stage_work(costs, squares, batch.num_tokens, followed, float(batch.recompute)))
+    beside = UNITS * cost.tokens_beside(batch.beside_us) // parts
+    return work._replace(kept=work.kept + beside) if beside else work
 
 
 def stretch(batch: MicroBatchPlan, cost: SchemeCost, shares: Shares) -> float:

@@ -225,11 +225,13 @@ def _check_lengths(plan: StepPlan, limits: Limits, where: str) -> None:
             raise PlanError(f"{where}: {name} has shape {pipeline.shape}, for which MaxLen is unknown") from None
         most = limit if isinstance(limit, int) else limit.max_length
         for number, batch in enumerate(pipeline.microbatches):
-            tokens = batch.num_tokens
+            tokens, beside = batch.num_tokens, 0 if isinstance(limit, int) else limit.tokens_beside(batch.beside_us)
+            what = f"{where}: micro-batch {number} of {name} ({pipeline.shape}) holds {tokens} tokens"
             if tokens > most:
+                raise PlanError(f"{what} but MaxLen is {most}")
+            if beside and not isinstance(limit, int) and tokens + beside > limit.most_held:
                 raise PlanError(
-                    f"{where}: micro-batch {number} of {name} ({pipeline.shape}) holds {tokens} tokens but MaxLen is "
-                    f"{most}"
+                    f"{what}, and images that keep as much as {beside} more, but there is memory for {limit.most_held}"
                 )
 
 

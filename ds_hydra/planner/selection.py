@@ -19,12 +19,7 @@ bounds of 90, 96 and 120 ms: the first is searched and gives a plan of 95 ms. Th
 of it takes less than 96, and the third with it. Were the first plan 100 ms, the second would be searched too. The
 least bound over all strategies, searched or not, certifies the plan: 95 against 90 is within 5.6 % of the optimum.
 
-What "searched" means depends on the mode; each of them is one method of `Search`. Where others than the best plan are
-asked for too, strategies are searched until their bounds are clearly above it.
-
-`search` asks these questions about many strategies and keeps the best answer.
-
-`selection` says which strategies are asked for; here each kind of them has its search, and a search its plans.
+Where others than the best plan are asked for too, strategies are searched until their bounds are clearly above it.
 """
 
 from __future__ import annotations
@@ -68,7 +63,7 @@ from ds_hydra.planner.kernels.problem import (
 )
 from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.planner.pipelines import assigned_pipelines, chunked_pipelines, loaded
-from ds_hydra.planner.with_loads import Whole
+from ds_hydra.planner.with_loads import Whole, lowered, overfull
 from ds_hydra.zero_hetero.errors import PlanError
 
 _LEVEL_ROUNDS = 40
@@ -384,9 +379,8 @@ class StepSearch:
             return [], math.inf
         batch = self._whole.batch
         search = Search(kinds, self._whole.schemes, self._pool.options, batch)
-        # With loads the search's times are estimates, so that several plans are simulated in any case.
-        finalists = max(self._pool.finalists, _FINALISTS) if self._loads else self._pool.finalists
-        found, searched = search.best_of(range(len(kinds)), finalists)
+        count = _FINALISTS if self._loads else self._pool.finalists  # with loads the search's times are estimates
+        found, searched = search.best_of(range(len(kinds)), count)
         bound = self._whole.bound(kinds, self._kernel.strategy_bound, searched)
         self.bounds = search.bounds if not self.bounds else self.bounds
         table = self._pool.table
@@ -512,6 +506,8 @@ class Planner:
         cpu_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.cost_table = cost_table
+        self._by = functools.partial(Planner, strategies=strategies, options=options, exposed_ms=exposed_ms,
+                                     step_ms=step_ms, room=room, budget=budget, cpu_s=cpu_s)  # fmt: skip
         self.options = options or PlannerOptions()
         self.strategies = tuple(strategies)
         if not self.strategies:
@@ -561,6 +557,12 @@ class Planner:
 
     def made(self, step: int, sequence_ids: Sequence[int], lengths: Sequence[int]) -> Made:
         """The plan of one step, and HiGHS's share in it. `Lengths` have loads, too. PlanError as `plan`."""
+        found = self._made(step, sequence_ids, lengths)
+        if not overfull(found.plan, self.cost_table):
+            return found
+        return lowered(self.cost_table, lengths, lambda table: self._by(table)._made(step, sequence_ids, lengths))
+
+    def _made(self, step: int, sequence_ids: Sequence[int], lengths: Sequence[int]) -> Made:
         ids, tokens = check_sequences(sequence_ids, lengths)
         known = Lengths.of(tokens, loads_of(lengths))
         if self.options.choose == "replay":

@@ -42,19 +42,21 @@ def hollow_source(
     return for_strategies(CausalLM(hollow_model(path), options), strategies)
 
 
-def hollow_model(path: str | Path) -> Any:
-    """The Hugging Face causal language model of a config file or checkpoint folder, without its values.
+def hollow_model(path: str | Path, of: str = "AutoModelForCausalLM") -> Any:
+    """The Hugging Face causal language model of a config file or checkpoint folder, without its values; `of`:
+    transformers' name for its kind.
 
     Parameters have shapes but next to no memory of their own, buffers are zeros. ConfigError for what is no such model.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
+    from transformers import AutoConfig
 
     if not Path(path).exists():
         raise ConfigError(f"the model {str(path)!r} does not exist: give a config JSON or a checkpoint folder")
     try:
         config = AutoConfig.from_pretrained(str(path))
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = getattr(transformers, of).from_config(config)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"{path} is not the config of a causal language model ({error}): give its config.json"

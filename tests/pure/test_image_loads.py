@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ds_hydra.planner.kernels as kernels
-from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.costs.cost_table import CostTable, SchemeCost, table_file_from_record, table_record
 from ds_hydra.costs.loads import Lengths, Loads, dealt_us, first_ranks, loads_of
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.plan.simulate import simulate_pipeline, simulate_plan
@@ -29,7 +29,7 @@ from ds_hydra.report.calibration import Calibration
 from ds_hydra.simulate.job import SimulatedJob
 from ds_hydra.simulate.links import LinkModel, Speed
 from ds_hydra.simulate.step import Simulator
-from ds_hydra.zero_hetero.errors import PlanError
+from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tests.support.planner_cases import (
     TABLES,
     Instance,
@@ -201,3 +201,44 @@ def test_impossible_times_besides_are_refused() -> None:
         plan = StepPlan(0, (0,), (100,), (Phase((besides(bare, [us]),)),), 10.0)
         with pytest.raises(PlanError, match=words):
             validate_plan(plan, CostTable((cost,)), 1)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.floats(1e-4, 3e-3))
+def test_what_images_keep_takes_room_of_tokens(seed: int, beside: float) -> None:
+    """With 1e-3 a microsecond of the rank with the most keeps as much as a thousandth of a token."""
+    rng = np.random.default_rng(seed)
+    instance = random_instance(rng, most_sequences=8)
+    table = replace(instance.table, costs=tuple(replace(cost, beside=beside) for cost in instance.table.costs))
+    lengths = Lengths.of(instance.lengths, loads_for(rng, len(instance.lengths)))
+    planner = Planner(table, instance.strategies, PlannerOptions(kernels="compiled", highs="off"))
+    try:
+        plan = planner.plan(0, range(len(lengths)), lengths)
+    except PlanError as error:
+        assert "In this step the largest MaxLen is" in str(error)  # noqa: PT017
+        return
+    validate_plan(plan, table, 4)
+    for pipeline in plan.pipelines:
+        for batch in pipeline.microbatches:
+            assert batch.num_tokens + beside * batch.beside_us <= table[pipeline.shape].max_length
+
+
+@pytest.mark.parametrize("images", [{"a": 0, "b": 0, "keep": 1}, {"a": 1, "b": 1}, {"a": -1, "b": 1, "keep": 0}, 5])
+def test_a_price_that_cannot_be_is_refused(images: object) -> None:
+    record = table_record(CostTable.load(TABLES / "llama_7b_a800.json"))
+    assert table_file_from_record(record, "old").images is None
+    with pytest.raises(ConfigError, match=r'new: "images" must hold "a", "b" and "keep"'):
+        table_file_from_record({**record, "images": images}, "new")
+
+
+def test_images_that_keep_too_much_are_refused() -> None:
+    cost = SchemeCost(ParallelScheme(1, 1), a=0.0, b=0.1, c=0.0, max_length=150, beside=0.02)
+    pipeline = besides(PipelinePlan(PipelineShape.parse("tp1"), (MicroBatchPlan.of_whole([0], [100]),), 14.0), [4000])
+    plan = StepPlan(0, (0,), (100,), (Phase((pipeline,)),), 14.0)
+    with pytest.raises(
+        PlanError, match="holds 100 tokens, and images that keep as much as 80 more, but there is memory for 150"
+    ):
+        validate_plan(plan, CostTable((cost,)), 1)
+    planner = Planner(CostTable((cost,)), [StrategyShape.parse("tp1")], PlannerOptions(kernels="pure"))
+    with pytest.raises(PlanError, match="In this step the largest MaxLen is 82, of 150 without images"):
+        planner.plan(0, [0], Lengths.of([100], [(4000,)]))
