@@ -55,8 +55,8 @@ CAPABILITIES: Mapping[str, Capability] = {
     "images": Capability(
         "ds_hydra/images/*.py tests/test_image_seam.py tests/pure/test_spans.py tests/pure/test_image_loads.py "
         "tests/gloo/test_image*.py tests/support/image_*.py "
-        "tools/image_classes.py",
-        Lines(2440, 1670, 130),
+        "tools/image_classes.py tools/bench_images.py",
+        Lines(2440, 1670, 360),
         apart=True,
     ),
     # What a script reads of a batch before its step, and trains on what it makes of it; drawn loops beside DeepSpeed.

@@ -84,6 +84,8 @@ SYSTEM_GAP, ENOUGH_SEQUENCES = 0.08, 20  # our median gap, in cells whose steps 
 # from step 60 on by the error, over the best layout of one shape found by trial; corrections of costs that were right.
 FIRST_STEPS, LATER_STEPS, OVER_TRIAL, CORRECTION_COSTS = 1.10, {0.1: 1.03, 0.2: 1.06}, 1.02, 1.003
 PERMITTED = 1.001  # the step of a job that may recompute its layers, over the better of both ways: bench_recomputation
+# Images: the mean and the worst cell over the best layout in all steps; over a tower on each rank: bench_images.
+IMAGES_STATIC, IMAGES_WORST, IMAGES_EVERYWHERE = 1.08, 0.98, 2.0
 WAIT_FOR_PLAN_MS = 10.0  # by the clock, in a step of 64 ranks
 # Of CPU, for a step on 1024 ranks, whether its strategy is known or not: a third of what each took while not known,
 # when plans of layers that travel alike, sizes of buckets and orders of messages were found again and again.
