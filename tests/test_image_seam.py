@@ -30,6 +30,7 @@ from ds_hydra.images.source import ImageText
 from ds_hydra.images.stage import ImageStage
 from ds_hydra.images.trial import Trial, verdicts
 from ds_hydra.images.units import taken
+from ds_hydra.pipe.models.refusals import find_layers
 from ds_hydra.pipe.rows import Seen
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.pipe.stage_options import StageOptions
@@ -103,6 +104,13 @@ def test_layers_in_which_tokens_of_an_image_see_each_other_are_found() -> None:
     assert subject("gemma3").seam.seen == Seen((), frozenset({"sliding_attention", "full_attention"}))
     assert subject("gemma4").seam.seen == Seen((), frozenset({"sliding_attention"}))
     assert subject("llava").seam.seen is None
+
+
+def test_layers_of_a_text_are_told_from_as_many_of_an_encoder() -> None:
+    vision = {**MODELS["qwen2_vl"][2]["vision_config"], "depth": 4}
+    model = image_model("qwen2_vl", vision_config=vision)
+    assert find_layers(model) == "model.language_model.layers"
+    assert verdicts(subject_of(model), ["tp1", "pp2"]) == {"tp1": "", "pp2": ""}
 
 
 def test_looking_takes_no_random_number_of_the_scripts() -> None:

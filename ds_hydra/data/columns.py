@@ -321,10 +321,10 @@ class ItemCheck:
                 if name not in READ:
                     self._refuse_argument(name, item[name], index)
         elif names not in self._seen:
-            self._seen.add(names)
             unread = sorted(name for name in names if name not in READ)
             for name in unread:
                 self._check_column(name, item[name], item["input_ids"], index)
+            self._seen.add(names)
             if unread:
                 lines.append(f"items of the data also hold {', '.join(unread)}, which training does not read")
         return lines

@@ -283,12 +283,14 @@ def known_tokens(model: Any) -> int:
 
 
 def find_layers(model: Any) -> str:
-    """Path of the decoder layers: the outermost module list of a length that the config has for them."""
+    """Path of the decoder layers: the outermost module list of a length that the config has for them, in modules that
+    have the config of the text where there are some; an encoder beside it may have as many layers."""
     config = model.config.get_text_config()
+    owners = tuple(f"{name}." for name, m in model.named_modules() if name and getattr(m, "config", None) is config)
     # Decoders of encoder-decoder kinds have a number of their own.
     numbers = dict.fromkeys(getattr(config, key, None) for key in _LAYER_COUNTS)
     lists = [(name, len(m)) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
-    lists.sort(key=lambda one: one[0].count("."))
+    lists.sort(key=lambda one: (not one[0].startswith(owners), one[0].count(".")))
     for number in numbers:
         paths = [name for name, length in lists if length == number]
         if paths:
