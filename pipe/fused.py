@@ -8,7 +8,8 @@ Written out in torch's operators, a norm of 16 bit rows keeps an FP32 copy of th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -32,7 +33,8 @@ def kernels_for(*tensors: Tensor) -> ModuleType | None:
 
 
 Activation = Callable[[Tensor], Tensor]
-_SILU = F.silu
+_SILU, _GELU = F.silu, F.gelu
+_WIDEST = 16384  # row that a program has whole
 
 
 class Gated:
@@ -104,8 +106,10 @@ class _GatedProduct(torch.autograd.Function):
 
 
 def _product(gate: Tensor, up: Tensor, act: Activation) -> Tensor:
-    kernels = _gate_kernels(gate, up, act)
-    return act(gate) * up if kernels is None else kernels.silu_product(gate, up)  # type: ignore[no-any-return]
+    if (found := _gate_kernels(gate, up, act)) is None:
+        return act(gate) * up
+    kernels, tanh = found
+    return kernels.gated(gate, up, tanh=tanh)  # type: ignore[no-any-return]
 
 
 def _gradients(
@@ -114,8 +118,9 @@ def _gradients(
     """Gradients by gate and up, `given` that by their product, contiguous; and the product, if it is asked for `again`,
     which may stand where `given` did."""
     dgate, dup = _beside(gate, up)
-    if (kernels := _gate_kernels(gate, up, act)) is not None:
-        kernels.silu_gradients(gate, up, given, dgate, dup, product=again)
+    if (found := _gate_kernels(gate, up, act)) is not None:
+        kernels, tanh = found
+        kernels.gate_gradients(gate, up, given, dgate, dup, tanh=tanh, product=again)
         return dgate, dup, given if again else None
     with torch.enable_grad():
         entered = gate.detach().requires_grad_()
@@ -134,24 +139,64 @@ def _beside(one: Tensor, other: Tensor) -> list[Tensor]:
     return [*both.split((one.shape[-1], other.shape[-1]), -1)]
 
 
-def _gate_kernels(gate: Tensor, up: Tensor, act: Activation) -> ModuleType | None:
-    """Those for this gate, if it is torch's SiLU and its features lie side by side."""
-    if not gate.is_cuda:
+def parts_of(out: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+    """Parts of a packed product (..., sum of the sizes), which nobody else reads; each may be changed in place."""
+    return _Parts.apply(out, sizes)  # type: ignore[no-any-return]
+
+
+class _Parts(torch.autograd.Function):
+    """Parts of a packed product. What a backward has written side by side is their gradient without a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+        # Not by `split`: torch lets no view of several be changed in place, as models may do with what a layer made.
+        return torch.unsafe_split_with_sizes(out, sizes, -1)
+
+    @staticmethod
+    def backward(ctx: Any, *parts: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        first, width = parts[0], sum(part.shape[-1] for part in parts)
+        whole = first.as_strided((*first.shape[:-1], width), first.stride()) if _in_one_row(parts, width) else None
+        return torch.cat(parts, -1) if whole is None else whole, None
+
+
+def _in_one_row(parts: Sequence[Tensor], width: int) -> bool:
+    """Whether tensors (..., n) follow each other in the last dimension of one (..., width)."""
+    starts = accumulate((part.shape[-1] for part in parts), initial=parts[0].storage_offset())
+    return all(
+        part.untyped_storage().data_ptr() == parts[0].untyped_storage().data_ptr()
+        and part.dtype == parts[0].dtype
+        and part.storage_offset() == start
+        and part.stride() == parts[0].stride()
+        and part.stride(-1) == 1
+        and part.stride(-2) == width
+        for part, start in zip(parts, starts, strict=False)
+    )
+
+
+def _gate_kernels(gate: Tensor, up: Tensor, act: Activation) -> tuple[ModuleType, bool] | None:
+    """Those for this gate, and whether it is GELU by its tanh and not SiLU; None: its features do not lie side by side,
+    or it is neither."""
+    if not gate.is_cuda or not gate.stride(-1) == up.stride(-1) == 1:
         return None
-    silu = F.silu is _SILU and (act is _SILU or (isinstance(act, nn.Module) and _is_silu(act)))
-    return kernels_for(gate, up) if silu and gate.stride(-1) == up.stride(-1) == 1 else None
+    replaced = F.silu is not _SILU or F.gelu is not _GELU
+    tanh = False if act is _SILU else _is_by_tanh(act) if isinstance(act, nn.Module) else None
+    kernels = None if replaced or tanh is None else kernels_for(gate, up)
+    return None if kernels is None or tanh is None else (kernels, tanh)
 
 
-_SILU_MODULES: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+_BY_TANH: WeakKeyDictionary[nn.Module, bool | None] = WeakKeyDictionary()
 
 
-def _is_silu(act: nn.Module) -> bool:
-    """Whether a module without a state computes SiLU to the bit: models have classes of their own for it."""
-    if act not in _SILU_MODULES:
+def _is_by_tanh(act: nn.Module) -> bool | None:
+    """Whether a module computes GELU by its tanh, to the bit, or SiLU; None: neither. Models have classes of their own
+    for both."""
+    if act not in _BY_TANH:
         x = torch.linspace(-30.0, 30.0, 121)
         with torch.no_grad():
-            _SILU_MODULES[act] = not act.state_dict() and torch.equal(act(x), F.silu(x))
-    return _SILU_MODULES[act]
+            of = {False: F.silu(x), True: F.gelu(x, approximate="tanh")}
+            found = None if act.state_dict() else act(x)
+        _BY_TANH[act] = next((tanh for tanh, one in of.items() if found is not None and torch.equal(found, one)), None)
+    return _BY_TANH[act]
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, offset: float = 0.0) -> Tensor:
@@ -167,13 +212,16 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, offset: float = 0.
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
-        rows, wide = x, weight
+        ctx.offset, rows, wide = offset, x, weight
+        if weight is not None and (kernels := _norm_kernels(x, weight)) is not None:
+            out, root = kernels.normed(x.contiguous(), weight, eps, offset)
+            ctx.save_for_backward(x, root, weight)
+            return out  # type: ignore[no-any-return]
         if weight is not None and offset:  # 1 + 0.001 is 1 in 16 bit
             rows, wide = x.to(_wide(x)), weight.to(_wide(x)) + offset
         # What `F.rms_norm` calls; it returns the inverse root (..., 1) of each row, too, in FP32 or wider.
         out, root = torch._fused_rms_norm(rows, x.shape[-1:], wide, eps)
         ctx.save_for_backward(x, root, weight)
-        ctx.offset = offset
         return out.to(x.dtype)
 
     @staticmethod
@@ -181,6 +229,9 @@ class _RmsNorm(torch.autograd.Function):
         # With y = w u, u = x r and r = (mean of x² + eps)^-1/2, and g = dy w:
         #   dw = sum over rows of dy u          dx = r (g - u mean(g u))
         x, root, weight = ctx.saved_tensors
+        if weight is not None and (kernels := _norm_kernels(x, weight)) is not None:
+            dx, dw = kernels.norm_gradients(x.contiguous(), weight, dy.contiguous(), root, ctx.offset)
+            return dx, dw if ctx.needs_input_grad[1] else None, None, None
         r, size, wide = root.view(*x.shape[:-1], 1), x.shape[-1], root.dtype
         u = x * r
         dyu, dw = dy * u, None
@@ -192,6 +243,12 @@ class _RmsNorm(torch.autograd.Function):
             dw = dyu.flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
         g.addcmul_(u, mean, value=-1 / size)
         return torch.mul(g, r, out=torch.empty_like(x)), dw, None, None
+
+
+def _norm_kernels(x: Tensor, weight: Tensor) -> ModuleType | None:
+    """Those for rows (..., n) and a weight (n,) of the same type, where a row fits a program."""
+    fits = x.is_cuda and x.dtype == weight.dtype and x.shape[-1] <= _WIDEST
+    return kernels_for(x, weight) if fits else None
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 _WORDS, _FEATURES = 4096, 1024  # of a row that a program has at a time
 _WARPS = 8
+_PROGRAMS = 512  # at most, where each has several rows
 LEAST = tl.constexpr(-3.0e38)  # not infinity, whose difference from itself is no number
 
 
@@ -58,19 +59,34 @@ def _row_gradient(logits, local, peak, scale, at_label, WIDTH: tl.constexpr, WOR
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _silu_forward(gate, up, out, gate_row, up_row, WIDTH: tl.constexpr, FEATURES: tl.constexpr):  # type: ignore[no-untyped-def]
+def _activated(g, TANH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """SiLU of g, or GELU by its tanh, and the derivative: each is g sigmoid(a), with a = g or twice tanh's argument."""
+    if TANH:
+        s = tl.sigmoid(1.5957691216057308 * (g + 0.044715 * g * g * g))
+        slope = 1.5957691216057308 * (1.0 + 0.134145 * g * g)
+    else:
+        s = tl.sigmoid(g)
+        slope = 1.0
+    return g * s, s + g * s * (1.0 - s) * slope
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gate_forward(  # type: ignore[no-untyped-def]
+    gate, up, out, gate_row, up_row, WIDTH: tl.constexpr, FEATURES: tl.constexpr, TANH: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
     there = columns < WIDTH
     g = tl.load(gate + row * gate_row + columns, mask=there, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_row + columns, mask=there, other=0.0).to(tl.float32)
-    tl.store(out + row * WIDTH + columns, (g * tl.sigmoid(g) * u).to(out.dtype.element_ty), mask=there)
+    active, _ = _activated(g, TANH)
+    tl.store(out + row * WIDTH + columns, (active * u).to(out.dtype.element_ty), mask=there)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _silu_backward(  # type: ignore[no-untyped-def]
+def _gate_backward(  # type: ignore[no-untyped-def]
     gate, up, given, dgate, dup, gate_row, up_row, dgate_row, dup_row,
-    WIDTH: tl.constexpr, FEATURES: tl.constexpr, PRODUCT: tl.constexpr,
+    WIDTH: tl.constexpr, FEATURES: tl.constexpr, PRODUCT: tl.constexpr, TANH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
@@ -78,14 +94,43 @@ def _silu_backward(  # type: ignore[no-untyped-def]
     g = tl.load(gate + row * gate_row + columns, mask=there, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_row + columns, mask=there, other=0.0).to(tl.float32)
     dy = tl.load(given + dense, mask=there, other=0.0).to(tl.float32)
-    half = tl.sigmoid(g)
-    active = g * half
-    tl.store(
-        dgate + row * dgate_row + columns, (dy * u * half * (1.0 + g - active)).to(dgate.dtype.element_ty), mask=there
-    )
+    active, slope = _activated(g, TANH)
+    tl.store(dgate + row * dgate_row + columns, (dy * u * slope).to(dgate.dtype.element_ty), mask=there)
     tl.store(dup + row * dup_row + columns, (dy * active).to(dup.dtype.element_ty), mask=there)
     if PRODUCT:
         tl.store(given + dense, (active * u).to(given.dtype.element_ty), mask=there)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _norm_forward(  # type: ignore[no-untyped-def]
+    x, weight, out, root, eps, offset, WIDTH: tl.constexpr, FEATURES: tl.constexpr
+):
+    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, FEATURES)
+    there = columns < WIDTH
+    part = tl.load(x + row * WIDTH + columns, mask=there, other=0.0).to(tl.float32)
+    w = tl.load(weight + columns, mask=there, other=0.0).to(tl.float32) + offset
+    r = tl.rsqrt(tl.sum(part * part, axis=0) / WIDTH + eps)
+    tl.store(root + row, r)
+    tl.store(out + row * WIDTH + columns, (part * r * w).to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _norm_backward(  # type: ignore[no-untyped-def]
+    x, weight, given, root, dx, dw, offset, rows, each, WIDTH: tl.constexpr, FEATURES: tl.constexpr
+):
+    program, columns = tl.program_id(0).to(tl.int64), tl.arange(0, FEATURES)
+    there = columns < WIDTH
+    w = tl.load(weight + columns, mask=there, other=0.0).to(tl.float32) + offset
+    added = tl.zeros([FEATURES], tl.float32)
+    for row in range(program * each, tl.minimum(program * each + each, rows)):
+        r = tl.load(root + row)
+        u = tl.load(x + row * WIDTH + columns, mask=there, other=0.0).to(tl.float32) * r
+        dy = tl.load(given + row * WIDTH + columns, mask=there, other=0.0).to(tl.float32)
+        added += dy * u
+        g = dy * w
+        found = r * (g - u * (tl.sum(g * u, axis=0) / WIDTH))
+        tl.store(dx + row * WIDTH + columns, found.to(dx.dtype.element_ty), mask=there)
+    tl.store(dw + program * WIDTH + columns, added, mask=there)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -134,22 +179,47 @@ def to_gradient(logits: Tensor, local: Tensor, peak: Tensor, scale: Tensor, at_l
     _row_gradient[grid](logits, local, peak, scale, at_label, WIDTH=logits.shape[1], WORDS=_WORDS, num_warps=_WARPS)
 
 
-def silu_product(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up of tensors (..., n) whose features lie side by side."""
+def gated(gate: Tensor, up: Tensor, *, tanh: bool) -> Tensor:
+    """act(gate) * up of tensors (..., n) whose features lie side by side; act is SiLU, or GELU by its tanh."""
     rows = gate.flatten(0, -2), up.flatten(0, -2)
     out = gate.new_empty(gate.shape)
-    _silu_forward[_grid(out)](*rows, out, *(one.stride(0) for one in rows), WIDTH=out.shape[-1], FEATURES=_FEATURES)
+    _gate_forward[_grid(out)](
+        *rows, out, *(one.stride(0) for one in rows), WIDTH=out.shape[-1], FEATURES=_FEATURES, TANH=tanh
+    )
     return out
 
 
-def silu_gradients(gate: Tensor, up: Tensor, given: Tensor, dgate: Tensor, dup: Tensor, *, product: bool) -> None:
+def gate_gradients(
+    gate: Tensor, up: Tensor, given: Tensor, dgate: Tensor, dup: Tensor, *, tanh: bool, product: bool
+) -> None:
     """Write the gradients by both into `dgate` and `dup`, whose features lie side by side; `given` is that by their
     product, contiguous, which with `product` stands there afterwards."""
     rows = [one.flatten(0, -2) for one in (gate, up, dgate, dup)]
-    _silu_backward[_grid(given)](
+    _gate_backward[_grid(given)](
         *rows[:2], given, *rows[2:], *(one.stride(0) for one in rows), WIDTH=given.shape[-1], FEATURES=_FEATURES,
-        PRODUCT=product,
+        PRODUCT=product, TANH=tanh,
     )  # fmt: skip
+
+
+def normed(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    """`fused.rms_norm` of x (..., n), contiguous, and the inverse root of the mean of each row's squares, in FP32."""
+    out, root = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    width = x.shape[-1]
+    features = triton.next_power_of_2(width)
+    _norm_forward[(root.numel(),)](x, weight, out, root, eps, offset, WIDTH=width, FEATURES=features, num_warps=_WARPS)
+    return out, root
+
+
+def norm_gradients(x: Tensor, weight: Tensor, given: Tensor, root: Tensor, offset: float) -> tuple[Tensor, Tensor]:
+    """Gradients by x and the weight of what `normed` made, whose own is `given`; all but the weight are contiguous."""
+    rows, width = root.numel(), x.shape[-1]
+    each = triton.cdiv(rows, _PROGRAMS)  # rows of a program, which adds up its part of the weight's gradient
+    dx, parts = torch.empty_like(x), x.new_empty((triton.cdiv(rows, each), width), dtype=torch.float32)
+    _norm_backward[(len(parts),)](
+        x, weight, given, root, dx, parts, offset, rows, each, WIDTH=width, FEATURES=triton.next_power_of_2(width),
+        num_warps=_WARPS,
+    )  # fmt: skip
+    return dx, parts.sum(0).to(weight.dtype)
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
@@ -178,6 +248,7 @@ def work(device: torch.device) -> bool:
     try:
         _check_rows(waves(2, 5000), torch.tensor([7, 4999], device=device))
         _check_gate(waves(3, 2 * 1100))
+        _check_norm(waves(5, 300), waves(300))
         _check_turn(waves(1, 5, 3, 24).transpose(1, 2), waves(1, 1, 5, 24), waves(1, 1, 5, 24).flip(-1))
     except Exception as error:  # no compiler for what launches them, say
         logger.warning("Triton's kernels do not work here, so torch's operators compute all: %s", error)
@@ -195,15 +266,24 @@ def _check_rows(logits: Tensor, local: Tensor) -> None:
 
 
 def _check_gate(both: Tensor) -> None:
-    gate, up = both.chunk(2, -1)
-    active = gate * gate.sigmoid()
-    torch.testing.assert_close(silu_product(gate, up), active * up, rtol=1e-4, atol=1e-6)
-    given = gate.flip(0).contiguous()
-    expected = given * up * gate.sigmoid() * (1 + gate - active), given * active
-    made = torch.empty_like(both).chunk(2, -1)
-    silu_gradients(gate, up, given, *made, product=True)
-    torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(given, active * up, rtol=1e-4, atol=1e-6)
+    for tanh in (False, True):
+        gate, up = (one.detach().requires_grad_() for one in both.chunk(2, -1))
+        given = both.detach().chunk(2, -1)[0].flip(0).contiguous()
+        expected = (F.gelu(gate, approximate="tanh") if tanh else F.silu(gate)) * up
+        gradients = torch.autograd.grad(expected, (gate, up), given)
+        made = torch.empty_like(both).chunk(2, -1)
+        found = gated(gate.detach(), up.detach(), tanh=tanh)
+        gate_gradients(gate.detach(), up.detach(), given, *made, tanh=tanh, product=True)
+        torch.testing.assert_close((found, given, *made), (expected, expected, *gradients), rtol=1e-4, atol=1e-6)
+
+
+def _check_norm(x: Tensor, weight: Tensor) -> None:
+    rows, scale = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    expected = F.rms_norm(rows, x.shape[-1:], scale + 1.0, 1e-6)
+    given = x.flip(0).contiguous()
+    out, root = normed(x, weight, 1e-6, 1.0)
+    found = out, *norm_gradients(x, weight, given, root, 1.0)
+    torch.testing.assert_close(found, (expected, *torch.autograd.grad(expected, (rows, scale), given)))
 
 
 def _check_turn(x: Tensor, cos: Tensor, sin: Tensor) -> None:

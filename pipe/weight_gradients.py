@@ -56,7 +56,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ds_hydra.pipe.fused import Gated
+from ds_hydra.pipe.fused import Gated, parts_of
 from ds_hydra.pipe.model_plan import Slot
 from ds_hydra.pipe.wrappers import wrap
 
@@ -436,7 +436,7 @@ class PackedLinears(nn.Module):
 
     def parts(self, out: Tensor) -> tuple[Tensor, ...]:
         """What each layer makes, of what all of them make (..., features), which nobody else reads."""
-        return _Parts.apply(out, [stop - start for start, stop in pairwise(self._starts)])  # type: ignore[no-any-return]
+        return parts_of(out, [stop - start for start, stop in pairwise(self._starts)])
 
     def _forward_of(self, index: int, alone: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         def forward(input: Tensor) -> Tensor:  # the name that callers of nn.Linear may use
@@ -460,35 +460,6 @@ class PackedLinears(nn.Module):
                 self._input, self._outputs = None, []  # they hold activations
 
         return forget
-
-
-class _Parts(torch.autograd.Function):
-    """Parts of a packed product. What a backward has written side by side is their gradient without a copy."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
-        # Not by `split`: torch lets no view of several be changed in place, as models may do with what a layer made.
-        return torch.unsafe_split_with_sizes(out, sizes, -1)
-
-    @staticmethod
-    def backward(ctx: Any, *parts: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        first, width = parts[0], sum(part.shape[-1] for part in parts)
-        whole = first.as_strided((*first.shape[:-1], width), first.stride()) if _in_one_row(parts, width) else None
-        return torch.cat(parts, -1) if whole is None else whole, None
-
-
-def _in_one_row(parts: Sequence[Tensor], width: int) -> bool:
-    """Whether tensors (..., n) follow each other in the last dimension of one (..., width)."""
-    starts = accumulate((part.shape[-1] for part in parts), initial=parts[0].storage_offset())
-    return all(
-        part.untyped_storage().data_ptr() == parts[0].untyped_storage().data_ptr()
-        and part.dtype == parts[0].dtype
-        and part.storage_offset() == start
-        and part.stride() == parts[0].stride()
-        and part.stride(-1) == 1
-        and part.stride(-2) == width
-        for part, start in zip(parts, starts, strict=False)
-    )
 
 
 def _side_by_side(slots: Sequence[Slot]) -> bool:

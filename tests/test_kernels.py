@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.activations import SiLUActivation
 
 from ds_hydra.pipe import fused, loss
-from ds_hydra.pipe.fused import Gated, rotate
+from ds_hydra.pipe.fused import Gated, rms_norm, rotate
 from ds_hydra.pipe.loss import HeadLoss
 from ds_hydra.pipe.rows import MicroBatch, Pack
 
@@ -89,6 +91,15 @@ def turn() -> Found:
     return [out.detach(), *given(packed), shared]
 
 
+def norm(heads: int, tokens: int) -> Found:
+    """Of rows of 20 features that lie apart, with a weight that counts from 1."""
+    packed, weight, factors = values((1, tokens, heads + 1, 20), (20,), (1, tokens, heads, 20))
+    packed.requires_grad_(), weight.requires_grad_()
+    out = rms_norm(packed[:, :, :heads], weight, 1e-6, offset=1.0)
+    (out.sin() * factors).sum().backward()
+    return [out.detach(), *given(packed, weight)]
+
+
 def given(*leaves: Tensor) -> Found:
     assert all(leaf.grad is not None for leaf in leaves)
     return [leaf.grad for leaf in leaves if leaf.grad is not None]
@@ -96,8 +107,17 @@ def given(*leaves: Tensor) -> Found:
 
 @pytest.mark.parametrize(
     "function",
-    [head, lambda: gate_of(F.silu), lambda: gate_of(nn.SiLU()), lambda: gate_of(F.silu, trained=False), turn],
-    ids=["head", "gate", "module's gate", "frozen", "turn"],
+    [
+        head,
+        lambda: gate_of(F.silu),
+        lambda: gate_of(SiLUActivation()),
+        lambda: gate_of(F.silu, trained=False),
+        turn,
+        lambda: gate_of(nn.GELU(approximate="tanh")),
+        lambda: norm(1, 600),
+        lambda: norm(2, 9),
+    ],
+    ids=["head", "gate", "module's gate", "frozen", "turn", "gate by tanh", "norm", "norm of few rows"],
 )
 def test_functions_find_the_same_with_them(
     function: Callable[[], Found], kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
@@ -108,7 +128,7 @@ def test_functions_find_the_same_with_them(
     torch.testing.assert_close(with_them, function(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["statistics", "silu_product", "silu_gradients", "turned"])
+@pytest.mark.parametrize("name", ["statistics", "gated", "gate_gradients", "normed", "norm_gradients", "turned"])
 def test_kernels_that_find_something_else_are_not_used(
     name: str, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -116,7 +136,7 @@ def test_kernels_that_find_something_else_are_not_used(
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
         found = right(*args, **kwargs)
-        (found if isinstance(found, Tensor) else found[1]).mul_(1.01)
+        (found if isinstance(found, Tensor) else args[4] if found is None else found[1]).mul_(1.01)
         return found
 
     assert kernels.work.__wrapped__(torch.device("cpu"))
@@ -128,8 +148,13 @@ def test_kernels_that_find_something_else_are_not_used(
 
 def test_other_activations_and_features_that_lie_apart_are_torchs(kernels: ModuleType) -> None:
     gate, up = values((1, 3, 8), (1, 3, 8))
-    assert fused._gate_kernels(gate, up, F.silu) is kernels
+    assert fused._gate_kernels(gate, up, F.silu) == (kernels, False)
+    assert fused._gate_kernels(gate, up, nn.GELU(approximate="tanh")) == (kernels, True)
     assert fused._gate_kernels(gate, up, F.gelu) is None
+    assert fused._gate_kernels(gate, up, nn.GELU()) is None
+    assert fused._gate_kernels(gate, up, nn.PReLU()) is None
+    with mock.patch.object(F, "silu", lambda x: 1.1 * x):
+        assert fused._gate_kernels(gate, up, F.silu) is None
     assert fused._gate_kernels(gate.transpose(1, 2), up, F.silu) is None
     heads, tables = torch.zeros(2, 3, 4, 8), torch.zeros(1, 1, 4, 8)
     assert fused._rotary_kernels(heads, tables, tables) is kernels

@@ -17,7 +17,7 @@ from __future__ import annotations
 MAX_FILE, MAX_FUNCTION = 700, 60
 MAX_DIRECT = 8  # files directly in ds_hydra/
 MIN_COMMENTS = 0.045  # of the lines that are not empty
-MAX_POSITIONAL, MAX_WIDE = 7, 10  # a function with more parameters is wide; so many may be
+MAX_POSITIONAL, MAX_WIDE = 7, 8  # a function with more parameters is wide; so many may be
 
 INSTALLS = 12  # frameworks that install beside this package: check_installs
 

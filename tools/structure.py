@@ -81,7 +81,8 @@ class Source:
         found = list[Block]()
         for node in _statements(self.tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
+                kernel = any("triton" in ast.unparse(one) for one in node.decorator_list)  # which is given pointers
+                names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args) if not kernel]
                 found.append(self._block(node, len(names) - (names[:1] in (["self"], ["cls"]))))
         return tuple(found)
 

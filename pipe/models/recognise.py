@@ -28,14 +28,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
-from itertools import permutations
+from itertools import permutations, product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ds_hydra.pipe.fused import Gated, rms_norm, rotate
+from ds_hydra.pipe.fused import Gated, parts_of, rms_norm, rotate
 from ds_hydra.pipe.models.token_rules import look
 from ds_hydra.pipe.models.whose_code import is_installed, runs_installed_code
 from ds_hydra.pipe.tensor_parallel import style_of
@@ -60,13 +60,23 @@ class Norm(NamedTuple):
 
 
 class Gate(NamedTuple):
-    """Names of the children of an MLP down(act(gate(x)) * up(x))."""
+    """Names of the children of an MLP down(act(gate(x)) * up(x)); gate and up may be the halves of one, `gate` first or
+    last."""
 
     gate: str
     up: str
     down: str
     act: str
     twice: bool = False  # whether the backward computes what enters `down` again
+    last: bool = False  # of the halves of one linear layer, the gate's
+
+    def enters(self, of: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
+        """What enters the gate and what it lets through, `of` the children by name."""
+        if self.gate != self.up:
+            return of(self.gate), of(self.up)
+        both = of(self.gate)
+        one, other = parts_of(both, 2 * [both.shape[-1] // 2])
+        return (other, one) if self.last else (one, other)
 
 
 @dataclass(frozen=True)
@@ -170,7 +180,7 @@ def _gated(module: Any, gate: Gate) -> Callable[..., Any]:
     def gated(*args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        entered, up = getattr(module, gate.gate)(args[0]), getattr(module, gate.up)(args[0])
+        entered, up = gate.enters(lambda name: getattr(module, name)(args[0]))
         product = Gated(entered, up, getattr(module, gate.act))
         return getattr(module, gate.down)(product if gate.twice else product.computed())
 
@@ -288,7 +298,7 @@ def _gate_of(module: nn.Module) -> Gate | None:
     """The names of the parts of a gated MLP, if a module is one."""
     linear = [name for name, child in module.named_children() if type(child) is nn.Linear]
     others = [name for name, child in module.named_children() if name not in linear]
-    if len(linear) != 3 or len(others) > 1:
+    if len(linear) not in (2, 3) or len(others) > 1:
         return None
     calls = others or [name for name, value in vars(module).items() if isinstance(value, types.FunctionType)]
     if len(calls) != 1 or (others and next(module.get_submodule(others[0]).parameters(), None) is not None):
@@ -296,22 +306,23 @@ def _gate_of(module: nn.Module) -> Gate | None:
     act = getattr(module, calls[0])
     if not (runs_installed_code(act) if isinstance(act, nn.Module) else is_installed(act)):
         return None
-    x, *weights = _random((1, len(_SCALES), 6), (10, 6), (10, 6), (6, 10))
+    apart = len(linear) == 3
+    x, *weights = _random((1, len(_SCALES), 6), *([(10, 6)] * 2 if apart else [(20, 6)]), (6, 10))
     x = x * _SCALES[:, None]
+    for (*names, down), last in product(permutations(linear), (False,) if apart else (False, True)):
+        gate = Gate(names[0], names[-1], down, calls[0], last=last)
 
-    def other(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        product: Any = Gated(F.linear(x, gate), F.linear(x, up), act)
-        return F.linear(product, down)
-
-    for names in permutations(linear):
-
-        def own(x: Tensor, *given: Tensor, names: Sequence[str] = names) -> Any:
+        def own(x: Tensor, *given: Tensor, names: Sequence[str] = (*names, down)) -> Any:
             small = {name: _linear_with(weight) for name, weight in zip(names, given, strict=True)}
             return _copy_with(module, _modules={**module._modules, **small}).forward(x)
 
+        def other(x: Tensor, *given: Tensor, names: Sequence[str] = names, gate: Gate = gate) -> Tensor:
+            by_name = dict(zip(names, given, strict=False))
+            entered: Any = Gated(*gate.enters(lambda name: F.linear(x, by_name[name])), act)
+            return F.linear(entered, given[-1])
+
         if _same(own, other, [x, *weights]):
-            gate, up, down = names
-            return Gate(gate, up, down, calls[0])
+            return gate
     return None
 
 
