@@ -140,8 +140,7 @@ class KeptModel:
     def _tried(self, step: int, tokens: Tensor | None, longest: int, changed: Mapping[str, str]) -> str:
         """Why the job cannot go on, if the model computes something else than its twin; `changed` as `_changed` has
         it."""
-        where, came = "", frozenset[str]()
-        what = [f"{one} was changed after the engine was made" for one in changed]
+        where, came, what = "", frozenset[str](), [f"{one} was changed after the engine was made" for one in changed]
         try:
             if changed:
                 parameter_hooks(self._model)
@@ -207,13 +206,14 @@ class Twin:
         both = [(names.get(path, path), own) for one in (model, self.copied) for path, own in one.named_parameters()]
         self._held = [own for _, own in both]  # so that no other gets the identity of one
         self._name_of = {id(own): name for name, own in both}
-        of_copied = both[len(both) // 2 :]
-        wides = {names.get(path, path) for path in wide}
-        self._values = _any_values(of_copied, lambda name: torch.float32 if name in wides else dtype, device)
+        wides, of_copied = {names.get(path, path) for path in wide}, both[len(both) // 2 :]
+        kinds = {name: torch.float32 if name in wides else dtype for name, _ in of_copied}
+        self._values = functools.partial(_any_values, of_copied, kinds, device)  # made for each run, and let go
         self._modes = {path: of.training for path, of in model.named_modules() if of.training != model.training}
         self._known = known_tokens(model)
-        special = (token for token in special_tokens(model) if 0 <= token < self._known)
-        self._special = torch.tensor(list(special), dtype=torch.int64)
+        self._special = torch.tensor(
+            [one for one in special_tokens(model) if 0 <= one < self._known], dtype=torch.int64
+        )
 
     def differs(self, tokens: Tensor | None, longest: int, *, counting: bool) -> tuple[str, frozenset[str]]:
         """What of the model computes something else than the twin, in words, empty if nothing does; and the modules
@@ -254,11 +254,12 @@ class Twin:
     def _ran(self, model: Any, tokens: Tensor, *, counting: bool) -> Marks:
         """Marks of all that a model's modules compute, and of gradients."""
         found: list[tuple[str, Tensor]] = []
+        values = self._values()
         trained = {self._name_of.get(id(own)): own.requires_grad for own in self._model.parameters()}
 
         def lent(_: str, own: nn.Parameter) -> nn.Parameter:
             name = self._name_of.get(id(own), "")  # none: a script has put it there, and it has a value of its own
-            value = self._values[name] if name else own
+            value = values[name] if name else own
             new = nn.Parameter(value.data, requires_grad=trained.get(name, own.requires_grad))
             for hook in (own._backward_hooks or {}).values():
                 new.register_hook(hook)
@@ -294,7 +295,7 @@ class Twin:
 
 
 def _any_values(
-    parameters: Iterable[tuple[str, Tensor]], type_of: Callable[[str], torch.dtype], device: torch.device
+    parameters: Iterable[tuple[str, Tensor]], kinds: Mapping[str, torch.dtype], device: torch.device
 ) -> dict[str, Tensor]:
     """Of each parameter numbers of a type: windows of a random row, no two alike, which take no memory of their own."""
     found: dict[str, Tensor] = {}
@@ -305,7 +306,7 @@ def _any_values(
         most = _OFFSETS + 1 + sum((size - 1) * by for size, by in zip(own.shape, strides, strict=True))
         # Of matrices as small as usual: of scores of attention that are large each token sees but one other.
         scale = own.shape[-1] ** -0.5 if own.dim() > 1 else 1.0
-        kind = most, scale, type_of(name) if own.is_floating_point() else own.dtype
+        kind = most, scale, kinds[name] if own.is_floating_point() else own.dtype
         if kind not in rows:
             rows[kind] = (scale * torch.randn(most, generator=torch.Generator().manual_seed(1))).to(device, kind[2])
         found[name] = rows[kind].as_strided(own.shape, strides, 97 * number % _OFFSETS)
@@ -378,9 +379,8 @@ class Code:
         homes = {getattr(one, "__module__", "") for one in (*kinds, *functions)}
         files = {sys.modules[home] for home in homes if home in sys.modules}
         files |= {one for file in files for one in vars(file).values() if isinstance(one, types.ModuleType)}
-        found: list[tuple[str, Any]] = [(kind.__name__, kind) for kind in kinds]
-        found += [(file.__name__, file) for file in files]
-        found += [("attention", table) for table in tables]
+        found: list[tuple[str, Any]] = [("attention", table) for table in tables]
+        found += [(one.__name__, one) for held in (kinds, files) for one in held]
         found += [(key.strip("_"), vars(nn.modules.module)[key]) for key in GLOBAL_HOOKS]
         # What comes into a file was not called before, such as other modules that it asks for when they are needed.
         self._spaces = [(name, space, -1 if isinstance(space, types.ModuleType) else len(_inside(space)),
