@@ -49,24 +49,23 @@ class Gated:
         """`torch.nn.functional.linear` of it; nothing else is defined."""
         if func is not F.linear:
             return NotImplemented
-        return _linear(*args, **(kwargs or {}))
+        return args[0].linear(*args[1:], **(kwargs or {}))  # type: ignore[no-any-return]
 
     def computed(self) -> Tensor:
         """It, of which the backward finds the gate and what it lets through, and no more."""
         return _GatedProduct.apply(self.gate, self.up, self.act)  # type: ignore[no-any-return]
 
-    def linear(self, weight: Tensor, bias: Tensor | None, add: Callable[[Tensor, Tensor], None]) -> Tensor:
-        """It through a linear layer, whose weight's gradient `add` takes: of rows (T, n), and their own (T, out)."""
+    def linear(
+        self, weight: Tensor, bias: Tensor | None = None, add: Callable[[Tensor, Tensor], None] | None = None
+    ) -> Tensor:
+        """It through a linear layer, whose weight's gradient `add` takes: of rows (T, n), and their own (T, out); None:
+        autograd has it."""
         return _GatedLinear.apply(self.gate, self.up, weight, bias, self.act, add)  # type: ignore[no-any-return]
 
     @property
     def requires_grad(self) -> bool:
         """False: a queue of weights' gradients would keep what is not to be kept."""
         return False
-
-
-def _linear(input: Gated, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return _GatedLinear.apply(input.gate, input.up, weight, bias, input.act, None)
 
 
 class _GatedLinear(torch.autograd.Function):

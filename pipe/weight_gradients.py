@@ -185,11 +185,11 @@ class WeightGradients:
     def linear(self, module: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
         """As `weight_gradients.linear`, with the weight's gradient put off where that is possible, or added at once."""
         weight: Any = module.weight
+        if isinstance(x, Gated):
+            return x.linear(weight, bias, partial(self.add, module) if self.adds(module) else None)
         waits = self.takes(module, x)
         if not waits and not self.adds(module):
             return F.linear(x, weight, bias)
-        if isinstance(x, Gated):
-            return x.linear(weight, bias, partial(self.add, module))
         # Autograd is not to know a weight whose gradient waits [Note: split backward].
         weight = weight.detach() if waits else weight
         if not x.is_contiguous():

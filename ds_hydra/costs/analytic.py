@@ -244,7 +244,7 @@ def flops_of(plan: ModelPlan, hidden: int, lengths: Iterable[int]) -> float | No
 
 def estimate_activations(
     hidden: int, intermediate: int, heads: int, kv_heads: int, param_bytes: int, tp: int, sp: int,
-    *, checkpointing: bool = False, token_sharding: bool = False, short_norms: bool = False, short_gates: bool = False,
+    *, checkpointing: bool = False, token_sharding: bool = False, short_norms: bool = False, of_gates: int = 4,
     node_size: NodeSize | None = None, width: int = 0, boxes: Boxes = (), tile_rows: int = 0, fetched: bool = False,
 ) -> Activations:  # fmt: skip
     """Activations of a Llama-like layer with fused attention, for when none were measured.
@@ -252,8 +252,9 @@ def estimate_activations(
     Per token a layer keeps: its two normalised inputs with their FP32 copies and statistics, q, k, v and the attention
     output, gate, up and their product, residuals; TP divides what lies between its two collectives, and with token
     sharding all of it, SP all of it. What enters a block has all tokens while it is used, sharded or not. With
-    `short_norms` a norm keeps its input and its output alone, with `short_gates` an MLP gate and up. `width`: features
-    of all query heads, if they are others than `hidden`.
+    `short_norms` a norm keeps its input and its output alone; `of_gates`: tensors that an MLP keeps between its linear
+    layers, gate and up, and their product, and what the activation made. `width`: features of all query heads, if they
+    are others than `hidden`.
     With checkpointing a layer keeps its input only, and what one layer keeps becomes the transient. A weight's gradient
     needs the input and the gradient of the output of its layer. Slices keep FP32 gradients of their keys and values,
     and with checkpointing the keys and values themselves, which no other backward needs. Without it a layer may still
@@ -278,7 +279,7 @@ def estimate_activations(
     whole = 4 * hidden * param_bytes + (0 if short_norms else 2 * hidden * 4)
     # Where ranks share a row's queries, the first ones compute more than they hold [Note: shared queries].
     attention, mlp = (2 * width * math.sqrt(sp // parts) + key_value) * param_bytes, 4 * intermediate * param_bytes
-    kept = attends * attention + mlp - (2 * intermediate * param_bytes if short_gates else 0)
+    kept = attends * attention + of_gates * intermediate * param_bytes
     of_boxes = sum(boxed) / count + gathered
     layer = (whole / shards + kept / tp) / sp + of_boxes
     stream = hidden * param_bytes / (sp * shards)

@@ -154,7 +154,7 @@ def job_memory(
             hidden, sizes.inner, heads, source.plan.num_kv_heads or heads, dtype.itemsize, tp, sp,
             width=sizes.width, boxes=source.plan.boxes,
             checkpointing=source.options.activation_checkpointing, token_sharding=source.plan.token_sharding,
-            short_norms=bool(getattr(functions, "norms", None)), short_gates=bool(getattr(functions, "gates", None)),
+            short_norms=bool(getattr(functions, "norms", None)), of_gates=getattr(functions, "of_gates", 4),
             node_size=node_size, fetched=source.options.host_activations,
             tile_rows=TILE_ROWS if source.options.tiles and bool(getattr(functions, "by_rows", None)) else 0,
         )  # fmt: skip

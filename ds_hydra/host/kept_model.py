@@ -25,7 +25,7 @@ import types
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,7 @@ from ds_hydra.zero_hetero.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _TOKENS = 128  # of a step that a twin sees
+_AT_SIGNS = 2048  # where something was changed, such as a window; fewer where there is no memory for so many
 _SHARE = 0.01  # of a job's time that it may take
 _OFFSETS = 4096  # at which windows of a row begin
 _DEPTH = 6  # lists and objects in each other that are compared
@@ -146,7 +147,7 @@ class KeptModel:
                 parameter_hooks(self._model)
                 refuse_own_attention(self._model)
             if self._twin is not None:
-                where, came = self._twin.differs(tokens, longest, counting=bool(changed))
+                where, came = self._compared(tokens, longest, bool(changed))
         except _CannotRun as error:
             self._without_twin(error)
         except ConfigError as error:
@@ -160,6 +161,17 @@ class KeptModel:
                 return f"{one}. {_REMEDY}"  # nobody can tell what it changes where no token of a text comes to
         self._sign, self._code, self._equal = sign_of(self._model), Code(self._model), step
         return ""
+
+    def _compared(self, tokens: Tensor | None, longest: int, at_sign: bool) -> tuple[str, frozenset[str]]:
+        """As `Twin.differs`."""
+        assert self._twin is not None, "asked by who has one"
+        if at_sign and longest > _TOKENS:
+            with suppress(torch.OutOfMemoryError):
+                return self._twin.differs(tokens, min(_AT_SIGNS, longest), counting=True)
+        try:
+            return self._twin.differs(tokens, min(_TOKENS, longest), counting=at_sign)
+        except torch.OutOfMemoryError as error:
+            raise _CannotRun(failing(error)) from error
 
     def _without_twin(self, error: Exception) -> None:
         self._twin = None
@@ -215,20 +227,17 @@ class Twin:
             [one for one in special_tokens(model) if 0 <= one < self._known], dtype=torch.int64
         )
 
-    def differs(self, tokens: Tensor | None, longest: int, *, counting: bool) -> tuple[str, frozenset[str]]:
+    def differs(self, tokens: Tensor | None, most: int, *, counting: bool) -> tuple[str, frozenset[str]]:
         """What of the model computes something else than the twin, in words, empty if nothing does; and the modules
-        that ran. `tokens` and `longest` as of `KeptModel.now`. `counting`: ConfigError where a script's code counts its
-        calls. Raises `_CannotRun`."""
-        most = min(_TOKENS, longest)
+        that ran, on so many `tokens`, as of `KeptModel.now`. `counting`: ConfigError where a script's code counts its
+        calls. Raises `_CannotRun`, and OutOfMemoryError."""
         given = torch.arange(self._known) if tokens is None else tokens.flatten().cpu()
         given = torch.cat((self._special, given.repeat(-(-most // len(given)))))[:most][None].to(self._device)
         right = self._of_twin(given)
         try:
             mine = self._ran(self._model, given, counting=counting)
-        except ConfigError:
+        except (ConfigError, torch.OutOfMemoryError):
             raise
-        except torch.OutOfMemoryError as error:
-            raise _CannotRun(failing(error)) from error
         except Exception as error:
             return f"the model cannot run any more ({failing(error)})", frozenset()
         first = next((key for key in [*mine, *right] if mine.get(key) != right.get(key)), None)
@@ -245,6 +254,8 @@ class Twin:
         try:
             with self._code.as_before():
                 marks = self._ran(self.copied, tokens, counting=False)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             raise _CannotRun(failing(error)) from error
         if marks["finite"] != [[1]]:

@@ -98,6 +98,11 @@ class Functions:
             return f"all is computed as the model's code says: {self.obstacle or 'nothing that it has is recognised'}"
         return f"computed in fewer operators than the model's code has: {found}"
 
+    @property
+    def of_gates(self) -> int:
+        """Tensors that an MLP keeps between its linear layers: gate, up, their product, what the activation made."""
+        return min((2 if gate.twice else 3 for gate in self.gates.values()), default=4)
+
     def moved(self, to: Callable[[str], str | None]) -> Functions:
         """The same of modules at other paths, by their paths here; None: a module that is not there."""
 
@@ -318,8 +323,8 @@ def _gate_of(module: nn.Module) -> Gate | None:
 
         def other(x: Tensor, *given: Tensor, names: Sequence[str] = names, gate: Gate = gate) -> Tensor:
             by_name = dict(zip(names, given, strict=False))
-            entered: Any = Gated(*gate.enters(lambda name: F.linear(x, by_name[name])), act)
-            return F.linear(entered, given[-1])
+            entered = Gated(*gate.enters(lambda name: F.linear(x, by_name[name])), act)
+            return entered.linear(given[-1])
 
         if _same(own, other, [x, *weights]):
             return gate

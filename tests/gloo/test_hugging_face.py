@@ -264,6 +264,6 @@ def test_an_evaluation_counts_targets_as_the_trainer_that_is_swapped_does(monkey
     for kind in (HydraTrainer, HydraSFTTrainer):
         trainer: Any = kind.__new__(kind)
         trainer.deepspeed, trainer.args = Evaluates(), SimpleNamespace(device="cpu")
-        trainer.compute_loss_func = None
+        trainer.compute_loss_func, trainer.model_accepts_loss_kwargs = None, True
         found.append(trainer.prediction_step(None, {}, prediction_loss_only=True)[0].item())
     assert found == [2.0, 1.0]

@@ -320,3 +320,25 @@ def test_parameters_that_no_forward_reads_stay_as_they_are() -> None:
     before, after = run_ranks(with_spares, 2)[0]
     still = {name for name, value in before.items() if torch.equal(value, after[name])}
     assert still == {"spare", "model.layers.1.mlp.spare"}
+
+
+def test_a_window_is_seen_where_sequences_are_longer_than_it() -> None:
+    model = build_model("mistral", torch.float32)
+    model.config.sliding_window = 300
+    watched = kept(model)
+    model.config.sliding_window = 200
+    assert "sliding_window" in watched.now(3, longest=1000).problem
+    with mock.patch.object(Twin, "_ran", side_effect=torch.OutOfMemoryError):
+        assert "sliding_window" in watched.now(4, longest=1000).problem, "what cannot be tried is refused"
+    model = build_model("mistral", torch.float32)
+    model.config.sliding_window = 300
+    watched, ran = kept(model), Twin._ran
+    model.config.sliding_window = 200
+
+    def short_of_memory(own: Twin, of: Any, tokens: Tensor, **options: Any) -> Any:
+        if tokens.numel() > 128:
+            raise torch.OutOfMemoryError
+        return ran(own, of, tokens, **options)
+
+    with mock.patch.object(Twin, "_ran", short_of_memory):
+        assert not watched.now(5, longest=1000).problem, "which it does not change on so few tokens"

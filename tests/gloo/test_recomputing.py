@@ -57,7 +57,7 @@ def job(rank: int, flag: Any, *, of_model: bool = False, memory: float = 2.0**40
 
 def needed(recomputed: bool) -> float:
     """Bytes of a rank for the longest sequence."""
-    source = CausalLM(small_model(), StageOptions(activation_checkpointing=recomputed))
+    source = CausalLM(small_model(), StageOptions(activation_checkpointing=recomputed, functions="auto", tiles=True))
     memory = job_memory(source, [ONE], 2, 2.0**40, torch.float32)
     return memory.fullest(ONE, 100).total(100) / (1.0 - memory.margin)
 
