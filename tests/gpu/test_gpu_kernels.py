@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ds_hydra.pipe import fused, loss
-from ds_hydra.pipe.fused import Gated, rotate
+from ds_hydra.pipe.fused import Gated, rms_norm, rotate
 from ds_hydra.pipe.loss import HeadLoss
 from ds_hydra.pipe.rows import MicroBatch, Pack
 from ds_hydra.pipe.weight_gradients import WeightGradients
@@ -42,12 +42,24 @@ def head(words: int, dtype: torch.dtype) -> list[Tensor]:
     return [loss.detach(), *gradients(hidden, weight), batch.token_losses]
 
 
-def gate(dtype: torch.dtype) -> list[Tensor]:
+def norm(dtype: torch.dtype) -> list[Tensor]:
+    rows, weight = values(dtype, (1, TOKENS, 5 * 96), (96,))
+    heads = rows.requires_grad_()[..., : 3 * 96].unflatten(-1, (3, 96))
+    out = rms_norm(heads, weight.requires_grad_(), 1e-6, offset=1.0)
+    out.float().sin().sum().backward()
+    return [out.detach(), *gradients(rows, weight)]
+
+
+def by_tanh(dtype: torch.dtype) -> list[Tensor]:
+    return gate(dtype, nn.GELU(approximate="tanh"))
+
+
+def gate(dtype: torch.dtype, act: Callable[[Tensor], Tensor] = F.silu) -> list[Tensor]:
     both, weight = values(dtype, (1, TOKENS, 2 * 1100), (WIDTH, 1100))
     weight *= 0.03
     linear: Any = F.linear
     entered, up = torch.unsafe_split(both.requires_grad_(), 1100, -1)
-    out = linear(Gated(entered, up, F.silu), weight.requires_grad_())
+    out = linear(Gated(entered, up, act), weight.requires_grad_())
     out.float().sin().sum().backward()
     return [out.detach(), *gradients(both, weight)]
 
@@ -83,7 +95,7 @@ def test_blocks_of_logits(words: int, dtype: torch.dtype, monkeypatch: pytest.Mo
     compared(lambda: head(words, dtype), dtype, monkeypatch)
 
 
-@pytest.mark.parametrize("function", [gate, turn])
+@pytest.mark.parametrize("function", [gate, by_tanh, norm, turn])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gates_and_turns(
     function: Callable[[torch.dtype], list[Tensor]], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
