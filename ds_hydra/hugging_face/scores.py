@@ -84,8 +84,8 @@ class _Rows:
         if others and (not images or _ROUTERS in others):
             raise ConfigError(
                 f"the model is called with {', '.join(sorted(others))}, but log-probabilities are computed of tokens "
-                "alone: leave the loss of routers (output_router_logits) and images out; DPO takes images where the "
-                'block "hydra" has "images": true'
+                "alone: leave the loss of routers (output_router_logits) and images out; DPO takes images with "
+                "hydra.images set"
             )
         ids, mask = named["input_ids"], named.get("attention_mask")
         kept = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
