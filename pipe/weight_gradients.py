@@ -300,8 +300,11 @@ class WeightGradients:
         for x, dy in _joined(factors, total):
             if total.dtype == x.dtype:
                 total.addmm_(dy.t(), x)
-            elif total.is_cuda and total.dtype == torch.float32:  # the product itself adds, and is not rounded before
+            elif total.is_cuda and total.dtype == torch.float32 and total.is_contiguous():
+                # The product itself adds, and is not rounded before.
                 torch.addmm(total, dy.t(), x, out_dtype=total.dtype, out=total)
+            elif total.is_cuda and total.dtype == torch.float32 and total.t().is_contiguous():  # of a part of a row
+                torch.addmm(total.t(), x.t(), dy, out_dtype=total.dtype, out=total.t())
             else:
                 add_to_sum(total, dy.t() @ x)
 

@@ -425,6 +425,26 @@ def micro_batch(tokens: int, vocab: int, dtype: torch.dtype) -> MicroBatch:
     )
 
 
+@pytest.mark.parametrize("parts", ["whole", "transposed", "apart"])
+def test_a_product_on_a_gpu_adds_to_rows_that_lie_side_by_side(parts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight of which ranks have parts of the rows is a transposed view, and so is its sum."""
+    of = {"whole": torch.randn(5, 8), "transposed": torch.randn(8, 5).t(), "apart": torch.randn(5, 16)[:, ::2]}
+    layer, total, x, dy = nn.Linear(8, 5, bias=False).bfloat16(), of[parts], torch.randn(7, 8), torch.randn(7, 5)
+    expected, outs = total + dy.bfloat16().float().t() @ x.bfloat16().float(), []
+
+    def addmm(total: Tensor, left: Tensor, right: Tensor, *, out_dtype: torch.dtype, out: Tensor) -> Tensor:
+        outs.append(out.is_contiguous())
+        return out.copy_(total + left.to(out_dtype) @ right.to(out_dtype))
+
+    queue = WeightGradients(nn.Sequential(layer), [])
+    queue.add_to(layer._parameters["weight"], total)  # type: ignore[arg-type]
+    monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(torch, "addmm", addmm)
+    queue.add(layer, x.bfloat16(), dy.bfloat16())
+    torch.testing.assert_close(total, expected, rtol=0, atol=3e-2)
+    assert outs == ([] if parts == "apart" else [True])
+
+
 def values(tokens: int, width: int, vocab: int) -> tuple[Tensor, Tensor]:
     """Hidden states (1, tokens, width) and a weight (vocab, width), in FP64."""
     generator = torch.Generator().manual_seed(2)
