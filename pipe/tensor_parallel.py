@@ -98,6 +98,40 @@ def with_sums(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
+_USUAL = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise", "gate_proj": "colwise",
+          "up_proj": "colwise", "down_proj": "rowwise"}  # fmt: skip
+_HEAD_NORMS = ("q_norm", "k_norm")
+
+
+def plan_of(model: Any, layers_path: str) -> dict[str, str]:
+    """The style of modules and parameters as the model publishes it, or as its layers are built (`usual_plan`)."""
+    published, inside = model.tp_plan or {}, model.get_submodule(layers_path).named_modules()
+    if not any(style_of(published, f"{layers_path}.{path}") for path, _ in inside):
+        published = {**usual_plan(model, layers_path), **published}
+    return with_sums(model, published)
+
+
+def usual_plan(model: Any, layers_path: str) -> dict[str, str]:
+    """The plan of a model of transformers that publishes none for its layers, though each consists of the linear layers
+    of a Llama and of norms, as Qwen3-VL's text does; empty for any other."""
+    config, kinds = model.config.get_text_config(), []
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(1, config.num_attention_heads)
+    for layer in model.get_submodule(layers_path).children():
+        own = {path: module for path, module in layer.named_modules() if _own_parameters(module)}
+        norms = {path: path.rpartition(".")[2] in _HEAD_NORMS for path, module in own.items() if not is_linear(module)}
+        plain = type(layer).__module__.startswith("transformers.") and all(
+            [p.shape for p in own[path].parameters()] == [(head_dim,) if of_heads else (config.hidden_size,)]
+            for path, of_heads in norms.items()
+        )
+        linear = sorted(path.rpartition(".")[2] for path in own if path not in norms)
+        if not plain or linear != sorted(_USUAL):
+            return {}
+        styles = {path: _USUAL.get(path.rpartition(".")[2], "replicated_with_grad_allreduce") for path in own}
+        kinds.append({path: style for path, style in styles.items() if norms.get(path, True)})
+    same = kinds and all(one == kinds[0] for one in kinds)
+    return {f"{layers_path}.*.{path}": style for path, style in kinds[0].items()} if same else {}
+
+
 def gate_beside_up(model: nn.Module, name: str, rule: ShardRule) -> ShardRule:
     """The rule of stacked experts' first matrix, where a plan cuts it as one though it holds gates and what these are
     multiplied by: it has twice the rows (experts, 2 inner, in) that the last one has columns (experts, out, inner)."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from ds_hydra.costs.analytic import analytic_cost_table, model_shape
@@ -30,10 +30,12 @@ from ds_hydra.images.source import ImageText
 from ds_hydra.images.stage import ImageStage
 from ds_hydra.images.trial import Trial, verdicts
 from ds_hydra.images.units import taken
+from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.models.refusals import find_layers
 from ds_hydra.pipe.rows import Seen
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.pipe.stage_options import StageOptions
+from ds_hydra.pipe.tensor_parallel import usual_plan
 from ds_hydra.self_check.shrink import rotary_sections
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.image_models import FILM, MODELS, batch_of, image_model, sample
@@ -111,6 +113,20 @@ def test_layers_of_a_text_are_told_from_as_many_of_an_encoder() -> None:
     model = image_model("qwen2_vl", vision_config=vision)
     assert find_layers(model) == "model.language_model.layers"
     assert verdicts(subject_of(model), ["tp1", "pp2"]) == {"tp1": "", "pp2": ""}
+
+
+def test_a_text_without_a_plan_of_its_own_is_cut_as_a_llama_is() -> None:
+    model, layers = image_model("qwen3_vl"), "model.language_model.layers"
+    rules = {one.name: one.rule for bucket in CausalLM(model).plan.buckets for one in bucket.params}
+    names = "self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"
+    assert [rules[f"{layers}.0.{name}.weight"].dim for name in names] == [0, 1, 0, 1]
+    assert usual_plan(model, layers)[f"{layers}.*.self_attn.q_norm"] == "replicated_with_grad_allreduce"
+    norm: Any = model.get_submodule(f"{layers}.1.self_attn.q_norm")
+    norm.weight = nn.Parameter(torch.ones(2 * len(norm.weight)))  # of all heads together
+    assert usual_plan(model, layers) == {}
+    other = image_model("qwen3_vl")
+    other.get_submodule(f"{layers}.0.mlp").add_module("gate", nn.Linear(2, 2))
+    assert usual_plan(other, layers) == {}
 
 
 def test_looking_takes_no_random_number_of_the_scripts() -> None:

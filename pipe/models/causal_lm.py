@@ -85,11 +85,11 @@ from ds_hydra.pipe.stage import StageModule, StagePlace
 from ds_hydra.pipe.stage_options import AS_WRITTEN, StageOptions
 from ds_hydra.pipe.tensor_parallel import (
     gate_beside_up,
+    plan_of,
     shard_rule,
     style_of,
     tensor_parallel_obstacle,
     unread_plan,
-    with_sums,
 )
 from ds_hydra.zero_hetero.errors import ConfigError
 
@@ -241,7 +241,7 @@ class CausalLM:
         self.text_config = self.config.get_text_config()
         self.layers_path = find_layers(model)
         self.vocab_size: int | None = known_tokens(model)
-        self._published_plan: Mapping[str, str] = with_sums(model, model.tp_plan or {})
+        self._published_plan: Mapping[str, str] = plan_of(model, self.layers_path)
         self._unread = unread_plan(model, self._published_plan, ends_of(model))
         self.experts: Experts | None = None  # that are spread as whole ones, if any are
         refuse_dynamic_rotary(model)
