@@ -25,6 +25,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from packaging.version import Version
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import LlamaConfig, PreTrainedModel, Trainer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ds_hydra
 from tools.structure import Source, read_sources
@@ -83,7 +84,7 @@ def holders() -> list[Any]:
             torch.distributed.distributed_c10d,
             torch.distributed.ProcessGroup, options, torch.nn.Linear(1, 1), parameter, argparse.ArgumentParser(),
             LlamaConfig(), torch.compile(torch.nn.Linear(1, 1)), PreTrainedModel, Trainer, DeepSpeedEngine, dataset,
-            dataset.to_iterable_dataset(), BaseTunerLayer]  # fmt: skip
+            dataset.to_iterable_dataset(), BaseTunerLayer, ALL_ATTENTION_FUNCTIONS]  # fmt: skip
 
 
 def test_private_names_of_other_packages_are_there() -> None:
