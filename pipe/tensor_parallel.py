@@ -105,8 +105,8 @@ _HEAD_NORMS = ("q_norm", "k_norm")
 
 def plan_of(model: Any, layers_path: str) -> dict[str, str]:
     """The style of modules and parameters as the model publishes it, or as its layers are built (`usual_plan`)."""
-    published, inside = model.tp_plan or {}, model.get_submodule(layers_path).named_modules()
-    if not any(style_of(published, f"{layers_path}.{path}") for path, _ in inside):
+    published, text = model.tp_plan or {}, model.config.get_text_config()
+    if not any("*" in name for name in (*published, *(getattr(text, "base_model_tp_plan", None) or ()))):
         published = {**usual_plan(model, layers_path), **published}
     return with_sums(model, published)
 
@@ -115,12 +115,13 @@ def usual_plan(model: Any, layers_path: str) -> dict[str, str]:
     """The plan of a model of transformers that publishes none for its layers, though each consists of the linear layers
     of a Llama and of norms, as Qwen3-VL's text does; empty for any other."""
     config, kinds = model.config.get_text_config(), []
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(1, config.num_attention_heads)
+    hidden, heads = getattr(config, "hidden_size", 0), getattr(config, "num_attention_heads", 0)
+    head_dim = getattr(config, "head_dim", None) or (hidden // heads if heads and isinstance(heads, int) else 0)
     for layer in model.get_submodule(layers_path).children():
         own = {path: module for path, module in layer.named_modules() if _own_parameters(module)}
         norms = {path: path.rpartition(".")[2] in _HEAD_NORMS for path, module in own.items() if not is_linear(module)}
         plain = type(layer).__module__.startswith("transformers.") and all(
-            [p.shape for p in own[path].parameters()] == [(head_dim,) if of_heads else (config.hidden_size,)]
+            [p.shape for p in own[path].parameters()] == [(head_dim,) if of_heads else (hidden,)]
             for path, of_heads in norms.items()
         )
         linear = sorted(path.rpartition(".")[2] for path in own if path not in norms)
