@@ -206,7 +206,7 @@ class StageModule:
         alone = {name for name, owners in self._owners.items() if len(owners) == 1}
         alone -= {name for name in alone if name in at_once or self._hooks.get(name)}
         waiting = alone if splits_backward(self.place.schedule) else frozenset()
-        return WeightGradients(model, {path for path, name in names.items() if name in waiting})
+        return WeightGradients(model, {path for path, name in names.items() if name in waiting}, names)
 
     def add_to(self, parameter: nn.Parameter, total: Tensor) -> None:
         """Let the gradient of a parameter add up in `total`, of its shape, which may be of a wider type."""

@@ -124,9 +124,9 @@ class WeightGradients:
     """The queue of one stage [Note: split backward]; a `SplitBackward`. Gradients add up in the weights' `.grad`, or in
     what `add_to` says."""
 
-    def __init__(self, model: nn.Module, paths: Collection[str]):
-        """Puts off the gradients of the weights at these paths, where a plain linear layer owns them; those of all
-        others, and of embeddings, are added where they have a wider sum [Note: sums of products]."""
+    def __init__(self, model: nn.Module, paths: Collection[str], others: Collection[str] = ()):
+        """Puts off the gradients of the weights at these paths, where a plain linear layer owns them; those of
+        `others`, and of embeddings, are added where they have a wider sum [Note: sums of products]."""
         self.finished: Callable[[nn.Parameter], None] = lambda _: None
         self._places: dict[nn.Module, int] = {}  # of the modules whose gradients are put off
         self._sums: dict[nn.Parameter, Tensor] = {}
@@ -135,7 +135,10 @@ class WeightGradients:
         self._microbatch: int | None = None  # whose forward or I is running
         self._in_backward = False
         self._again: set[nn.Module] = set()  # which the present I has computed again
+        held = {*paths, *others}
         for place, (name, module) in enumerate(model.named_modules()):
+            if f"{name}.weight" not in held:
+                continue
             # A subclass, a parametrization and a forward that was replaced compute something of their own.
             plain = type(module) is nn.Linear and "forward" not in vars(module) and "weight" in module._parameters
             if plain and f"{name}.weight" in paths:

@@ -341,21 +341,13 @@ TOLD: dict[tuple[str, str, StageOptions], str] = {
     ("llama", "tp2pp2", StageOptions()): """
 1 : tensor parallel: one copy for its columns
 1 lm_head: tensor parallel: column <- summed
-1 model.embed_tokens: summed: rows
-2 model.layers.*.mlp.down_proj: summed
 2 model.layers.*.mlp.down_proj: tensor parallel: row <- summed
-2 model.layers.*.mlp.gate_proj: summed
 2 model.layers.*.mlp.gate_proj: tensor parallel: column <- summed
-2 model.layers.*.mlp.up_proj: summed
 2 model.layers.*.mlp.up_proj: tensor parallel: column <- summed
 2 model.layers.*.mlp: tensor parallel: one copy for its columns
-2 model.layers.*.self_attn.k_proj: summed
 2 model.layers.*.self_attn.k_proj: tensor parallel: column <- summed
-2 model.layers.*.self_attn.o_proj: summed
 2 model.layers.*.self_attn.o_proj: tensor parallel: row <- summed
-2 model.layers.*.self_attn.q_proj: summed
 2 model.layers.*.self_attn.q_proj: tensor parallel: column <- summed
-2 model.layers.*.self_attn.v_proj: summed
 2 model.layers.*.self_attn.v_proj: tensor parallel: column <- summed
 2 model.layers.*.self_attn: tensor parallel: one copy for its columns
 2 model.layers.*: handed on
@@ -364,24 +356,16 @@ TOLD: dict[tuple[str, str, StageOptions], str] = {
     ("llama", "tp2pp2/zb-h1", ALL): """
 1 : tensor parallel: one copy for its columns
 1 lm_head: tensor parallel: column <- summed
-1 model.embed_tokens: summed: rows
 4 model.layers.*.input_layernorm: function: norm
-2 model.layers.*.mlp.down_proj: summed
 2 model.layers.*.mlp.down_proj: tensor parallel: row <- summed
-2 model.layers.*.mlp.gate_proj: summed
 2 model.layers.*.mlp.gate_proj: tensor parallel: column of shared tokens <- packed: one of several <- summed
-2 model.layers.*.mlp.up_proj: summed
 2 model.layers.*.mlp.up_proj: tensor parallel: column of shared tokens <- packed: one of several <- summed
 2 model.layers.*.mlp: function: gated MLP
 2 model.layers.*.mlp: tensor parallel: block of shared tokens <- packed: forgets <- function: gated MLP
 4 model.layers.*.post_attention_layernorm: function: norm
-2 model.layers.*.self_attn.k_proj: summed
 2 model.layers.*.self_attn.k_proj: tensor parallel: column of shared tokens <- packed: one of several <- summed
-2 model.layers.*.self_attn.o_proj: summed
 2 model.layers.*.self_attn.o_proj: tensor parallel: row <- summed
-2 model.layers.*.self_attn.q_proj: summed
 2 model.layers.*.self_attn.q_proj: tensor parallel: column of shared tokens <- packed: one of several <- summed
-2 model.layers.*.self_attn.v_proj: summed
 2 model.layers.*.self_attn.v_proj: tensor parallel: column of shared tokens <- packed: one of several <- summed
 2 model.layers.*.self_attn: function: rotary
 2 model.layers.*.self_attn: tensor parallel: block of shared tokens <- packed: forgets <- function: rotary
@@ -391,23 +375,17 @@ TOLD: dict[tuple[str, str, StageOptions], str] = {
 """,
     ("longrope", "pp2", StageOptions(functions="auto")): """
 1 lm_head: summed
-1 model.embed_tokens: summed: rows
 4 model.layers.*.input_layernorm: function: norm
-4 model.layers.*.mlp.down_proj: summed
+2 model.layers.*.mlp.down_proj: summed
 2 model.layers.*.mlp.gate_proj: packed: one of several <- summed
-2 model.layers.*.mlp.gate_proj: summed
 2 model.layers.*.mlp.up_proj: packed: one of several <- summed
-2 model.layers.*.mlp.up_proj: summed
 2 model.layers.*.mlp: function: gated MLP
 2 model.layers.*.mlp: packed: forgets <- function: gated MLP
 4 model.layers.*.post_attention_layernorm: function: norm
 2 model.layers.*.self_attn.k_proj: packed: one of several <- summed
-2 model.layers.*.self_attn.k_proj: summed
-4 model.layers.*.self_attn.o_proj: summed
+2 model.layers.*.self_attn.o_proj: summed
 2 model.layers.*.self_attn.q_proj: packed: one of several <- summed
-2 model.layers.*.self_attn.q_proj: summed
 2 model.layers.*.self_attn.v_proj: packed: one of several <- summed
-2 model.layers.*.self_attn.v_proj: summed
 2 model.layers.*.self_attn: function: rotary
 2 model.layers.*.self_attn: packed: forgets <- function: rotary
 2 model.layers.*: handed on

@@ -26,6 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ds_hydra.costs.loads import dealt
 from ds_hydra.data.columns import Int64Array
 from ds_hydra.data.tokens import TokenSequence
 from ds_hydra.pipe.dropout import sequence_key
@@ -175,11 +176,7 @@ def _runs(marks: NDArray[np.bool_], offsets: Sequence[int]) -> tuple[tuple[int, 
 
 def _dealt(units: Sequence[ShownUnit], ranks: int) -> tuple[ShownUnit, ...]:
     """Each unit with the rank that encodes it: the largest first, to the one with the least to do."""
-    loads = [0] * ranks
-    owners = [0] * len(units)
-    for index in sorted(range(len(units)), key=lambda i: -units[i].unit.work):
-        owner = owners[index] = loads.index(min(loads))
-        loads[owner] += units[index].unit.work
+    owners = dealt([one.unit.work for one in units], ranks)
     return tuple(unit._replace(owner=owner) for unit, owner in zip(units, owners, strict=True))
 
 
