@@ -25,7 +25,10 @@ Where a sum of gradients is wider than its weight, FP32 beside BF16, autograd wo
 it and add it up: of a weight of n elements 12 n bytes pass, and each micro-batch is rounded to 16 bit. A product that
 adds to the sum itself passes 8 n, and rounds nothing in between. So the backward of a linear layer adds dw by itself,
 and tells autograd that there is none; hooks that follow the accumulation run all the same. An embedding's adds to the
-rows that were looked up, and passes no others.
+rows that were looked up, and passes no others. Experts that are stacked have one product for all of them, whose rows
+are sorted by expert; autograd's would pass 16 n, as it copies dw into the stack's order besides. Here each expert that
+has rows adds its product to its part of the sum. Where its rows end is copied to the host in the forward, so that the
+backward has it without waiting for the device.
 
 [Note: packed weights]
 Queries, keys and values read the same rows, and so do the gate of an MLP and what it lets through. Their weights follow
@@ -55,9 +58,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ds_hydra.pipe.fused import Gated, parts_of
 from ds_hydra.pipe.model_plan import Slot
+from ds_hydra.pipe.pinned import readable_soon
 from ds_hydra.pipe.wrappers import wrap
 
 Linear = Callable[[nn.Module, Tensor, Tensor | None], Tensor]
@@ -137,6 +142,9 @@ class WeightGradients:
         self._again: set[nn.Module] = set()  # which the present I has computed again
         held = {*paths, *others}
         for place, (name, module) in enumerate(model.named_modules()):
+            stacks = {leaf for leaf, one in module._parameters.items() if one is not None and one.dim() == 3}
+            if any(f"{name}.{leaf}" in held for leaf in stacks - {"weight"}):  # a convolution's is no stack
+                wrap(module, self._stacked_of(module.forward), "summed", "stacks")
             if f"{name}.weight" not in held:
                 continue
             # A subclass, a parametrization and a forward that was replaced compute something of their own.
@@ -170,6 +178,14 @@ class WeightGradients:
             return _Lookup.apply(input, module.weight, module.padding_idx, total)  # type: ignore[no-any-return]
 
         return lookup
+
+    def _stacked_of(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(forward)
+        def stacked(*args: Any, **kwargs: Any) -> Any:
+            with _Stacked(self):
+                return forward(*args, **kwargs)
+
+        return stacked
 
     def add_to(self, parameter: nn.Parameter, total: Tensor) -> None:
         """See `SplitBackward`."""
@@ -226,7 +242,10 @@ class WeightGradients:
 
     def adds(self, module: nn.Module) -> bool:
         """Whether the weight's gradient of a layer that is now computed is added to its sum by the backward itself."""
-        weight: Any = module.weight
+        return self.adds_to(module.weight)  # type: ignore[arg-type]
+
+    def adds_to(self, weight: Tensor) -> bool:
+        """The same of a weight."""
         return (
             self.sum_of(weight) is not None
             and torch.is_grad_enabled()
@@ -300,16 +319,21 @@ class WeightGradients:
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
             total = weight.grad
-        for x, dy in _joined(factors, total):
-            if total.dtype == x.dtype:
-                total.addmm_(dy.t(), x)
-            elif total.is_cuda and total.dtype == torch.float32 and total.is_contiguous():
-                # The product itself adds, and is not rounded before.
-                torch.addmm(total, dy.t(), x, out_dtype=total.dtype, out=total)
-            elif total.is_cuda and total.dtype == torch.float32 and total.t().is_contiguous():  # of a part of a row
-                torch.addmm(total.t(), x.t(), dy, out_dtype=total.dtype, out=total.t())
-            else:
-                add_to_sum(total, dy.t() @ x)
+        _add_products(total, factors)
+
+
+def _add_products(total: Tensor, factors: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Add the products dyᵀ x of some x and dy to `total`."""
+    for x, dy in _joined(factors, total):
+        if total.dtype == x.dtype:
+            total.addmm_(dy.t(), x)
+        elif total.is_cuda and total.dtype == torch.float32 and total.stride(1) == 1:
+            # The product itself adds, and is not rounded before. Rows need not follow each other: a stack's do not.
+            torch.addmm(total, dy.t(), x, out_dtype=total.dtype, out=total)
+        elif total.is_cuda and total.dtype == torch.float32 and total.stride(0) == 1:  # of a part of a row
+            torch.addmm(total.t(), x.t(), dy, out_dtype=total.dtype, out=total.t())
+        else:
+            add_to_sum(total, dy.t() @ x)
 
 
 class _PutOff(torch.autograd.Function):
@@ -358,6 +382,48 @@ class _Lookup(torch.autograd.Function):
         else:
             ctx.total.index_add_(0, ids.flatten(), rows)
         return None, None, None, None
+
+
+class _Stacked(TorchFunctionMode):
+    """Within it products of rows with a stack of weights have a backward that adds to the stack's sum."""
+
+    def __init__(self, queue: WeightGradients):
+        super().__init__()
+        self._queue = queue
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch._grouped_mm and len(args) == 2 and args[1].dim() == 3:
+            rows, weight = args
+            stack = weight if weight._base is None else weight._base
+            turned = weight.stride() == stack.mT.stride()
+            whole = weight is stack or (turned and weight.shape == stack.mT.shape)
+            more = {name for name, value in kwargs.items() if value is not None}
+            if whole and stack.is_leaf and more == {"offs"} and self._queue.adds_to(stack):
+                return _Grouped.apply(rows, stack, kwargs["offs"], weight is not stack, self._queue.sum_of(stack))
+        return func(*args, **kwargs)
+
+
+class _Grouped(torch.autograd.Function):
+    """Rows (T, in) of each expert times its part of a stack (E, in, out), or of its transposed view; the backward adds
+    to the stack's sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, stack: Tensor, offs: Tensor, turned: bool, total: Tensor) -> Tensor:
+        ctx.save_for_backward(x, stack, offs)
+        ctx.turned, ctx.total, ctx.ends = turned, total, readable_soon(offs)
+        return torch._grouped_mm(x, stack.mT if turned else stack, offs=offs)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, None, None]:  # type: ignore[override]
+        x, stack, offs = ctx.saved_tensors
+        left, right = (dy, x) if ctx.turned else (x, dy)
+        ends = ctx.ends()
+        for part, start, end in zip(ctx.total.unbind(), (0, *ends[:-1]), ends, strict=True):
+            if end > start:
+                _add_products(part, [(right[start:end], left[start:end])])
+        weight = stack if ctx.turned else stack.mT
+        return torch._grouped_mm(dy, weight, offs=offs) if ctx.needs_input_grad[0] else None, None, None, None, None
 
 
 def accumulate_into(total: Tensor) -> Callable[[Tensor], None]:

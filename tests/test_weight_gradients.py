@@ -425,15 +425,16 @@ def micro_batch(tokens: int, vocab: int, dtype: torch.dtype) -> MicroBatch:
     )
 
 
-@pytest.mark.parametrize("parts", ["whole", "transposed", "apart"])
+@pytest.mark.parametrize("parts", ["whole", "transposed", "of a stack", "apart"])
 def test_a_product_on_a_gpu_adds_to_rows_that_lie_side_by_side(parts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A weight of which ranks have parts of the rows is a transposed view, and so is its sum."""
-    of = {"whole": torch.randn(5, 8), "transposed": torch.randn(8, 5).t(), "apart": torch.randn(5, 16)[:, ::2]}
+    of = {"whole": torch.randn(5, 8), "transposed": torch.randn(8, 5).t(), "apart": torch.randn(5, 16)[:, ::2],
+          "of a stack": torch.randn(5, 3, 8)[:, 1]}  # fmt: skip
     layer, total, x, dy = nn.Linear(8, 5, bias=False).bfloat16(), of[parts], torch.randn(7, 8), torch.randn(7, 5)
     expected, outs = total + dy.bfloat16().float().t() @ x.bfloat16().float(), []
 
     def addmm(total: Tensor, left: Tensor, right: Tensor, *, out_dtype: torch.dtype, out: Tensor) -> Tensor:
-        outs.append(out.is_contiguous())
+        outs.append(out.stride(1) == 1)
         return out.copy_(total + left.to(out_dtype) @ right.to(out_dtype))
 
     queue = WeightGradients(nn.Sequential(layer), [])

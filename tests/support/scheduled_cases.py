@@ -295,6 +295,7 @@ def spread() -> Iterator[Case]:
     yield sure.row("spread bf16, gradients too", grad_accum="bf16")
     yield sure.row("spread bf16, slices", *SPREAD_SLICES, steps=3, slices=True, recompute=True)
     yield sure.row("bf16 experts by width", *CHANGING)
+    yield sure.row("bf16 experts, split and checkpointed", *SPREAD_SPLIT, activation_checkpointing=True, steps=3)
     for strategy in ("tp2ep2", "tp4ep4", "sp2ep2", "sp4ep4", "tp2sp2ep4", "tp2ep2pp2"):
         yield base.row(f"spread {strategy}", strategy, steps=3)
     yield from _otherwise(replace(base, steps=4))
