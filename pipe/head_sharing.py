@@ -42,12 +42,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from ds_hydra.pipe.rows import Reach, position_ids
+from ds_hydra.pipe.rows import Reach, position_ids, split_tokens
 from ds_hydra.zero_hetero.nodes import NodeSize, largest_node
 
 
@@ -165,6 +165,9 @@ class RowPart(NamedTuple):
 @lru_cache(maxsize=256)
 def row_parts(lengths: tuple[int, ...], past: int, reach: Reach, count: int) -> tuple[RowPart, ...]:
     """A row in so many intervals of about equal work, none empty; the first sequence begins at position `past`."""
+    if reach.both_ways:
+        even = pairwise(accumulate(split_tokens(sum(lengths), count), initial=0))
+        return tuple(RowPart(start, stop, 0, sum(lengths)) for start, stop in even)
     positions = position_ids(lengths, 0, sum(lengths), past=past)
     seen = positions + 1 if reach.most is None else np.minimum(positions, reach.most) + 1
     total = np.concatenate(([0], np.cumsum(seen)))

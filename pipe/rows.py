@@ -62,10 +62,11 @@ if TYPE_CHECKING:
 
 class Reach(NamedTuple):
     """Which tokens before it a token sees: all; with a window, which counts the token itself, those in it; with chunks
-    of so many tokens, counted from the sequence's first, those of its own [Note: reach]."""
+    of so many tokens, counted from the sequence's first, those of its own [Note: reach]. Or all tokens of the row."""
 
     window: int | None = None
     chunk: int | None = None
+    both_ways: bool = False
 
     def first(self, start: int) -> int:
         """The first token that one at `start` sees."""
@@ -81,6 +82,7 @@ class Reach(NamedTuple):
 
 
 ALL = Reach()
+BOTH = Reach(both_ways=True)
 
 
 class Seen(NamedTuple):

@@ -56,7 +56,7 @@ CAPABILITIES: Mapping[str, Capability] = {
         "ds_hydra/images/*.py tests/test_image_seam.py tests/pure/test_spans.py tests/pure/test_image_loads.py "
         "tests/gloo/test_image*.py tests/support/image_*.py "
         "tools/image_classes.py tools/bench_images.py",
-        Lines(2440, 1690, 360),
+        Lines(2840, 1830, 380),
         apart=True,
     ),
     # What a script reads of a batch before its step, and trains on what it makes of it; drawn loops beside DeepSpeed.
@@ -118,7 +118,7 @@ CAPABILITIES: Mapping[str, Capability] = {
         apart=True,
     ),
 }
-CORE = Lines(67092, 45740, 9450)
+CORE = Lines(67140, 45740, 9455)
 # Of each kind: the files that hold one. Another of a kind needs a reason; one less is welcome.
 MECHANISMS: Mapping[str, str] = {
     "nets on what a script does to its model": (

@@ -19,16 +19,17 @@ from transformers import LlamaForCausalLM
 from ds_hydra.costs.analytic import analytic_cost_table, model_shape
 from ds_hydra.costs.cost_table import TableFile, table_file_from_record
 from ds_hydra.engine.costs import job_memory
-from ds_hydra.images import content, stage
+from ds_hydra.images import content, shared, stage
 from ds_hydra.images.content import Unit
 from ds_hydra.images.draws import UnitDraws
 from ds_hydra.images.find import Subject, subject_of
-from ds_hydra.images.load import Tower, image_tokens, price_of, with_room
+from ds_hydra.images.load import Tower, image_tokens, loads_by, price_of, sharing_of, with_room
 from ds_hydra.images.measure import measured
 from ds_hydra.images.seam import Seam
+from ds_hydra.images.shared import SHARED, Cut, SharedRows
 from ds_hydra.images.source import ImageText
 from ds_hydra.images.stage import ImageStage
-from ds_hydra.images.trial import Trial, verdicts
+from ds_hydra.images.trial import KINDS, Trial, verdicts
 from ds_hydra.images.units import taken
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.models.refusals import find_layers
@@ -36,6 +37,7 @@ from ds_hydra.pipe.rows import Seen
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.pipe.tensor_parallel import usual_plan
+from ds_hydra.pipe.ulysses import AllToAll
 from ds_hydra.self_check.shrink import rotary_sections
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.image_models import FILM, MODELS, batch_of, image_model, sample
@@ -63,7 +65,7 @@ def test_the_seam_is_found_by_trying() -> None:
 @pytest.mark.drawn
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "paligemma"])
 def test_stages_are_equal_to_the_models_own_forward(name: str) -> None:
-    found = verdicts(subject(name))
+    found = verdicts(subject(name), (*KINDS, SHARED))
     if name.startswith("gemma"):
         assert "see each other" in found.pop("slices")
     assert set(found.values()) == {""}
@@ -228,6 +230,18 @@ def _dropped(self: Any, shown: Any, of: Any = ImageStage._rows) -> Tensor:
     return rows.detach()
 
 
+def _of_next_rank(self: Any, unit: Any, rows: int, of: Any = SharedRows._begin) -> None:
+    of(self, unit, rows)
+    count = unit.stop - unit.start
+    unit.start = (unit.start + count) % rows
+    unit.stop = unit.start + count
+
+
+def _counted_twice(x: Tensor, pack: Any, of: Any = shared._together) -> Tensor:
+    whole = of(x, pack)
+    return 2 * whole - whole.detach()
+
+
 @contextmanager
 def _one_stage_off(trial: Trial) -> Iterator[None]:
     source = trial.source
@@ -254,6 +268,10 @@ MUTANTS = {
     "an image is encoded twice": ("llava", "tp2", _patch(content, "_dealt", _dealt_twice)),
     "features' gradient is summed over tensor parallel ranks": (
         "llava", "tp2", _patch(stage._Everybodys, "backward", staticmethod(_over_tp))),
+    "rows of a shared image are the next rank's": ("qwen2_vl", SHARED, _patch(SharedRows, "_begin", _of_next_rank)),
+    "gradients of a shared image count twice": ("qwen2_vl", SHARED, _patch(shared, "_together", _counted_twice)),
+    "windows of a shared image see each other": (
+        "qwen2_5_vl", SHARED, _patch(shared, "pairwise", lambda ends: [(0, ends[-1])])),
     "a deepstack leaf stops one stage before": ("qwen3_vl", "pp4", _one_stage_off),
 }  # fmt: skip
 
@@ -265,6 +283,45 @@ def test_a_fault_shows(name: str) -> None:
     trial = Trial(subject(model))
     with broken(trial):
         assert trial.difference(kind)
+
+
+def test_ranks_that_share_an_image_send_each_other_what_is_counted() -> None:
+    """Two ways of two messages for each layer, of queries, keys and values and of what is made of them, and of one for
+    each layer behind which rows come together."""
+    trial, found = Trial(subject("qwen3_vl")), list[tuple[int, int]]()
+    images: list[int] = []
+    begin, start = SharedRows._begin, AllToAll.start
+    for kind in (SHARED, "sp2"):  # the text's messages are the same
+        sent: list[int] = []
+
+        def began(self: Any, unit: Any, rows: int) -> None:
+            images.append(rows)
+            begin(self, unit, rows)
+
+        def started(self: Any, x: Tensor, *, back: bool = False, sent: list[int] = sent) -> Tensor:
+            sent.append(x.numel())
+            return start(self, x, back=back)
+
+        with mock.patch.object(SharedRows, "_begin", began), mock.patch.object(AllToAll, "start", started):
+            assert not trial.difference(kind)
+        found.append((len(sent), sum(sent)))
+    (messages, numbers), (of_text, numbers_of_text) = found
+    width, layers, gathers, ranks = 32, 2, 2, 2
+    assert trial.source.seam.cut == Cut("model.visual.blocks", frozenset({0}))
+    assert len(images) >= 2 * ranks
+    ways = 3 / 2  # a training and an evaluation
+    assert messages - of_text == ways * (2 * layers + gathers) * len(images)
+    assert numbers - numbers_of_text == ways * (4 * layers + ranks * gathers) * width * sum(images) / ranks
+    source = ImageText(image_model("qwen3_vl", torch.float32), subject("qwen3_vl").seam, StageOptions())
+    table = TableFile(analytic_cost_table(model_shape(source.plan, 32, 128), [ParallelScheme(2)], 4096))
+    sharing = sharing_of(source, table, Tower.of(source), price_of(source, table, 4), 4)
+    assert sharing is not None
+    assert sharing.once == pytest.approx(1e-2 * 2 * (2 * layers + gathers)), "of 10 us each"
+    # A small image is for one rank, and one of 4,096 patches would be shared.
+    load = loads_by(source, table, 4)
+    small, large = (load(Unit({"image_grid_thw": torch.tensor([[1, n, n]])}, 0, n * n // 4)) for n in (4, 2048))
+    assert small.more == small.us
+    assert large.shared_by(2) < 0.6 * large.us
 
 
 def test_images_of_a_batch_go_to_the_sequences_that_have_their_placeholders() -> None:

@@ -86,6 +86,8 @@ FIRST_STEPS, LATER_STEPS, OVER_TRIAL, CORRECTION_COSTS = 1.10, {0.1: 1.03, 0.2: 
 PERMITTED = 1.001  # the step of a job that may recompute its layers, over the better of both ways: bench_recomputation
 # Images: the mean and the worst cell over the best layout in all steps; over a tower on each rank: bench_images.
 IMAGES_STATIC, IMAGES_WORST, IMAGES_EVERYWHERE = 1.08, 0.98, 2.0
+# Images: how long a step is, at most, over it with all images shared among ranks for nothing.
+IMAGES_WAIT = 1.05
 WAIT_FOR_PLAN_MS = 10.0  # by the clock, in a step of 64 ranks
 # Of CPU, for a step on 1024 ranks, whether its strategy is known or not: a third of what each took while not known,
 # when plans of layers that travel alike, sizes of buckets and orders of messages were found again and again.

@@ -6,6 +6,11 @@ is what that takes of one rank, forward and backward, in whole microseconds, so 
 units of a micro-batch are dealt out over the ranks of the first stage, the largest first, and all wait for the one with
 the most. Images of 30, 20, 20 and 10 ms on two ranks are 40 ms; a single one of 30 ms is 30 ms, on however many.
 
+But a unit that would take longer than the others together take all ranks may be shared by all ranks, where that is
+possible: each has an even part of it, and something more, for messages and for what each of them computes whole. With 2
+ms more the single one of 30 ms takes 17 ms on two ranks and 9.5 on four. As many of the largest are shared as it takes
+for the least time in all.
+
 The other stages have nothing of it. So a pipeline takes the loads of all its micro-batches, and drains without them:
 sum(text + load) + (PP - 1) * largest text. A simulation finds less, as a first stage that has more to do waits less.
 
@@ -28,8 +33,25 @@ from numpy.typing import NDArray
 from ds_hydra.costs.cost_table import SchemeCost
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
 
-Loads = tuple[tuple[int, ...], ...]
-"""Of each sequence of a step, the loads of its units (us)."""
+
+class Load(NamedTuple):
+    """Of a unit (us)."""
+
+    us: float  # on one rank
+    more: float  # what each of several ranks takes besides an even part; as much as `us`: one rank has it whole
+
+    @classmethod
+    def whole(cls, us: float) -> Load:
+        """One that ranks do not share."""
+        return cls(us, us)
+
+    def shared_by(self, ranks: int) -> float:
+        """What it takes of each of them."""
+        return self.us / ranks + self.more
+
+
+Loads = tuple[tuple[Load, ...], ...]
+"""Of each sequence of a step, the loads of its units."""
 
 
 class Lengths(tuple[int, ...]):
@@ -38,9 +60,9 @@ class Lengths(tuple[int, ...]):
     loads: Loads = ()
 
     @classmethod
-    def of(cls, lengths: Iterable[int], loads: Iterable[Iterable[int]]) -> tuple[int, ...]:
+    def of(cls, lengths: Iterable[int], loads: Iterable[Iterable[Sequence[float]]]) -> tuple[int, ...]:
         """With their loads, by sequence; a plain tuple where there are none."""
-        known, told = tuple(lengths), tuple(tuple(units) for units in loads)
+        known, told = tuple(lengths), tuple(tuple(Load(*one) for one in units) for units in loads)
         if not any(told):
             return known
         assert len(told) == len(known), f"loads of {len(told)} of {len(known)} sequences"
@@ -54,24 +76,44 @@ def loads_of(lengths: Sequence[int]) -> Loads:
     return lengths.loads if isinstance(lengths, Lengths) else ()
 
 
-def dealt(loads: Sequence[float], ranks: int) -> list[int]:
-    """For each of some units the rank that does it: the largest first, to the one with the least to do."""
-    held = [0.0] * ranks
-    owners = [0] * len(loads)
-    for index in sorted(range(len(loads)), key=lambda i: -loads[i]):
+_NONE = Load(0.0, 0.0)
+EVERY = -1  # in place of a unit's rank: all of them share it
+
+
+class Dealt(NamedTuple):
+    """Who does some units, and how long that takes."""
+
+    owners: list[int]  # for each unit its rank, or EVERY
+    us: float  # of the rank with the most to do
+
+
+def dealt(loads: Sequence[Load], ranks: int) -> Dealt:
+    """Units over ranks [Note: loads]: the largest first, to the one with the least to do, but for those that all ranks
+    share."""
+    order = sorted(range(len(loads)), key=lambda i: -loads[i].us)
+    best, rest = _dealt(loads, order, 0, ranks), sum(one.us for one in loads)
+    for shared, i in enumerate(order, 1):
+        # One that is no longer than all others on all ranks is not what these wait for.
+        if loads[i].us * ranks <= rest or loads[i].shared_by(ranks) >= loads[i].us:
+            break
+        found, rest = _dealt(loads, order, shared, ranks), rest - loads[i].us
+        best = min(best, found, key=lambda one: one.us)
+    return best
+
+
+def _dealt(loads: Sequence[Load], order: Sequence[int], shared: int, ranks: int) -> Dealt:
+    """With so many of the first ones shared by all."""
+    held = [sum(loads[i].shared_by(ranks) for i in order[:shared])] * ranks
+    owners = [EVERY] * len(loads)
+    for index in order[shared:]:
         owner = owners[index] = held.index(min(held))
-        held[owner] += loads[index]
-    return owners
+        held[owner] += loads[index].us
+    return Dealt(owners, max(held))
 
 
-def dealt_us(units: Sequence[float], ranks: int) -> float:
+def dealt_us(units: Sequence[Load], ranks: int) -> float:
     """What the rank with the most has to do of some units."""
-    if ranks == 1 or len(units) <= 1:
-        return sum(units)
-    held = [0.0] * ranks
-    for owner, load in zip(dealt(units, ranks), units, strict=True):
-        held[owner] += load
-    return max(held)
+    return sum(one.us for one in units) if ranks == 1 else dealt(units, ranks).us
 
 
 def first_ranks(shape: ParallelScheme | PipelineShape) -> int:
@@ -89,7 +131,7 @@ class Counted(NamedTuple):
     @classmethod
     def of(cls, loads: Loads, lengths: Sequence[int], costs: Sequence[SchemeCost], num_ranks: int) -> Counted:
         """Of a step's sequences, on pipelines of these costs, of which so many ranks have some."""
-        sums = np.array([sum(units) for units in loads], dtype=np.float64)
+        sums = np.array([sum(one.us for one in units) for units in loads], dtype=np.float64)
         kinds = [_kind(cost, sum(lengths), num_ranks) for cost in costs]
         known = {kind: _usual(loads, lengths, sums, *kind) for kind in dict.fromkeys(kinds)}
         pace_ms = [(cost.paces or (1.0,))[0] / 1e3 for cost in costs]
@@ -117,9 +159,9 @@ def _usual(
     lone: list[tuple[int, float]] = []
     for held in _filled(lengths, most):
         units = [load for i in held for load in loads[i]]
-        mean, ms = sum(units) / ranks, dealt_us(units, ranks)
-        if units and max(units) > mean:
-            lone.append((max(held, key=lambda i: max(loads[i], default=0)), ms - mean))
+        mean, ms = sum(one.us for one in units) / ranks, dealt_us(units, ranks)
+        if units and max(units).us > mean:
+            lone.append((max(held, key=lambda i: max(loads[i], default=_NONE)), ms - mean))
         else:
             even, taken = even + mean, taken + ms
     if even:

@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds_hydra.costs.loads import dealt
+from ds_hydra.costs.loads import Load, dealt
 from ds_hydra.data.columns import Int64Array
 from ds_hydra.data.tokens import TokenSequence
 from ds_hydra.pipe.dropout import sequence_key
@@ -49,11 +49,7 @@ class Unit(NamedTuple):
     columns: Columns
     first: int  # of its rows among those of its sequence
     rows: int
-
-    @property
-    def work(self) -> int:
-        """Numbers that its encoder reads."""
-        return sum(column.numel() for column in self.columns.values() if column.is_floating_point())
+    load: Load = Load(0.0, 0.0)  # by which it is dealt out
 
 
 class Images(NamedTuple):
@@ -85,7 +81,7 @@ class ShownUnit(NamedTuple):
     start: int
     stop: int
     at: int
-    owner: int  # which rank of the stage encodes it, by its number there
+    owner: int  # which rank of the stage encodes it, by its number there; EVERY: all of them, each some rows
     key: int  # what is drawn for it follows from this
 
 
@@ -175,8 +171,8 @@ def _runs(marks: NDArray[np.bool_], offsets: Sequence[int]) -> tuple[tuple[int, 
 
 
 def _dealt(units: Sequence[ShownUnit], ranks: int) -> tuple[ShownUnit, ...]:
-    """Each unit with the rank that encodes it: the largest first, to the one with the least to do."""
-    owners = dealt([one.unit.work for one in units], ranks)
+    """Each unit with the rank that encodes it, by the rule that plans count with [Note: loads]."""
+    owners = dealt([one.unit.load for one in units], ranks).owners
     return tuple(unit._replace(owner=owner) for unit, owner in zip(units, owners, strict=True))
 
 

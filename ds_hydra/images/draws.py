@@ -8,7 +8,8 @@ Numbers are hashes of what they are for [Note: draws by place], with the rows of
     number in the row                                         -> the column
 
 An encoder that draws runs one image at a time, so that a tensor's rows are those of that image. In slices an image that
-is encoded again draws again what it drew.
+is encoded again draws again what it drew. Of an image that ranks share, what one of them has of a tensor are rows of
+the whole one [Note: rows of a large image].
 """
 
 from __future__ import annotations
@@ -35,6 +36,12 @@ class UnitDraws(TorchFunctionMode):
         super().__init__()
         self._key = key
         self.count = 0  # of draws so far
+        self._parts: tuple[tuple[int, int, int, int], ...] = ()
+
+    def of_part(self, *parts: tuple[int, int, int, int]) -> None:
+        """What draws from now on has an interval alone of axes of rows: the axis, counted from the last one, its size,
+        and the interval's first and size. Nothing: all of them."""
+        self._parts = parts
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         given = dict(kwargs or {})
@@ -57,10 +64,16 @@ class UnitDraws(TorchFunctionMode):
 
     def _next(self, x: Tensor) -> tuple[Tensor, int, range]:
         """Keys of the rows of a tensor, and place and columns of a draw for each of its numbers."""
-        width = x.shape[-1] if x.dim() else 1
-        keys = token_keys((x.numel() // max(1, width),), (self._key,))
+        width, whole = (x.shape[-1] if x.dim() else 1), list(x.shape[:-1])
+        # What is drawn for an image as a whole has another size.
+        parts = [part for part in self._parts if len(whole) >= -part[0] and whole[part[0]] == part[3]]
+        for axis, size, _, _ in parts:
+            whole[axis] = size
+        keys = token_keys((math.prod(whole),), (self._key,)).view(whole)
+        for axis, _, first, count in parts:
+            keys = keys.narrow(axis, first, count)
         self.count += 1
-        return on_device(keys, x.device), place_key(None, "images", self.count), range(width)
+        return on_device(keys.reshape(-1), x.device), place_key(None, "images", self.count), range(width)
 
     def _dropped(self, x: Tensor, rate: float) -> Tensor:
         keys, place, columns = self._next(x)

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ds_hydra.costs.loads import Load
 from ds_hydra.data.sequences import Share, read_share
 from ds_hydra.data.tokens import LeftOut, Limits, Reads, TokenSequence
 from ds_hydra.images.content import Images, Unit, check_rows, columns_of
-from ds_hydra.images.load import Tower, price_of
+from ds_hydra.images.load import loads_by
 from ds_hydra.images.seam import Seam, numbered
 from ds_hydra.images.source import ImageText
 from ds_hydra.images.units import taken
@@ -45,8 +46,7 @@ class ImageExchange:
         source = crew.job.source
         assert isinstance(source, ImageText), "the job trains images"
         self._crew, self._source = crew, source
-        self._tower = Tower.of(source)
-        self._price = price_of(source, crew.prepared.found, crew.job.types.compute.itemsize)
+        self._load = loads_by(source, crew.prepared.found, crew.job.types.compute.itemsize)
         self._some = False  # whether a part of the coming update has images
         self._told = False
 
@@ -80,14 +80,15 @@ class ImageExchange:
             tokens = torch.from_numpy(sequence.input_ids)
             seam, columns = self._source.seam, columns_of([unit.columns for unit in units], self._source.seam.layout)
             positions = numbered(self._crew.job.model, seam, tokens, columns) if units else None
-            images = seam.images([_typed(u, self._crew.job.types.compute) for u in units], positions)
+            typed = [_typed(unit, self._crew.job.types.compute)._replace(load=self._load(unit)) for unit in units]
+            images = seam.images(typed, positions)
             check_rows(images, sequence.input_ids, place)
             sequences.append(sequence._replace(images=images))
         return share._replace(sequences=tuple(sequences))
 
-    def loads(self, sequences: Sequence[TokenSequence]) -> list[list[int]]:
-        """What encoding the images of each of them takes, in microseconds [Note: price of an image]."""
-        return [[self._price.us(self._tower.size(unit)) for unit in one.images.units] for one in sequences]
+    def loads(self, sequences: Sequence[TokenSequence]) -> list[list[Load]]:
+        """What encoding the images of each of them takes [Note: price of an image]."""
+        return [[unit.load for unit in one.images.units] for one in sequences]
 
     def deliver(
         self, plan: StepPlan, owners: Sequence[int], mine: Mapping[int, TokenSequence], delivered: Delivered
@@ -169,9 +170,9 @@ def _typed(unit: Unit, dtype: torch.dtype) -> Unit:
 
 
 def _described(images: Images) -> list[Any]:
-    """Shapes and types of a sequence's images: units, and axes and tokens of positions."""
-    units = [[unit.first, unit.rows, {n: [list(c.shape), str(c.dtype)] for n, c in sorted(unit.columns.items())}]
-             for unit in images.units]  # fmt: skip
+    """Shapes and types of a sequence's images: units with their loads, and axes and tokens of positions."""
+    units = [[one.first, one.rows, one.load, {n: [list(c.shape), str(c.dtype)] for n, c in sorted(one.columns.items())}]
+             for one in images.units]  # fmt: skip
     return [units, None if images.positions is None else list(images.positions.shape)]
 
 
@@ -179,7 +180,7 @@ def _size(described: Sequence[Any], *, pixels: bool) -> int:
     """Bytes of what was described; of a rank that encodes with its `pixels`."""
     units, shape = described
     size = 0 if shape is None else 8 * shape[0] * shape[1]
-    columns = [column for _, _, columns in units for column in columns.values()] if pixels else []
+    columns = [column for *_, columns in units for column in columns.values()] if pixels else []
     return size + sum(torch.Size(shape).numel() * _TYPES[dtype].itemsize for shape, dtype in columns)
 
 
@@ -207,7 +208,8 @@ def _images(described: Sequence[Any], data: Tensor, seam: Seam, *, pixels: bool)
 
     positions = None if shape is None else next_of(shape, torch.int64)
     made = [
-        Unit({n: next_of(size, _TYPES[dtype]) for n, (size, dtype) in columns.items()} if pixels else {}, first, rows)
-        for first, rows, columns in units
-    ]
+        Unit({n: next_of(size, _TYPES[dtype]) for n, (size, dtype) in columns.items()} if pixels else {}, first, rows,
+             Load(*load))
+        for first, rows, load, columns in units
+    ]  # fmt: skip
     return seam.images(made, positions)

@@ -34,6 +34,7 @@ from ds_hydra.images.seam import (
     leaves_of,
     numbered,
 )
+from ds_hydra.images.shared import cut_of
 from ds_hydra.images.small import Maker, makers, placeholder, small_model
 from ds_hydra.pipe.attention.interface import layer_type
 from ds_hydra.pipe.models.meta_copy import copy_to_meta
@@ -351,7 +352,8 @@ class Subject:
         out = self._with_rows(seam, self._leaves(self.samples[0])).sum()
         found = torch.autograd.grad(out, list(used.values()), allow_unused=True)
         inside = frozenset(name for name, gradient in zip(used, found, strict=True) if gradient is not None)
-        return replace(seam, roots=roots, silent=frozenset(own - self.gradients.keys()), inside=inside)
+        cut = cut_of(self.model, roots, lambda: self._leaves(self.samples[0]))
+        return replace(seam, roots=roots, silent=frozenset(own - self.gradients.keys()), inside=inside, cut=cut)
 
 
 @contextmanager

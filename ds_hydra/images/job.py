@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ds_hydra.costs.loads import first_ranks
 from ds_hydra.images.exchange import ImageExchange
 from ds_hydra.images.find import Subject, rows_of_one, subject_of
-from ds_hydra.images.load import image_tokens, with_room
+from ds_hydra.images.load import heads_of, image_tokens, with_room
 from ds_hydra.images.measure import measured
+from ds_hydra.images.shared import SHARED
 from ds_hydra.images.source import ImageText
 from ds_hydra.images.trial import KINDS, SLICES, verdicts
 from ds_hydra.pipe.models.adapted import base_of
@@ -45,6 +47,8 @@ def source_of(
     seam = subject.seam
     if seam.layout not in ("grid", "padded", "strip"):
         seam = replace(seam, per_row=rows_of_one(base, seam))
+    if seam.cut is not None:
+        seam = replace(seam, cut=seam.cut._replace(heads=heads_of(base.config)))
     source = ImageText(base, seam, options, token_loss=loss_fn, facts=facts, computed_in=computed_in)
     source.subject = subject
     return source
@@ -78,10 +82,11 @@ def proven(source: ImageText, config: HydraConfig, channel: Channel) -> ImageTex
 
 def _tried(subject: Subject, config: HydraConfig) -> dict[str, str]:
     """What the job's strategies are made of, tried with images; all kinds where none are listed."""
-    kinds = [kind for kind in KINDS if config.chunks != "off" or kind != SLICES]
+    kinds = [kind for kind in (*KINDS, SHARED) if config.chunks != "off" or kind != SLICES]
     stages = [stage for shape in config.shapes for pipeline in shape.pipelines for stage in pipeline.stages]
     if stages:
         uses = {"tp2": any(stage.tp > 1 for stage in stages), "sp2": any(stage.sp > 1 for stage in stages),
+                SHARED: any(first_ranks(pipeline) > 1 for shape in config.shapes for pipeline in shape.pipelines),
                 "pp2": any(len(p.stages) > 1 for shape in config.shapes for p in shape.pipelines)}  # fmt: skip
         kinds = [kind for kind in kinds if uses.get(kind, True)]
     return verdicts(subject, kinds)

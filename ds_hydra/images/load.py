@@ -9,11 +9,18 @@ second as the cost table says that it does of the text's.
 
 An example: 0.45e9 weights in 27 layers of width 1,152 at 150 TFLOP/s take a picture of 1,024 tokens, which is 4,096
 patches, 18e-3 * 4096 + 2.9e-6 * 4096^2 = 74 + 49 ms.
+
+[Note: price of sharing]
+Where ranks share an image [Note: rows of a large image], each takes an even part of that and besides, whatever their
+number: what stands before and behind the layers, for all patches; two messages for each layer and way, of queries, keys
+and values, and of what attention makes of them, of which a quarter of all rows at most passes a rank, as two ranks
+send each other half of their halves; and one message for each layer behind which the rows come together. Messages
+inside a node take what the table says, or what is assumed where it says nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,16 +28,20 @@ from torch import Tensor
 
 from ds_hydra.costs.analytic import model_shape
 from ds_hydra.costs.cost_table import TableFile
+from ds_hydra.costs.loads import Load
 from ds_hydra.costs.memory import JobMemory
 from ds_hydra.images.content import Unit
 from ds_hydra.pipe.model_plan import ParamSpec
 from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.simulate.links import LinkModel
 
 if TYPE_CHECKING:
     from ds_hydra.images.source import ImageText
 
 _LAYERS = ("num_hidden_layers", "depth", "num_layers", "n_layers", "vt_num_hidden_layers")
 _WIDTHS = ("embed_dim", "hidden_size", "vt_hidden_size", "width")
+
+_HEADS = ("num_attention_heads", "num_heads", "vt_num_attention_heads")
 
 
 class Size(NamedTuple):
@@ -52,6 +63,13 @@ class Price(NamedTuple):
         return max(1, round(1e3 * (self.a * size.squares + self.b * size.patches)))
 
 
+class Sharing(NamedTuple):
+    """What each of several ranks takes for an image that they share, besides an even part [Note: price of sharing]."""
+
+    once: float  # ms
+    each: float  # ms for a patch
+
+
 class Tower(NamedTuple):
     """An encoder, as its time and memory follow from it."""
 
@@ -62,6 +80,7 @@ class Tower(NamedTuple):
     layers: int
     learns: bool  # whether anything in it is trained
     of_row: float  # patches of a row of features; 0: not known
+    outside: float  # the share of `flops` that is not of its list of layers
 
     @classmethod
     def of(cls, source: ImageText) -> Tower:
@@ -81,11 +100,15 @@ class Tower(NamedTuple):
         attention = (14.0 if trained[largest] else 4.0) * width * layers
         patch = _number(config, ("patch_size",))
         flops, seam = sum(each[root] * count for root, count in weights.items()), source.seam
+        within = "" if seam.cut is None else f"{seam.cut.layers}."
+        of_layers = sum(each[root] * p.numel for root, params in roots.items() for p in params
+                        if len(p.shape) > 1 and within and p.name.startswith(within))  # fmt: skip
         of_row = float(seam.per_row)
         if seam.layout not in ("grid", "padded", "strip"):
             side = _number(config, ("image_size",)) // patch if patch else 0
             of_row = side * side / seam.per_row if seam.per_row else 0.0
-        return cls(flops, attention, patch, width, layers, trained[largest], of_row)
+        outside = 1.0 - of_layers / flops if flops else 1.0
+        return cls(flops, attention, patch, width, layers, trained[largest], of_row, outside)
 
     def kept(self, itemsize: int) -> float:
         """Bytes that a patch keeps for the backward: 17 elements of the width in each layer, as of a usual layer with
@@ -126,6 +149,31 @@ def price_of(source: ImageText, found: TableFile, itemsize: int) -> Price:
     return Price(tower.attention_flops / flops_ms, tower.flops / flops_ms, tower.kept(itemsize))
 
 
+def loads_by(source: ImageText, found: TableFile, itemsize: int) -> Callable[[Unit], Load]:
+    """Units in, their loads by the price and what it takes to share them out; arguments as of `price_of`."""
+    price, tower = price_of(source, found, itemsize), Tower.of(source)
+    sharing = sharing_of(source, found, tower, price, itemsize)
+
+    def load(unit: Unit) -> Load:
+        size = tower.size(unit)
+        us = price.us(size)
+        more = us if sharing is None else round(1e3 * (sharing.once + sharing.each * size.patches))
+        return Load(us, min(us, more))
+
+    return load
+
+
+def sharing_of(source: ImageText, found: TableFile, tower: Tower, price: Price, itemsize: int) -> Sharing | None:
+    """What it takes to share an image; None where that cannot be."""
+    if (cut := source.seam.cut) is None:
+        return None
+    latency_s, rate = LinkModel.of_table(found.links, 1).inside
+    ways, gathers = 2 if tower.learns else 1, len(cut.read) + 1
+    moved = ways * (tower.layers + gathers) * tower.width * itemsize  # layers: a quarter of four tensors
+    seconds = ways * (2 * tower.layers + gathers) * latency_s
+    return Sharing(1e3 * seconds, tower.outside * price.b + 1e3 * moved / rate)
+
+
 def with_room(source: ImageText, found: TableFile, memory: JobMemory, itemsize: int) -> TableFile:
     """The table with what loads keep in a first stage's memory, in tokens [Note: loads]: of the rank with the most of
     a micro-batch's images, as much as b says that it has patches."""
@@ -146,6 +194,11 @@ def image_tokens(source: ImageText, memory: JobMemory, scheme: ParallelScheme, i
     token = needs.per_token / needs.alive
     kept = tower.kept(itemsize) * tower.of_row / (scheme.tp * scheme.sp)
     return int(memory.max_length(scheme) / (1.0 + kept / token)) if token else memory.max_length(scheme)
+
+
+def heads_of(config: Any) -> int:
+    """Heads of a model's encoder; 0: its config does not say it."""
+    return _number(_vision_config(config), _HEADS)
 
 
 def _vision_config(config: Any) -> Any:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hydra.images.content import Columns, Images, Unit, is_video
+from ds_hydra.images.shared import Cut
 from ds_hydra.pipe.rows import Seen
 
 ENCODE = "get_image_features"  # what transformers' models call it
@@ -59,6 +60,7 @@ class Seam:
     inside: frozenset[str] = frozenset()  # parameters of it that run in the text's forward, on rows that are given
     seen: Seen | None = None  # in which layers tokens of an image see each other [Note: spans]
     video: int | None = None  # id of the placeholders of videos, where those are trained: by the same encoder
+    cut: Cut | None = None  # where ranks may share an image [Note: rows of a large image]
     draws: bool = False  # whether its encoder draws random numbers in training [Note: an encoder's draws]
 
     def of(self, name: str) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ds_hydra.images.seam import Seam
+from ds_hydra.images.shared import SHARED
 from ds_hydra.images.stage import ImageStage
 from ds_hydra.pipe.attention import interface as attention
 from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec, ShardRule
@@ -70,8 +71,11 @@ class ImageText(CausalLM):
         self.plan = _planned(self.plan, self.specs, own, self._refused, seen=self.seam.seen is not None)
 
     def refusing(self, verdicts: Mapping[str, str]) -> ImageText:
-        """The same model, which is not trained under the kinds of pipelines of which `verdicts` have a difference."""
+        """The same model, which is not trained under the kinds of pipelines of which `verdicts` have a difference, nor
+        are its images shared among ranks if there is one of that."""
         other = copy.copy(self)
+        if verdicts.get(SHARED):
+            other.seam = replace(self.seam, cut=None)
         other._refused = verdicts
         other._plan()
         return other

@@ -26,9 +26,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ds_hydra.costs.loads import EVERY
 from ds_hydra.images.content import Shown, ShownUnit, shown_of, together
 from ds_hydra.images.draws import UnitDraws
 from ds_hydra.images.seam import encoded
+from ds_hydra.images.shared import SharedRows
 from ds_hydra.pipe.models.causal_stage import CausalStage
 from ds_hydra.pipe.models.draws import Keys
 from ds_hydra.pipe.rows import MicroBatch
@@ -74,6 +76,9 @@ class ImageStage(CausalStage):
         for name, module in self.module.named_modules():
             if source.seam.of(name):
                 vars(module).pop("_call_impl", None)  # by which modules of this class draw for tokens
+        self._shared: SharedRows | None = None
+        if place.is_first and source.seam.cut is not None and place.stage.tp * place.stage.sp > 1:
+            self._shared = SharedRows(self.module, source.seam.cut, place)
         if place.is_first:
             layers: Any = self.module.get_submodule(source.layers_path)
             layers[0].register_forward_pre_hook(self._tied, with_kwargs=True, prepend=True)
@@ -134,15 +139,17 @@ class ImageStage(CausalStage):
         width = sum(self._seam.widths)
         found = torch.zeros((shown.rows, width), dtype=self._dtype, device=self._device)
         draws = self._draws_images and self.module.training
-        for units in _alike((unit for unit in shown.units if unit.owner == rank), alone=draws):
-            columns = {name: self._placed(column) for name, column in together(
-                [unit.unit.columns for unit in units], self._seam.layout).items()}  # fmt: skip
-            with UnitDraws(units[0].key) if draws else nullcontext():
-                rows = torch.cat(encoded(self.module, self._seam, columns), dim=-1)
+        # Shared ones first: all ranks of the stage begin with them.
+        of_all = [[unit] for unit in shown.units if unit.owner == EVERY]
+        own = _alike((unit for unit in shown.units if unit.owner == rank), alone=draws)
+        for units in (*of_all, *own):
+            rows = self._encoded(units, draws=draws)
+            parts = place.stage.tp * place.stage.sp if units[0].owner == EVERY else 1
             begin, taken, places = 0, list[Tensor](), list[Tensor]()
             for one in units:
-                taken.append(torch.arange(begin + one.start, begin + one.stop))
-                places.append(torch.arange(one.at, one.at + one.stop - one.start))
+                part = torch.arange(one.stop - one.start).tensor_split(parts)[rank % parts]
+                taken.append(begin + one.start + part)
+                places.append(one.at + part)
                 begin += one.unit.rows
             if begin != len(rows):
                 raise ConfigError(
@@ -160,6 +167,18 @@ class ImageStage(CausalStage):
         whole: Tensor = _Everybodys.apply(found, (place.tp_group, place.sp_group))
         self._tie = whole[:0].sum()
         return whole
+
+    def _encoded(self, units: Sequence[ShownUnit], *, draws: bool) -> Tensor:
+        """The rows of units, (rows, features of all leaves)."""
+        columns = {name: self._placed(column) for name, column in together(
+            [unit.unit.columns for unit in units], self._seam.layout).items()}  # fmt: skip
+        shared = units[0].owner == EVERY
+        if shared and self._shared is None:
+            raise ConfigError("an image is to be shared among ranks, which its encoder's layers do not allow")
+        drawn = UnitDraws(units[0].key) if draws else None
+        running = nullcontext() if not shared or self._shared is None else self._shared.running(drawn)
+        with drawn or nullcontext(), running:
+            return torch.cat(encoded(self.module, self._seam, columns), dim=-1)
 
     def _placed(self, column: Tensor) -> Tensor:
         return column.to(self._device, self._dtype if column.is_floating_point() else None)

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
+from ds_hydra.costs.loads import Load
 from ds_hydra.data.tokens import TokenSequence
 from ds_hydra.images.content import Images, Unit
 from ds_hydra.images.find import NEAR, Sample, Subject
 from ds_hydra.images.seam import numbered
+from ds_hydra.images.shared import SHARED
 from ds_hydra.images.source import ImageText
 from ds_hydra.pipe.models.refusals import failing
 from ds_hydra.pipe.shape import PipelineShape
@@ -55,14 +57,14 @@ class Trial:
             self.source = _Still(subject.model, subject.seam, StageOptions())
         self._data = self._made()
 
-    def _made(self) -> WithImages:
+    def _made(self, *, shared: bool = False) -> WithImages:
         samples = self._subject.samples
         tokens = tuple(sample.tokens.numpy() for sample in samples)
         lengths = [len(one) for one in tokens]
         packs = tuple(MicroBatchPlan.of_whole(pack, lengths) for pack in ([0, 2], [1, *range(3, len(samples))]))
-        return WithImages(tokens, packs, tuple(map(self._images, samples)))
+        return WithImages(tokens, packs, tuple(self._images(one, shared) for one in samples))
 
-    def _images(self, sample: Sample) -> Images:
+    def _images(self, sample: Sample, shared: bool) -> Images:
         subject, seam = self._subject, self._subject.seam
         if not sample.units:
             return seam.images()
@@ -71,6 +73,8 @@ class Trial:
         units = tuple(Unit(*one) for one in zip(sample.units, starts, sample.rows, strict=False))
         if seam.layout == "whole":
             units = (Unit(pixels, 0, sum(sample.rows)),)
+        # To share costs nothing here: a unit is shared where it is larger than others together.
+        units = tuple(u._replace(load=Load(u.rows, 0) if shared else Load.whole(u.rows)) for u in units)
         return seam.images(units, numbered(subject.model, seam, sample.tokens, pixels))
 
     def refused(self, kind: str) -> str:
@@ -80,8 +84,8 @@ class Trial:
 
     def difference(self, kind: str) -> str:
         """How a kind of pipeline is off the model's own forward, in a clause; empty: it is equal."""
-        shape = PipelineShape.parse("tp1" if kind == SLICES else kind)
-        data = self._data.in_slices() if kind == SLICES else self._data
+        shape = PipelineShape.parse({SLICES: "tp1", SHARED: "sp2"}.get(kind, kind))
+        data = self._data.in_slices() if kind == SLICES else self._made(shared=True) if kind == SHARED else self._data
         try:
             return self._compared(run_pipeline(self.source, uneven_pipeline(shape, self.source.plan.num_layers), data))
         except Exception as error:

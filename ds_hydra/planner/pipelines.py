@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.costs.loads import Loads, dealt_us, first_ranks
+from ds_hydra.costs.loads import Load, Loads, dealt_us, first_ranks
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
 from ds_hydra.plan.simulate import simulated_ms, slowest_of_whole
 from ds_hydra.plan.step_plan import MicroBatchPlan, Phase, PipelinePlan
@@ -116,9 +116,10 @@ def loaded(phase: Phase, loads: Loads, table: CostTable, tokens: Sequence[int]) 
     return made, simulated_ms((made,), table)
 
 
-def _units(batch: MicroBatchPlan, loads: Loads, tokens: Sequence[int]) -> list[float]:
+def _units(batch: MicroBatchPlan, loads: Loads, tokens: Sequence[int]) -> list[Load]:
     """Loads of the units of a micro-batch; of a slice the part that its tokens are of the sequence's."""
-    return [load * (stop - start) / tokens[at] for at, start, stop in batch.spans for load in loads[at]]
+    parts = ((at, (stop - start) / tokens[at]) for at, start, stop in batch.spans)
+    return [Load(part * one.us, part * one.more) for at, part in parts for one in loads[at]]
 
 
 def _slowest(timed: Sequence[TimedPipeline]) -> float:

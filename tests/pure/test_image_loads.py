@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import ds_hydra.planner.kernels as kernels
 from ds_hydra.costs.cost_table import CostTable, SchemeCost, table_file_from_record, table_record
-from ds_hydra.costs.loads import Lengths, Loads, dealt_us, first_ranks, loads_of
+from ds_hydra.costs.loads import EVERY, Lengths, Load, Loads, dealt, dealt_us, first_ranks, loads_of
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.plan.simulate import simulate_pipeline, simulate_plan
 from ds_hydra.plan.step_plan import MicroBatchPlan, Phase, PipelinePlan, StepPlan
@@ -52,8 +52,13 @@ def besides(pipeline: PipelinePlan, us: Sequence[int]) -> PipelinePlan:
 
 
 def loads_for(rng: np.random.Generator, count: int, most: int = 60_000) -> Loads:
-    """Of each of some sequences up to three units, of some none."""
-    return tuple(tuple(int(x) for x in rng.integers(1, most, rng.integers(0, 4))) for _ in range(count))
+    """Of each of some sequences up to three units, of some none; half of them can be shared."""
+
+    def load() -> Load:
+        us = int(rng.integers(1, most))
+        return Load(us, int(rng.integers(0, us)) if rng.random() < 0.5 else us)
+
+    return tuple(tuple(load() for _ in range(rng.integers(0, 4))) for _ in range(count))
 
 
 def optimum(instance: Instance, loads: Loads, strategy: StrategyShape) -> float:
@@ -164,7 +169,7 @@ def test_no_loads_leave_a_plan_as_it_is_to_the_bit() -> None:
 def test_loads_balance_pipelines_by_the_total() -> None:
     lengths = a800_batch(3)
     # Every other sequence has images, of about 5 ms each.
-    loads = [(5000,) * (length // 50) if place % 2 else () for place, length in enumerate(lengths)]
+    loads = [(Load.whole(5000),) * (length // 50) if place % 2 else () for place, length in enumerate(lengths)]
     plan = chosen(Lengths.of(lengths, loads))
     (blind,) = chosen(lengths).phases
     _, ms = loaded(blind, tuple(loads), CostTable.load(TABLES / "llama_7b_a800.json"), lengths)
@@ -175,7 +180,7 @@ def test_loads_balance_pipelines_by_the_total() -> None:
 
 def test_the_planners_process_plans_with_loads() -> None:
     instance = random_instance(np.random.default_rng(5))
-    lengths = Lengths.of(instance.lengths, [(40_000, 7_000)] * len(instance.lengths))
+    lengths = Lengths.of(instance.lengths, [(Load(40_000, 400), Load.whole(7_000))] * len(instance.lengths))
     recipe = PlanRecipe(instance.table, instance.strategies, PlannerOptions(kernels="compiled", highs="off"))
     service = PlannerService(recipe, ahead=1)
     try:
@@ -189,9 +194,36 @@ def test_the_planners_process_plans_with_loads() -> None:
 
 
 def test_units_are_dealt_out_the_largest_first() -> None:
-    assert [dealt_us([30, 20, 20, 10], ranks) for ranks in (1, 2, 8)] == [80, 40, 30]
-    assert loads_of(Lengths.of([3, 4], [(5,), ()])) == ((5,), ())
+    assert [dealt_us([*map(Load.whole, (30, 20, 20, 10))], ranks) for ranks in (1, 2, 8)] == [80, 40, 30]
+    assert loads_of(Lengths.of([3, 4], [([5, 2],), ()])) == ((Load(5, 2),), ())
     assert loads_of((3, 4)) == ()
+
+
+def test_units_that_others_would_wait_for_are_shared() -> None:
+    single, small = Load(30, 2), Load.whole(10)
+    assert [dealt([single], ranks) for ranks in (1, 2, 4)] == [([0], 30), ([EVERY], 17), ([EVERY], 9.5)]
+    assert dealt([small, single], 4) == ([0, EVERY], 19.5)
+    assert dealt([single] * 4, 4).us == 30, "of as many as ranks each has one"
+    assert dealt([single, single], 8) == ([EVERY, EVERY], 11.5)
+    assert dealt([Load(30, 27)], 8) == ([0], 30), "messages would take longer"
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([2, 3, 4, 8]))
+def test_sharing_is_a_choice(seed: int, ranks: int) -> None:
+    """What is dealt out adds up to what it takes; whole units take no less; and a unit that is left whole although it
+    could be shared is not what a step waits for alone, or sharing it besides would take as long."""
+    rng = np.random.default_rng(seed)
+    units = [one for held in loads_for(rng, 4) for one in held]
+    owners, us = dealt(units, ranks)
+    held = [sum(one.us for one, owner in zip(units, owners, strict=True) if owner == rank) for rank in range(ranks)]
+    shared = [one for one, owner in zip(units, owners, strict=True) if owner == EVERY]
+    assert us == pytest.approx(max(held) + sum(one.shared_by(ranks) for one in shared))
+    assert sum(one.us for one in units) / ranks <= us + 1e-6
+    assert us <= dealt_us([Load.whole(one.us) for one in units], ranks)
+    longest = max((one for one, owner in zip(units, owners, strict=True) if owner != EVERY), default=None)
+    if longest is not None and longest.us > sum(held) - longest.us:
+        assert us <= sum(one.shared_by(ranks) for one in (*shared, longest)) + (sum(held) - longest.us) + 1e-6
 
 
 def test_impossible_times_besides_are_refused() -> None:
@@ -241,4 +273,4 @@ def test_images_that_keep_too_much_are_refused() -> None:
         validate_plan(plan, CostTable((cost,)), 1)
     planner = Planner(CostTable((cost,)), [StrategyShape.parse("tp1")], PlannerOptions(kernels="pure"))
     with pytest.raises(PlanError, match="In this step the largest MaxLen is 82, of 150 without images"):
-        planner.plan(0, [0], Lengths.of([100], [(4000,)]))
+        planner.plan(0, [0], Lengths.of([100], [(Load.whole(4000),)]))

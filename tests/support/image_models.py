@@ -33,6 +33,10 @@ MODELS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
     "qwen2_vl": ("Qwen2VLForConditionalGeneration", "qwen2_vl", {
         **_TOKENS, "text_config": {**_TEXT, "rope_parameters": _MROPE, "model_type": "qwen2_vl_text"},
         "vision_config": {**_QWEN, "embed_dim": WIDTH, "hidden_size": WIDTH, "mlp_ratio": 2}}),
+    "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", {  # a window has 4 x 4 patches
+        **_TOKENS, "text_config": {**_TEXT, "rope_parameters": _MROPE, "model_type": "qwen2_5_vl_text"},
+        "vision_config": {**_QWEN, "hidden_size": WIDTH, "intermediate_size": 48, "out_hidden_size": WIDTH,
+                          "window_size": 16, "fullatt_block_indexes": [1]}}),
     "qwen3_vl": ("Qwen3VLForConditionalGeneration", "qwen3_vl", {
         **_TOKENS, "text_config": {**_TEXT, "rope_parameters": {**_MROPE, "mrope_interleaved": True}},
         "vision_config": {**_QWEN, "hidden_size": WIDTH, "intermediate_size": 48, "out_hidden_size": WIDTH,
