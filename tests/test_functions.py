@@ -12,11 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 from transformers.models.qwen3_next import modeling_qwen3_next as modeling
 
 from ds_hydra.config.hydra_block import HydraConfig
+from ds_hydra.costs.analytic import estimate_activations
 from ds_hydra.engine.checked import check_candidates
 from ds_hydra.pipe.fused import Gated, rms_norm, rotate
 from ds_hydra.pipe.models.causal_lm import CausalLM
@@ -289,6 +291,19 @@ def test_layers_keep_less() -> None:
     less = 2 * (4 + 2 - 2) * config.hidden_size + 2 * config.intermediate_size
     assert kept["off"] - kept["auto"] == pytest.approx(less, rel=0.1)
     assert kept["auto"] - kept["recompute"] == pytest.approx(2 * config.intermediate_size, rel=0.02)
+
+
+@pytest.mark.parametrize(("functions", "tensors"), [("off", 4), ("auto", 3), ("recompute", 2)])
+def test_tensors_of_gates_are_as_many_as_the_memory_model_is_told(functions: str, tensors: int) -> None:
+    """Each is a sixth of a layer at least; the estimate is within a twelfth of what is counted."""
+    config = LlamaConfig(hidden_size=64, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+                         num_key_value_heads=4, vocab_size=128)  # fmt: skip
+    source = CausalLM(LlamaForCausalLM(config).bfloat16(), StageOptions(functions=functions))
+    counted = kept_bytes(StageTimer(source, ParallelScheme(pp=4), 1, CPU, torch.bfloat16), (256,)) / 256
+    found = source.functions
+    assert found.of_gates == tensors
+    estimated = estimate_activations(64, 512, 4, 4, 2, 1, 1, short_norms=bool(found.norms), of_gates=found.of_gates)
+    assert estimated.layer == pytest.approx(counted, rel=1 / 12)
 
 
 @pytest.mark.parametrize("functions", ["auto", "recompute", "off"])

@@ -304,6 +304,19 @@ def estimate_activations(
     )  # fmt: skip
 
 
+def twin_bytes(plan: ModelPlan, sizes: LayerSizes, hidden: int, tokens: int, vocab: int, param_bytes: int) -> int:
+    """Bytes of a model that runs forward and backward on so many tokens by its own code [Note: the twin]: what its
+    layers keep, and either logits with what becomes of them in FP32, or logits, their gradient and a weight's, of which
+    autograd may make another before it hands it out."""
+    heads = max(1, plan.num_heads)
+    layer = estimate_activations(
+        hidden, sizes.inner, heads, plan.num_kv_heads or heads, param_bytes, 1, 1, width=sizes.width, boxes=plan.boxes
+    ).layer
+    largest = max(param.numel for param in _params(plan))
+    ends = max(tokens * vocab * (param_bytes + 16), 2 * (tokens * vocab + largest) * param_bytes)
+    return round(tokens * plan.num_layers * layer) + ends
+
+
 def _computed_again(
     stream: float, again: float, tile: float, slices: float, state: float, fetched: bool
 ) -> Activations:

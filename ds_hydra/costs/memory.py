@@ -19,7 +19,11 @@ with the stages of the embeddings and of the head counted by themselves); and it
 stages. Activations and transient grow with the tokens of a micro-batch; MaxLen is where the sum meets the device's
 bytes less a margin.
 
-They are counted from the plans that the transfers follow, message by message, and not from a formula: contributors to a
+When all activations are gone the optimizer makes its update; and before some updates each rank runs all layers of the
+user's own model beside a copy, on a few tokens [Note: the twin]. A rank without memory for that goes without, and says
+so. So it counts up to what is free, and no plan is refused for it.
+
+Buffers of messages are counted from the plans that these follow, one by one, and not from a formula: contributors to a
 shard differ from rank to rank where pipelines do. Example, a model of 7B parameters on 64 ranks: under `4*tp16` each
 owner receives 4 contributions, under `tp16 + 48*tp1` 49 of them, with 12 times the memory.
 """
@@ -243,6 +247,7 @@ class Needs:
     sent: float  # per token, held only because it is on its way to another stage
     state: float = 0.0  # bytes of one layer, that a slice which others follow keeps of states and their gradients
     update: int = 0  # while the optimizer makes one, when activations are gone
+    twin: int = 0  # between a backward and an update, where there is memory for it
     tile: float = 0.0  # bytes that a tile of rows takes while it computes [Note: tiles]
     tile_tokens: float = 0.0  # that fill it
     gone: float = 0.0  # per token, of what is kept: what follows the layers, free when they compute their backward
@@ -261,7 +266,7 @@ class Needs:
     def held(self, kept_tokens: float, num_tokens: int) -> int:
         """All bytes with so many tokens kept at once, while one of micro-batches of up to `num_tokens` computes."""
         computing = math.ceil(self.per_token / self.alive * kept_tokens + self.on_top(num_tokens) + self.head_kept)
-        return self.states + max(self.update, computing)
+        return self.states + max(self.update, self.twin, computing)
 
     def on_top(
         self, num_tokens: int, *, again: bool = False, given_back: float = 0.0, head: bool = True, logits: bool = True
@@ -348,6 +353,7 @@ class JobMemory:
     copies_on_host: bool = False  # all of these but the gradient
     run: int = 0  # elements of masters on the host that come to the device for an update at once; 0: they stay there
     saves: bool = False  # whether a save in the background copies masters and states to the host
+    twin_bytes: int = 0  # of the user's model while it runs beside its copy
     expert_imbalance: float = EXPERT_IMBALANCE  # rows of the busiest rank of those that share experts, over even ones
     strategies: Mapping[StrategyShape, Strategy] = field(default_factory=dict)
     arena: tuple[tuple[int, int], ...] = ()  # elements of parameters and gradients that each rank keeps room for anyway
@@ -451,13 +457,12 @@ class JobMemory:
         head = rows * of_head.trained * (wide if self.plain_head else 2 * self.param_bytes) if last else 0
         # Several forwards before a backward: never where whole micro-batches run under 1F1B and its like.
         waits = self.plain_head and (self.slices or any(weighs(one.schedule) for one in alike))
+        free = self.capacity_of(scheme, index) - masters - optimizer - held.total
         return Needs(
             scheme,
             index,
             masters=masters, optimizer=optimizer,
-            params=held.params,
-            grads=held.grads,
-            scratch=held.scratch,
+            params=held.params, grads=held.grads, scratch=held.scratch,
             head=head,
             head_kept=head if waits else 0,
             tied=tied,
@@ -478,6 +483,7 @@ class JobMemory:
             host=alive * (layers - (index > 0)) * kept.host,
             host_states=host_states,
             update=self.update_bytes * share + runs,
+            twin=int(max(0, min(self.twin_bytes, free))),
         )  # fmt: skip
 
     def _states(self, share: int, frozen: int) -> tuple[int, int, int, int]:

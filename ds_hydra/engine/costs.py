@@ -17,12 +17,20 @@ from typing import TYPE_CHECKING
 import torch
 
 from ds_hydra.config.hydra_block import HydraConfig
-from ds_hydra.costs.analytic import ASSUMED, ModelShape, analytic_cost_table, estimate_activations, layer_sizes
+from ds_hydra.costs.analytic import (
+    ASSUMED,
+    ModelShape,
+    analytic_cost_table,
+    estimate_activations,
+    layer_sizes,
+    twin_bytes,
+)
 from ds_hydra.costs.cost_table import CostTable, TableFile, check_job, read_table_file
 from ds_hydra.costs.job_fingerprint import JobFingerprint
 from ds_hydra.costs.memory import EXPERT_IMBALANCE, Activations, JobMemory, Shape, gibibytes
 from ds_hydra.costs.shape_costs import of_one_kind, spreading_rows, used_schemes, with_shapes
 from ds_hydra.engine.plugs import plugged
+from ds_hydra.host.kept_model import TWIN_TOKENS
 from ds_hydra.host.optimizers import update_bytes
 from ds_hydra.pipe.attention.backends import NAME as FLASH_3
 from ds_hydra.pipe.attention.backends import choose_backend, flash_3_runs, torch_varlen
@@ -141,15 +149,16 @@ def job_memory(
     """
     config, functions = (getattr(source, name, None) for name in ("text_config", "functions"))
     figures: dict[tuple[int, int], Activations] = {}
-    for tp, sp in {(scheme.tp, scheme.sp) for scheme in schemes}:
-        if measured and (tp, sp) in measured:
-            figures[tp, sp] = measured[tp, sp]
-            continue
-        if config is None:
-            figures[tp, sp] = Activations(0.0, 0.0, 0.0)
-            continue
-        heads, hidden = max(1, source.plan.num_heads), config.hidden_size
+    hidden, twin = getattr(config, "hidden_size", 0), 0  # a layer list's runs beside no copy
+    if config is not None:
         sizes = layer_sizes(source.plan, hidden, config)
+        vocab = 1 if source.valued else source.vocab_size or 1
+        twin = twin_bytes(source.plan, sizes, hidden, TWIN_TOKENS, vocab, dtype.itemsize)
+    for tp, sp in {(scheme.tp, scheme.sp) for scheme in schemes}:
+        if config is None or (tp, sp) in (measured or {}):
+            figures[tp, sp] = (measured or {}).get((tp, sp), Activations(0.0, 0.0, 0.0))
+            continue
+        heads = max(1, source.plan.num_heads)
         figures[tp, sp] = estimate_activations(
             hidden, sizes.inner, heads, source.plan.num_kv_heads or heads, dtype.itemsize, tp, sp,
             width=sizes.width, boxes=source.plan.boxes,
@@ -165,7 +174,7 @@ def job_memory(
         wire_bytes=wire_dtype.itemsize if wire_dtype else None, node_size=node_size,
         plain_head=getattr(source, "token_loss", None) is None, serial=serial, phases=phases,
         copies=copies, copies_on_host=copies_on_host, expert_imbalance=expert_imbalance, host_bytes=host_bytes,
-        run=host_states.RUN if states_on_host else 0, saves=saves,
+        run=host_states.RUN if states_on_host else 0, saves=saves, twin_bytes=twin,
     )  # fmt: skip
 
 

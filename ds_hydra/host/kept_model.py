@@ -47,7 +47,7 @@ from ds_hydra.zero_hetero.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_TOKENS = 128  # of a step that a twin sees
+TWIN_TOKENS = 128  # of a step that a twin sees
 _AT_SIGNS = 2048  # where something was changed, such as a window; fewer where there is no memory for so many
 _SHARE = 0.01  # of a job's time that it may take
 _OFFSETS = 4096  # at which windows of a row begin
@@ -104,7 +104,7 @@ class KeptModel:
                         self._twin.copied.get_buffer(f"{path}.{key}").copy_(buffer)
         return found
 
-    def now(self, step: int = 0, tokens: Tensor | None = None, longest: int = _TOKENS) -> ModelNow:
+    def now(self, step: int = 0, tokens: Tensor | None = None, longest: int = TWIN_TOKENS) -> ModelNow:
         """What has changed before the update of `step`, and which trained parameters require no gradient any more.
         `tokens` (1, any) of it, whose `longest` sequence has so many."""
         took = time.perf_counter() - self._ended if self._ended else 0.0
@@ -165,11 +165,11 @@ class KeptModel:
     def _compared(self, tokens: Tensor | None, longest: int, at_sign: bool) -> tuple[str, frozenset[str]]:
         """As `Twin.differs`."""
         assert self._twin is not None, "asked by who has one"
-        if at_sign and longest > _TOKENS:
+        if at_sign and longest > TWIN_TOKENS:
             with suppress(torch.OutOfMemoryError):
                 return self._twin.differs(tokens, min(_AT_SIGNS, longest), counting=True)
         try:
-            return self._twin.differs(tokens, min(_TOKENS, longest), counting=at_sign)
+            return self._twin.differs(tokens, min(TWIN_TOKENS, longest), counting=at_sign)
         except torch.OutOfMemoryError as error:
             raise _CannotRun(failing(error)) from error
 

@@ -14,11 +14,18 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 import tools.edits.trial  # noqa: F401  (enters all edits)
+from ds_hydra.engine.costs import job_memory
+from ds_hydra.host import kept_model
 from ds_hydra.host.kept_model import KeptModel, Twin
 from ds_hydra.pipe.models.adapted import base_of
+from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.pipe.stage_options import StageOptions
+from ds_hydra.profiling.stage_memory import Allocations
 from ds_hydra.step.update import ModelNow
 from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -44,6 +51,25 @@ def blind(model: nn.Module, dtype: torch.dtype = torch.float64) -> KeptModel:
     watched._changed, watched._every, watched._ended = dict, 1, time.perf_counter()
     watched._set_pace = lambda *_: None
     return watched  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("layers", "words"), [(8, 512), (2, 8192)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_run_beside_the_copy_holds_is_what_the_memory_model_counts(
+    layers: int, words: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where layers are most of it, and where logits and gradients of the vocabulary are. A CPU makes a wide copy of a
+    tensor for a mark of it, and a GPU none."""
+    config = LlamaConfig(hidden_size=256, intermediate_size=896, num_hidden_layers=layers, num_attention_heads=8,
+                         num_key_value_heads=2, vocab_size=words, tie_word_embeddings=False)  # fmt: skip
+    model = LlamaForCausalLM(config).to(dtype)
+    source = CausalLM(model, StageOptions())
+    memory = job_memory(source, [ParallelScheme()], 1, 2**40, dtype)
+    twin = Twin(model, {name: name for name, _ in model.named_parameters()}, dtype, (), torch.device("cpu"))
+    monkeypatch.setattr(kept_model, "_mark", lambda tensor: tensor.detach().flatten()[:2].long())
+    with Allocations(torch.device("cpu")) as found:
+        twin.differs(torch.arange(words)[None], kept_model.TWIN_TOKENS, counting=False)
+    assert memory.twin_bytes == pytest.approx(found.peak, rel=0.05)
 
 
 # Edits of values are refused as they are made, where the masters have them; what is frozen is honoured.

@@ -324,6 +324,18 @@ def test_estimated_shares_of_memory_are_those_of_the_layer() -> None:
     assert (again.until_weight, again.context) == (0.0, (8 + 4) / 2)
 
 
+def test_a_run_of_the_model_beside_its_copy_fills_what_is_free_and_refuses_nothing() -> None:
+    scheme, alone = ParallelScheme(), job(1)
+    needs, limit = alone.needs(scheme, 0), alone.max_length(scheme)
+    more = needs.total(1) - needs.states + 1000
+    beside = job(1, twin_bytes=more)
+    assert beside.needs(scheme, 0).total(1) == needs.total(1) + 1000
+    assert beside.needs(scheme, 0).total(limit) == needs.total(limit), "a step's activations are more, and gone by then"
+    filling = job(1, twin_bytes=2**40)
+    assert filling.needs(scheme, 0).total(1) == int(alone.capacity)
+    assert filling.max_length(scheme) == limit
+
+
 def test_states_that_do_not_fit_give_zero_and_no_device_gives_an_error() -> None:
     assert job(8, device=2**20).max_length(ParallelScheme()) == 0
     with pytest.raises(ConfigError, match="device_bytes"):
