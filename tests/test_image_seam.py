@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaForCausalLM
 
 from ds_hydra.costs.analytic import analytic_cost_table, model_shape
@@ -25,7 +26,7 @@ from ds_hydra.images.draws import UnitDraws
 from ds_hydra.images.find import Subject, subject_of
 from ds_hydra.images.load import Tower, image_tokens, loads_by, price_of, sharing_of, with_room
 from ds_hydra.images.measure import measured
-from ds_hydra.images.seam import Seam
+from ds_hydra.images.seam import Seam, encoded
 from ds_hydra.images.shared import SHARED, Cut, SharedRows
 from ds_hydra.images.source import ImageText
 from ds_hydra.images.stage import ImageStage
@@ -81,6 +82,18 @@ def test_what_an_encoder_takes_is_measured_and_what_it_holds_is_counted(frozen: 
     assert price.b > 0.0
     assert bool(price.keep) is bool(tower.kept(4)) is not frozen
     assert frozen or 0.5 < price.keep / tower.kept(4) < 2.0
+    counted, unit = FlopCounterMode(display=False), subject("qwen2_vl").samples[0].units[1]
+    model.set_attn_implementation("eager")  # whose products are counted
+    with counted:
+        rows = torch.cat(
+            encoded(model, source.seam, {n: c.float() if c.is_floating_point() else c for n, c in unit.items()})
+        )
+        if not frozen:
+            rows.sum().backward()
+    size = tower.size(Unit(unit, 0, 1))
+    flops = tower.flops * size.patches + tower.attention_flops * size.squares
+    # Of pixels there are no gradients, and plain attention keeps what others compute again.
+    assert 0.85 < counted.get_total_flops() / flops < 1.0 + 1e-9
     # An image of four times the patches takes more than twice as long, and a video less than as many patches at once.
     film = Unit({"pixel_values_videos": torch.zeros(256, 1), "video_grid_thw": torch.tensor([[4, 8, 8]])}, 0, 64)
     large, small = (Unit({"image_grid_thw": torch.tensor([[1, n, n]])}, 0, n * n // 4) for n in (16, 8))

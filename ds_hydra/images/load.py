@@ -2,10 +2,10 @@
 
 [Note: price of an image]
 Encoding p patches, of which each attends to q, takes a * p * q + b * p, forward and backward: of a still image q is p,
-of a video the patches of a frame. Where nothing was measured, b is 6 FLOPs for a patch and each weight, and a is 14
-FLOPs for a layer and each feature of its width, as no part is masked; a frozen encoder runs forward alone, at 2 and 4,
-and one that is frozen but for adapters computes no weights' gradients, at 4 and 14. A device does as many of them in a
-second as the cost table says that it does of the text's.
+of a video the patches of a frame. Where nothing was measured, b is 6 FLOPs for a patch and each weight, or for a row of
+features and each weight behind the layers, and a is 14 FLOPs for a layer and each feature of its width, as no part is
+masked; a frozen encoder runs forward alone, at 2 and 4, and one that is frozen but for adapters computes no weights'
+gradients, at 4 and 14. A device does as many of them in a second as the cost table says that it does of the text's.
 
 An example: 0.45e9 weights in 27 layers of width 1,152 at 150 TFLOP/s take a picture of 1,024 tokens, which is 4,096
 patches, 18e-3 * 4096 + 2.9e-6 * 4096^2 = 74 + 49 ms.
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 _LAYERS = ("num_hidden_layers", "depth", "num_layers", "n_layers", "vt_num_hidden_layers")
 _WIDTHS = ("embed_dim", "hidden_size", "vt_hidden_size", "width")
-
 _HEADS = ("num_attention_heads", "num_heads", "vt_num_attention_heads")
 
 
@@ -99,15 +98,18 @@ class Tower(NamedTuple):
         each = {root: (2.0 if not trained[root] else 4.0 if root in adapted else 6.0) for root in roots}
         attention = (14.0 if trained[largest] else 4.0) * width * layers
         patch = _number(config, ("patch_size",))
-        flops, seam = sum(each[root] * count for root, count in weights.items()), source.seam
-        within = "" if seam.cut is None else f"{seam.cut.layers}."
-        of_layers = sum(each[root] * p.numel for root, params in roots.items() for p in params
-                        if len(p.shape) > 1 and within and p.name.startswith(within))  # fmt: skip
+        seam = source.seam
         of_row = float(seam.per_row)
         if seam.layout not in ("grid", "padded", "strip"):
             side = _number(config, ("image_size",)) // patch if patch else 0
             of_row = side * side / seam.per_row if seam.per_row else 0.0
-        outside = 1.0 - of_layers / flops if flops else 1.0
+        within, inside, beside = "" if seam.cut is None else f"{seam.cut.layers}.", 0.0, 0.0
+        for root, param in ((root, p) for root, params in roots.items() for p in params if len(p.shape) > 1):
+            if not within or param.name.startswith(within):
+                inside += each[root] * param.numel
+            else:  # linear layers behind the others run for rows of features
+                beside += each[root] * param.numel / (max(1.0, of_row) if len(param.shape) == 2 else 1.0)
+        flops, outside = inside + beside, beside / max(1.0, inside + beside)
         return cls(flops, attention, patch, width, layers, trained[largest], of_row, outside)
 
     def kept(self, itemsize: int) -> float:

@@ -126,7 +126,7 @@ class SharedRows:
         unit = self._unit
         if unit is None:
             return None
-        hidden = args[0] if args else kwargs["hidden_states"]
+        hidden = args[0] if args else kwargs[_first(kwargs)]
         if not unit.rows:
             self._begin(unit, hidden.shape[-2])
         unit.ends = (0, unit.rows)
@@ -135,7 +135,7 @@ class SharedRows:
         self._attend_by(_NAME)
         if args:
             return (hidden, *(_own(unit, one) for one in args[1:])), {k: _own(unit, one) for k, one in kwargs.items()}
-        return (), {k: hidden if k == "hidden_states" else _own(unit, one) for k, one in kwargs.items()}
+        return (), {k: hidden if k == _first(kwargs) else _own(unit, one) for k, one in kwargs.items()}
 
     def _begin(self, unit: _Unit, rows: int) -> None:
         """Rows [start, stop) for this rank: of equal parts one for each block of the last hop, and of that one."""
@@ -202,6 +202,11 @@ def _hop(attend: Attend, pack: Pack) -> Attend:
         return over_heads(group.q, group.k, group.v, pack, inside, BOTH)
 
     return exchanged
+
+
+def _first(kwargs: dict[str, Any]) -> str:
+    """Under which name a layer is given hidden states, which has no arguments without one."""
+    return next(name for name, value in kwargs.items() if isinstance(value, Tensor))
 
 
 def _own(unit: _Unit, value: Any) -> Any:
@@ -288,7 +293,7 @@ def _read(layer: nn.Module, following: nn.Module, made: Callable[[], Sequence[Te
         return nothing if isinstance(out, Tensor) else type(out)((nothing, *out[1:]))
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return ((kept[-1], *args[1:]), kwargs) if args else ((), {**kwargs, "hidden_states": kept[-1]})
+        return ((kept[-1], *args[1:]), kwargs) if args else ((), {**kwargs, _first(kwargs): kept[-1]})
 
     handles = [
         layer.register_forward_hook(leave, prepend=True), following.register_forward_pre_hook(enter, with_kwargs=True)
