@@ -35,10 +35,12 @@ from ds_hydra.images.units import taken
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.models.refusals import find_layers
 from ds_hydra.pipe.rows import Seen
-from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
 from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.pipe.tensor_parallel import usual_plan
 from ds_hydra.pipe.ulysses import AllToAll
+from ds_hydra.self_check.runs import run_pipeline
+from ds_hydra.self_check.schemes import uneven_pipeline
 from ds_hydra.self_check.shrink import rotary_sections
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.image_models import FILM, MODELS, batch_of, image_model, sample
@@ -408,3 +410,32 @@ def test_a_projector_that_runs_in_the_texts_forward_is_counted_once_over_tensor_
 @pytest.mark.parametrize("kind", TABLE)
 def test_a_class_is_equal_or_refused_with_its_reason(kind: str) -> None:
     assert verdict_of(kind, ("tp1",)).startswith(TABLE[kind])
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize(
+    ("shape", "heads", "hops"),
+    [("tp2sp2", 4, (2, 2)), ("tp2sp2", 3, (2,)), ("tp4sp2", 2, (2, 4)), ("tp2sp3", 4, (2, 3))],
+)
+def test_ranks_share_an_image_whatever_its_heads(shape: str, heads: int, hops: tuple[int, ...]) -> None:
+    """In two hops; in one, where neither hop divides the heads; by sequence parallel ranks first, where they do; and by
+    rows of queries where the ranks of the second hop do not."""
+    of_class = MODELS["qwen2_vl"][2]
+    vision, text = (
+        {**of_class["vision_config"], "num_heads": heads},
+        {**of_class["text_config"], "num_key_value_heads": 4},
+    )
+    vision["embed_dim"] = 8 * heads
+    trial, found = Trial(subject_of(image_model("qwen2_vl", vision_config=vision, text_config=text))), set()
+    source, begin = trial.source, SharedRows._begin
+    assert source.seam.cut is not None
+    source.seam = replace(source.seam, cut=source.seam.cut._replace(heads=heads))
+
+    def began(self: Any, unit: Any, rows: int) -> None:
+        begin(self, unit, rows)
+        found.add(tuple(pack.sp for pack in unit.packs))
+
+    pipeline = uneven_pipeline(PipelineShape.parse(shape), source.plan.num_layers)
+    with mock.patch.object(SharedRows, "_begin", began):
+        assert not trial._compared(run_pipeline(source, pipeline, trial._made(shared=True)))
+    assert found == {hops}
