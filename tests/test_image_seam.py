@@ -16,14 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaForCausalLM
+from transformers.models.qwen2_audio import modeling_qwen2_audio
 
 from ds_hydra.costs.analytic import analytic_cost_table, model_shape
 from ds_hydra.costs.cost_table import TableFile, table_file_from_record
 from ds_hydra.engine.costs import job_memory
 from ds_hydra.images import content, shared, stage
+from ds_hydra.images import seam as seam_module
 from ds_hydra.images.content import Unit
 from ds_hydra.images.draws import UnitDraws
-from ds_hydra.images.find import Subject, subject_of
+from ds_hydra.images.find import Listener, Subject, subject_of
 from ds_hydra.images.load import Tower, image_tokens, loads_by, price_of, sharing_of, with_room
 from ds_hydra.images.measure import measured
 from ds_hydra.images.seam import Seam, encoded
@@ -39,11 +41,12 @@ from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
 from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.pipe.tensor_parallel import usual_plan
 from ds_hydra.pipe.ulysses import AllToAll
+from ds_hydra.self_check.precision import doubled
 from ds_hydra.self_check.runs import run_pipeline
 from ds_hydra.self_check.schemes import uneven_pipeline
 from ds_hydra.self_check.shrink import rotary_sections
 from ds_hydra.zero_hetero.errors import ConfigError
-from tests.support.image_models import FILM, MODELS, batch_of, image_model, sample
+from tests.support.image_models import AUDIO, FILM, HEARD, MODELS, WIDTH, batch_of, image_model, sample
 from tools.image_classes import default_model, verdict_of
 
 
@@ -63,6 +66,19 @@ def test_the_seam_is_found_by_trying() -> None:
     assert any("layers.1." in name for name in llava.silent)  # its features are those of the layer before
     assert (qwen.video, llava.video) == (121, None)
     assert (internvl.form, smolvlm.layout) == ("tensor", "beside")
+
+
+def test_where_rows_of_clips_enter_is_found_by_trying() -> None:
+    whisper, windows, omni = (subject(name).seam for name in ("qwen2_audio", "qwen3_asr", "qwen_omni"))
+    assert [seam.audio and seam.audio.columns[0] for seam in (whisper, windows, omni)] == 3 * ["input_features"]
+    assert [seam.audio and seam.audio.entry for seam in (whisper, windows, omni)] == 3 * ["model.language_model"]
+    assert [seam.audio and seam.audio.masked for seam in (whisper, windows, omni)] == [False, True, True]
+    assert whisper.clips_alone
+    assert windows.clips_alone
+    assert not omni.clips_alone
+    assert omni.only == (("model.visual",), ("model.audio_tower",))
+    assert subject("gemma4").seam.audio is None
+    assert "no clip" in subject("gemma4").seam.unheard
 
 
 @pytest.mark.drawn
@@ -214,9 +230,22 @@ def _neighbours(self: Any, of: Any = content._Row._units) -> Iterator[Any]:
                 for one, other in zip(units, turned, strict=True))  # fmt: skip
 
 
-def _turned(self: Any, tokens: Any, of: Any = content._Row._videos) -> Tensor:
-    videos: Tensor = of(self, tokens)
-    return videos.roll(1)
+def _neighbours_sound(model: Any, audio: Any, columns: Any, rows: int, of: Any = seam_module.clip_rows) -> Tensor:
+    values = columns[audio.columns[0]]
+    sound: Tensor = of(model, audio, {**columns, audio.columns[0]: values.roll(1, 0) + 0.1 * (len(values) == 1)}, rows)
+    return sound
+
+
+def _unmasked(model: Any, audio: Any, columns: Any, rows: int, of: Any = seam_module.clip_rows) -> Tensor:
+    """Attention over padding, and as many rows as before."""
+    with mock.patch.object(modeling_qwen2_audio, "create_bidirectional_mask", return_value=None):
+        heard: Tensor = of(model, audio, columns, rows)
+    return heard
+
+
+def _turned(self: Any, tokens: Any, of: Any = content._Row._ids) -> Tensor:
+    ids: Tensor = of(self, tokens)
+    return ids.roll(1)
 
 
 def _shifted(self: Any, of: Any = content._Row._positions) -> Tensor | None:
@@ -277,7 +306,10 @@ MUTANTS = {
     "tokens of an image see those before them alone": (
         "gemma3", "tp1", _patch(content, "_runs", lambda marks, offsets: ())),
     "images side by side are one": ("gemma3", "tp1", _patch(content, "_runs", _joined)),
-    "rows of a video are those of an image": ("qwen2_vl", "tp1", _patch(content._Row, "_videos", _turned)),
+    "a clip's neighbour is heard": ("qwen2_audio", "tp1", _patch(seam_module, "clip_rows", _neighbours_sound)),
+    "a mask of frames is dropped": ("qwen2_audio", "tp1", _patch(seam_module, "clip_rows", _unmasked)),
+    "rows of a clip are those of an image": ("qwen_omni", "tp1", _patch(content._Row, "_ids", _turned)),
+    "rows of a video are those of an image": ("qwen2_vl", "tp1", _patch(content._Row, "_ids", _turned)),
     "features' gradient is dropped": ("llava", "tp1", _patch(ImageStage, "_rows", _dropped)),
     "an axis of positions is shifted": ("qwen2_vl", "tp1", _patch(content._Row, "_positions", _shifted)),
     "an image is encoded twice": ("llava", "tp2", _patch(content, "_dealt", _dealt_twice)),
@@ -386,6 +418,61 @@ def test_patches_that_stand_side_by_side_are_cut_by_their_images() -> None:
     assert second.columns["target_sizes"].tolist() == [[4, 4]]
 
 
+def test_clips_of_a_batch_go_to_the_sequences_that_have_their_placeholders() -> None:
+    samples = [sample("qwen3_asr", widths, 4, at) for at, widths in enumerate(((HEARD, HEARD + 2), (), (HEARD + 1,)))]
+    seam = subject("qwen3_asr").seam
+    batch = batch_of("qwen3_asr", samples)
+    found = taken(batch, seam).units
+    assert [[(unit.first, unit.rows) for unit in units] for units in found] == [[(0, 5), (5, 16)], [], [(0, 10)]]
+    for unit, one in zip((*found[0], *found[2]), (*samples[0].pictures, *samples[2].pictures), strict=True):
+        own = one.columns["input_features"]
+        assert torch.equal(unit.columns["input_features"][..., : own.shape[-1]], own)
+        assert int(unit.columns["input_features_mask"].sum()) == int(one.columns["input_features_mask"].sum())
+    # Two windows of one recording, whose placeholders stand side by side.
+    ids = torch.tensor([[7, *[AUDIO] * 26, 7], [7, *[AUDIO] * 13, *[7] * 14]])
+    windows = {"input_features": torch.randn(3, 8, 100), "input_features_mask": torch.ones(3, 100)}
+    halves = taken({"input_ids": ids, **windows}, seam).units
+    assert [[(unit.first, unit.rows) for unit in units] for units in halves] == [[(0, 13), (13, 13)], [(0, 13)]]
+    windows["input_features_mask"][1, 40:] = 0
+    ids = torch.tensor([[7, *[AUDIO] * 18, 7], [7, *[AUDIO] * 13, *[7] * 6]])
+    with pytest.raises(ConfigError, match="2 runs of tokens 124 stand for rows of audio, but there are 3 clips"):
+        taken({"input_ids": ids, **windows}, seam)
+    alone = taken([{"input_ids": ids[:1], **{name: column[:2] for name, column in windows.items()}}], seam).units
+    assert [(unit.first, unit.rows, len(unit.columns["input_features"])) for unit in alone[0]] == [(0, 18, 2)]
+    with pytest.raises(ConfigError, match=r"its images are trained, but no such videos or audio .its config names no"):
+        taken({**batch_of("llava", [sample("llava", (0,), 4, 1)]), "input_features": torch.zeros(1)},
+              replace(subject("llava").seam, unheard="its config names no token"))  # fmt: skip
+    with pytest.raises(ConfigError, match="its clips are trained, but no images"):
+        taken({**batch, "pixel_values_videos": torch.zeros(1)}, seam)
+
+
+def test_a_norm_over_all_clips_of_a_batch_is_refused() -> None:
+    model = image_model("qwen2_audio")
+    projector = model.model.multi_modal_projector
+    projector.linear = nn.Sequential(projector.linear, _Norm(WIDTH).double())
+    with doubled(), pytest.raises(ConfigError, match=r"depends on the clips beside it: .*linear.1 takes its mean"):
+        Listener(model.eval(), "Own")
+
+
+class _Norm(nn.BatchNorm1d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+
+def test_what_a_clip_takes_follows_from_what_its_encoder_sees() -> None:
+    for name, tokens in (("qwen2_audio", [15, 15]), ("qwen3_asr", [5, 16])):
+        source = ImageText(image_model(name), subject(name).seam, StageOptions())
+        (units,) = taken(batch_of(name, [sample(name, (HEARD, HEARD + 2), 4, 1)]), source.seam).units
+        tower = Tower.of(source)
+        assert [tower.size(unit) for unit in units] == [(one, one * one) for one in tokens]
+        assert (tower.width, tower.layers) == (WIDTH, 2)
+        assert tower.flops > 0
+        assert measured(source, torch.device("cpu"), torch.float64, seconds=0.5).b > 0
+    source = ImageText(image_model("qwen_omni"), subject("qwen_omni").seam, StageOptions())
+    weights = sum(p.numel() for p in source.template.model.audio_tower.parameters() if p.dim() > 1 and p.requires_grad)
+    assert Tower.of(source, clips=True).flops == 6.0 * weights
+
+
 # Of the table that `python -m tools.image_classes` prints: model types, and how its line begins.
 TABLE = {
     "llava": "equal: tp1",
@@ -395,6 +482,9 @@ TABLE = {
     "lfm2_vl": "equal: tp1",
     "minicpm_ocr": "equal: tp1",
     "gemma3": "equal: tp1",
+    "voxtral": "equal: tp1; audio",
+    "musicflamingo": "refused: what its encoder makes of a clip depends",
+    "granite_speech": "refused: in training what its encoder makes of a clip depends on the clips beside it: ",
     "paligemma": "refused: tokens before an answer see those behind them",
     "git": "refused: its config names no token",
     "florence2": "refused: ",

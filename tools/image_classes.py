@@ -1,9 +1,9 @@
-"""Prints which image-text classes of transformers train with images, and why others do not.
+"""Prints which classes of transformers train with images or audio, and why others do not.
 
     python -m tools.image_classes [--kinds tp1,tp2] [CLASS ...]
 
 A class is tried as a job tries it before step 0: its default config on the meta device, and a small copy with
-made-up images. A line is `NAME equal: KINDS` with what differs elsewhere, or `NAME refused: REASON`.
+made-up images or clips. A line is `NAME equal: KINDS` with what differs elsewhere, or `NAME refused: REASON`.
 """
 
 from __future__ import annotations
@@ -21,16 +21,25 @@ from ds_hydra.zero_hetero.errors import ConfigError
 
 
 def classes() -> dict[str, str]:
-    """Model types and the classes that transformers has for image and text."""
+    """Model types and the classes that transformers has for images or audio, and text."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES as NAMES
 
-    return {kind: name if isinstance(name, str) else name[0] for kind, name in NAMES.items()}
+    return {**{kind: name if isinstance(name, str) else name[0] for kind, name in NAMES.items()}, **AUDIO}
+
+
+# Of audio and text, which that mapping of transformers has not.
+AUDIO = {
+    "audioflamingo3": "AudioFlamingo3ForConditionalGeneration",
+    "musicflamingo": "MusicFlamingoForConditionalGeneration",
+    "vibevoice": "VibeVoiceForConditionalGeneration",
+}
 
 
 # Of released models, where the default config makes no model or one whose widths do not fit each other.
 _M_ROPE = {"rope_type": "default", "rope_theta": 500000.0}
 RELEASED: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "aya_vision": {"vision_config": {"num_attention_heads": 16}},
+    "voxtral": {"": {"audio_token_id": 24}},
     "cohere_compass": {
         "text_config": {
             "rope_parameters": {"sliding_attention": {**_M_ROPE, "mrope_section": [24, 20, 20]}, "full_attention": None}
@@ -75,7 +84,7 @@ def default_model(kind: str) -> Any:
     of = CONFIG_MAPPING[kind]
     config = of()
     parts = {name: part() for name, part in getattr(of, "sub_configs", {}).items()
-             if "vision" in name and getattr(config, name, None) is None}  # fmt: skip
+             if ("vision" in name or "audio" in name) and getattr(config, name, None) is None}  # fmt: skip
     if parts:
         config = of(**parts)
     for name, values in RELEASED.get(kind, {}).items():
@@ -101,7 +110,11 @@ def verdict_of(kind: str, kinds: Sequence[str] = KINDS) -> str:
     equal = ", ".join(one for one, why in found.items() if not why)
     if found.get("tp1"):
         return f"refused: {off}"
-    return f"equal: {equal}" + (f" (not {off})" if off else "") + ("; videos too" if subject.video else "")
+    seam = subject.seam
+    more = ("; videos too" if subject.video else "") + ("; audio" if seam.audio else "")
+    return (
+        f"equal: {equal}" + (f" (not {off})" if off else "") + more + (seam.unheard and f"; audio not: {seam.unheard}")
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

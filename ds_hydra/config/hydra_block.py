@@ -395,9 +395,9 @@ class HydraConfig:
     alone.
     "flash_3": FlashAttention 3 on GPUs that it is written for (Hopper), where `flash_attn_interface` is installed."""
     images: bool = setting(flag, False)
-    """Whether batches that a script hands in may have images, for a model with an encoder of images. Before step 0 a
-    small copy of it is tried with some, and a class that does not train there as by its own forward is refused. False:
-    the text alone is trained."""
+    """Whether batches that a script hands in may have images or audio, for a model with encoders of them. Before step 0
+    a small copy of it is tried with some, and a class that does not train there as by its own forward is refused.
+    False: the text alone is trained."""
     deterministic: bool = setting(flag, False)
     """On GPUs, only kernels that add up in one order, which are slower: a run repeats itself to the bit."""
     self_check: str = setting(choice("on", "off", "full"), "on")

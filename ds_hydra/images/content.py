@@ -16,7 +16,7 @@ A row of a pack counts its placeholders through, over all of its sequences.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -39,6 +39,7 @@ TOGETHER = (
     "give the tokens and the images that one call of the processor returns, and none of them truncated "
     "(hydra.too_long, max_length)"
 )
+CLIP = "clip"  # the layout of audio
 Columns = Mapping[str, Tensor]
 """What an encoder takes, by the names of its arguments."""
 
@@ -60,10 +61,11 @@ class Images(NamedTuple):
     positions: Tensor | None = None  # (axes, tokens), where the model counts them on several axes
     seen: Seen | None = None  # in which layers tokens of an image see each other
     video: int | None = None  # id of the placeholders of videos
+    audio: int | None = None  # and of clips
 
     def marks(self, input_ids: Int64Array) -> NDArray[np.bool_]:
         """Which of some tokens (tokens,) are placeholders."""
-        return np.isin(input_ids, [self.token] if self.video is None else [self.token, self.video])
+        return np.isin(input_ids, [one for one in (self.token, self.video, self.audio) if one is not None])
 
     def attach(
         self, batch: MicroBatch, spans: Sequence[Span], sequences: Sequence[TokenSequence], place: StagePlace
@@ -93,7 +95,7 @@ class Shown(NamedTuple):
     own: tuple[int, int]  # which of these rows are of tokens that this rank holds
     places: Tensor  # (own rows,) where their tokens stand among those that this rank holds
     positions: Tensor | None  # (axes, 1, T_local)
-    videos: Tensor  # (own rows,) which are of videos
+    ids: Tensor  # (own rows,) of their placeholders, which tell images, videos and clips
 
 
 @dataclass(frozen=True)
@@ -122,10 +124,11 @@ class _Row(NamedTuple):
         positions = self._positions()
         local = None if positions is None else positions[:, None, start:stop].contiguous()
         units = _dealt(list(self._units()), place.stage.tp * place.stage.sp)
-        videos = self._videos(tokens)[first : first + len(places)]
-        shown = Shown(units, rows, (first, first + len(places)), places, local, videos)
+        ids = self._ids(tokens)[first : first + len(places)]
+        shown = Shown(units, rows, (first, first + len(places)), places, local, ids)
         given = {name: getattr(self.batch, name) for name in self.batch.__dataclass_fields__}
-        if self.kind.seen is not None:
+        if self.kind.seen is not None:  # of a clip none does
+            marks[: len(tokens)] &= tokens != self.kind.audio
             given["pack"] = replace(pack, seen=self.kind.seen._replace(spans=_runs(marks, pack.offsets)))
         return ImageBatch(**given, shown=shown)
 
@@ -141,9 +144,9 @@ class _Row(NamedTuple):
                     yield ShownUnit(unit, start - unit.first, stop - unit.first, at + start - before, 0, of_unit)
             at += held
 
-    def _videos(self, tokens: Int64Array) -> Tensor:
-        """Which rows of the row's tokens are of videos."""
-        return torch.from_numpy(tokens[self.kind.marks(tokens)] != self.kind.token)
+    def _ids(self, tokens: Int64Array) -> Tensor:
+        """Of the placeholders among the row's tokens."""
+        return torch.from_numpy(tokens[self.kind.marks(tokens)])
 
     def _positions(self) -> Tensor | None:
         """Of the whole row, (axes, tokens); of text the same on all axes."""
@@ -179,6 +182,7 @@ def _dealt(units: Sequence[ShownUnit], ranks: int) -> tuple[ShownUnit, ...]:
 def together(units: Sequence[Columns], layout: str) -> dict[str, Tensor]:
     """The columns of several units as one, as a processor puts them; of none there are none."""
     names = units[0] if units else ()
+    layout = CLIP if is_clip(names) else layout
     return {name: torch.cat([unit[name] for unit in units], dim=axis_of(name, layout)) for name in names}
 
 
@@ -187,10 +191,17 @@ def is_video(columns: Columns) -> bool:
     return any("video" in name for name in columns)
 
 
+def is_clip(columns: Collection[str]) -> bool:
+    """Whether a unit is a clip of audio."""
+    return any(name.startswith("input_") or "audio" in name for name in columns)
+
+
 def columns_of(units: Sequence[Columns], layout: str) -> dict[str, Tensor]:
-    """The columns of images and videos as a processor puts them: each kind for itself."""
-    images, videos = ([unit for unit in units if is_video(unit) == video] for video in (False, True))
-    return {**together(images, layout), **together(videos, layout)}
+    """The columns of images, videos and clips as a processor puts them: each kind for itself."""
+    kinds: dict[object, list[Columns]] = {}
+    for unit in units:
+        kinds.setdefault((is_video(unit), is_clip(unit)), []).append(unit)
+    return {name: column for own in kinds.values() for name, column in together(own, layout).items()}
 
 
 def axis_of(name: str, layout: str) -> int:
@@ -208,6 +219,8 @@ def patches_of(columns: Columns, layout: str) -> list[int]:
         return [int(one) for one in marks.sum(-1)]
     if layout == "strip":
         return [int(one) for one in columns["target_sizes"].prod(-1)]
+    if layout == CLIP:
+        return [0] * len(next(iter(columns.values())))
     return [0] * len(max(columns.values(), key=Tensor.numel))
 
 
@@ -216,7 +229,7 @@ def check_rows(images: Images, input_ids: Int64Array, place: str) -> None:
     placeholders, rows = int(images.marks(input_ids).sum()), sum(unit.rows for unit in images.units)
     if placeholders != rows:
         raise ConfigError(
-            f"{place} has {placeholders} tokens {images.token}, which stand for rows of images, but images of {rows} "
+            f"{place} has {placeholders} tokens that stand for rows of images or audio, but images and clips of {rows} "
             f"rows: {TOGETHER}"
         )
 

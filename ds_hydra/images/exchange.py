@@ -18,7 +18,7 @@ from torch import Tensor
 from ds_hydra.costs.loads import Load
 from ds_hydra.data.sequences import Share, read_share
 from ds_hydra.data.tokens import LeftOut, Limits, Reads, TokenSequence
-from ds_hydra.images.content import Images, Unit, check_rows, columns_of
+from ds_hydra.images.content import Images, Unit, check_rows, columns_of, is_clip
 from ds_hydra.images.load import loads_by
 from ds_hydra.images.seam import Seam, numbered
 from ds_hydra.images.source import ImageText
@@ -47,7 +47,7 @@ class ImageExchange:
         assert isinstance(source, ImageText), "the job trains images"
         self._crew, self._source = crew, source
         self._load = loads_by(source, crew.prepared.found, crew.job.types.compute.itemsize)
-        self._some = False  # whether a part of the coming update has images
+        self._some = {"images": False, "clips": False}  # whether a part of the coming update has some
         self._told = False
 
     def read(self, handed: Any, limits: Limits, *, first: int, check: ItemCheck, fields: Reads | None) -> Share:
@@ -99,7 +99,8 @@ class ImageExchange:
         described: dict[int, list[Any]] = {}
         for text in channel.texts(json.dumps(told, separators=(",", ":"))):
             described |= {int(position): value for position, value in json.loads(text).items()}
-        self._tell(crew.update, some=bool(described))
+        units = [columns for value in described.values() for *_, columns in value[0]]
+        self._tell(crew.update, images=not all(map(is_clip, units)), clips=any(map(is_clip, units)))
         strategies = crew.strategies_of(plan)
         ranks, encoding = runners(plan, strategies), _encoders(plan, strategies)
         outgoing: dict[int, list[Tensor]] = {}
@@ -140,12 +141,12 @@ class ImageExchange:
         }
         return Delivered(shown)
 
-    def _tell(self, update: Update, *, some: bool) -> None:
-        """Whether the coming update has images: without any no encoder has a gradient, and none is touched."""
-        self._some = some or (self._some and bool(self._crew.waiting))
-        unread = self._source.plan.unread
-        update.unread = unread - self._source.encoder if self._some else unread
-        if not self._some and not self._told and self._crew.world.rank == 0 and update.counts_steps:
+    def _tell(self, update: Update, **some: bool) -> None:
+        """Whether the coming update has images and clips: without any no encoder has a gradient, and none is
+        touched."""
+        self._some = {kind: some[kind] or (had and bool(self._crew.waiting)) for kind, had in self._some.items()}
+        update.unread = self._source.plan.unread - self._source.learning(**self._some)
+        if not any(self._some.values()) and not self._told and self._crew.world.rank == 0 and update.counts_steps:
             self._told = True
             logger.warning(
                 "no sequence of this step has an image: its encoder is left alone, but the optimizer counts the step "

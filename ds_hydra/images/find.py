@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ds_hydra.images.content import Columns, columns_of, patches_of, together
+from ds_hydra.images.audio import Audio, Entry, clip_rows, count_of, entry_of, with_tokens
+from ds_hydra.images.content import CLIP, Columns, columns_of, patches_of, together
 from ds_hydra.images.draws import UnitDraws
 from ds_hydra.images.seam import (
     COUNT,
@@ -35,7 +36,7 @@ from ds_hydra.images.seam import (
     numbered,
 )
 from ds_hydra.images.shared import cut_of
-from ds_hydra.images.small import Maker, makers, placeholder, small_model
+from ds_hydra.images.small import Maker, clip_columns, clips, makers, placeholder, small_model
 from ds_hydra.pipe.attention.interface import layer_type
 from ds_hydra.pipe.models.meta_copy import copy_to_meta
 from ds_hydra.pipe.models.refusals import failing, find_layers
@@ -70,18 +71,20 @@ class Subject:
         seam = self._formed()
         leaves = self._leaves(self.samples[0])
         seam = replace(seam, seen=self._seen(seam, leaves), deepest=self._deepest(seam, leaves), draws=self._draws())
-        seam = self._filmed(seam)
+        seam = self._heard(self._filmed(seam))
         self.loss, self.gradients = self._learnt(self.samples)
         self.seam = self._rooted(seam)
 
+    kind, of = "images", "images"
+
     def refusal(self, what: str) -> ConfigError:
         """An error for this class."""
-        return ConfigError(f"hydra.images: images of {self.name} are not trained: {what}; {_REMEDY}")
+        return ConfigError(f"hydra.images: {self.of} of {self.name} are not trained: {what}; {_REMEDY}")
 
     def _placeholder(self, model: Any, name: str) -> int:
-        self.name, token = name, placeholder(model.config)
+        self.name, token = name, placeholder(model.config, self.kind)
         if token is None:
-            raise self.refusal("its config names no token that stands for images")
+            raise self.refusal(f"its config names no token that stands for {self.kind}")
         return token
 
     def _encoder(self) -> tuple[str, Callable[..., Any]]:
@@ -223,6 +226,30 @@ class Subject:
         self.video = None
         return seam
 
+    def _heard(self, seam: Seam) -> Seam:
+        """With clips, beside images, where the model has an encoder of them, too; else with the reason why not."""
+        if seam.audio is not None or placeholder(self.model.config, Listener.kind) is None:
+            return seam
+        try:
+            listener = Listener(self.model, self.name)
+            found_draws = seam.draws or listener.seam.draws
+            heard, clip = replace(seam, audio=listener.seam.audio, draws=found_draws), listener.samples[1]
+            image = self.samples[1]
+            tokens = torch.cat((image.tokens, clip.tokens))
+            sample = Sample(tokens, image.units + clip.units, image.rows + clip.rows)
+            leaves = list(self._leaves(image))
+            leaves[0] = torch.cat((leaves[0], listener._leaves(clip)[0]))
+            leaves[1:] = [F.pad(leaf, (0, 0, 0, clip.rows[0])) for leaf in leaves[1:]]
+            with torch.no_grad():
+                found, right = self._with_rows(heard, leaves, sample), self.logits(sample, **self.pixels(sample))
+            if not apart(found, right) < NEAR:
+                raise self.refusal("beside images, rows in place of clips are another thing")
+        except Exception as error:
+            why = str(error).partition(" are not trained: ")[2].removesuffix(f"; {_REMEDY}") or failing(error)[:_TOLD]
+            return replace(seam, unheard=why)
+        self.samples = (*self.samples, sample, clip)
+        return heard
+
     def _film(self, seam: Seam, *, parted: bool) -> Sample:
         """A sequence of an image and a video of two frames, whose placeholders stand together or frame by frame."""
         assert seam.video is not None
@@ -242,8 +269,19 @@ class Subject:
         """A sample's logits, of the first one's, by rows in place of pixels, and by positions as stages are given
         them."""
         sample = sample or self.samples[0]
-        kinds = sample.tokens[torch.isin(sample.tokens, torch.tensor([self.token, self.video or self.token]))]
-        given = seam.given(leaves, kinds != self.token)
+        places = torch.from_numpy(seam.images().marks(sample.tokens.numpy())).nonzero().flatten()
+        ids = sample.tokens[places]
+        if seam.audio is None:
+            return self._numbered(seam, seam.given(leaves, ids), sample)
+        entry = Entry(self.model, seam.audio)
+        try:
+            if (found := seam.clips(leaves, ids)) is not None:
+                entry.places, entry.rows = places[found[0]], found[1]
+            return self._numbered(seam, seam.given(leaves, ids), sample)
+        finally:
+            entry.close()
+
+    def _numbered(self, seam: Seam, given: Mapping[str, Any], sample: Sample) -> Tensor:
         positions = numbered(self.model, seam, sample.tokens, self.pixels(sample))
         if positions is not None:
             own = self._counted(sample)
@@ -348,12 +386,94 @@ class Subject:
         _, text = self._learnt(sample for sample in self.samples if not sample.units)
         own = {name for name in names if name not in text and not name.startswith(layers)}
         roots = tuple(_outermost(own, set(names) - own))
-        used = {name: p for name, p in self.model.named_parameters() if name in own}
+        used = {name: p for name, p in self.model.named_parameters() if name in own and p.requires_grad}
         out = self._with_rows(seam, self._leaves(self.samples[0])).sum()
         found = torch.autograd.grad(out, list(used.values()), allow_unused=True)
         inside = frozenset(name for name, gradient in zip(used, found, strict=True) if gradient is not None)
-        cut = cut_of(self.model, roots, lambda: self._leaves(self.samples[0]))
-        return replace(seam, roots=roots, silent=frozenset(own - self.gradients.keys()), inside=inside, cut=cut)
+        seam = replace(seam, roots=roots, silent=frozenset(own - self.gradients.keys()), inside=inside)
+        if seam.clips_alone:
+            return seam
+        if seam.audio is None:
+            return replace(seam, cut=cut_of(self.model, roots, lambda: self._leaves(self.samples[0])))
+        learnt = [self._learnt([one])[1].keys() & own for one in (self.samples[1], self.samples[-1])]
+        alone = [learnt[at] - learnt[1 - at] for at in (0, 1)]
+        images, clips = (tuple(_outermost(one, set(names) - one - seam.silent)) for one in alone)
+        seam = replace(seam, only=(images, clips))
+        cut = cut_of(self.model, seam.roots_of(clips=False), lambda: self._leaves(self.samples[0]))
+        return replace(seam, cut=cut)
+
+
+class Listener(Subject):
+    """The same of a model's audio: clips in place of images, the rows of which are of one leaf."""
+
+    kind, of = "audio", "clips"
+
+    def _encoder(self) -> tuple[str, Callable[..., Any]]:
+        names = clip_columns(arguments(type(self.model).forward))
+        if not names:
+            raise self.refusal("its forward takes no clips that are known as such")
+        path = find_layers(self.model)
+        self._audio = Audio(self.token, names, entry_of(path))
+        if not self._audio.entry:
+            raise self.refusal("its layers are in no module of their own, to which embeddings are handed")
+        return "", type(self.model).forward
+
+    def _sampled(self) -> tuple[Maker, tuple[Sample, ...]]:
+        tried = list[str]()
+        for maker in clips(self.model.config, self._audio.columns):
+            torch.manual_seed(1)
+            units = [maker.make(0), maker.make(1), maker.make(1)]
+            try:
+                counts = [count_of(self.model, self._audio, unit) for unit in units]
+                alone = [self._of(*one) for one in zip(units, counts, strict=True)]
+                both = self._of(together(units[:2], CLIP), sum(counts[:2]))
+                again = self._of(units[0], counts[0])
+            except Exception as error:
+                tried.append(failing(error)[:_TOLD])
+                continue
+            if not float(alone[0].abs().max()) > 0:
+                tried.append("nothing of a clip comes to its text")
+                continue
+            if apart(again, alone[0]) > 0:
+                raise self.refusal("its encoder draws random numbers, in evaluation too")
+            if not apart(torch.cat(alone[:2]), both) < NEAR:
+                raise self.refusal("what its encoder makes of a clip depends on the clips beside it")
+            self.model.train()
+            try:
+                pair = [self._of(one, count) for one, count in zip(units, counts, strict=True)][:2]
+                apart_in_training = apart(torch.cat(pair), self._of(together(units[:2], CLIP), sum(counts[:2])))
+            finally:
+                self.model.eval()
+            norms = [name for name, m in self.model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+            if norms and not apart_in_training < NEAR:
+                raise self.refusal(f"in training what its encoder makes of a clip depends on the clips beside it: "
+                                   f"{norms[0]} takes its mean over all of them")  # fmt: skip
+            self._audio = with_tokens(self.model, self._audio, list(zip(units[:2], counts[:2], strict=True)))
+            of_each: Any = ((tuple(units[:2]), counts[:2]), ((units[2],), counts[2:]), ((), []))
+            samples = (Sample(self._tokens(rows, i), own, tuple(rows)) for i, (own, rows) in enumerate(of_each))
+            return maker, tuple(samples)
+        named = ", ".join(self._audio.columns)
+        raise self.refusal(f"no clip was found that its forward takes ({named}): {tried[0] if tried else 'no sizes'}")
+
+    def _of(self, columns: Columns, rows: int) -> Tensor:
+        with torch.no_grad():
+            return clip_rows(self.model, self._audio, columns, rows)
+
+    def _leaves(self, sample: Sample) -> list[Tensor]:
+        return [self._of(together(sample.units, CLIP), sum(sample.rows))]
+
+    def _formed(self) -> Seam:
+        sample = self.samples[0]
+        leaves, axes = self._leaves(sample), self._counted(sample)
+        seam = Seam(
+            self.owner, (), CLIP, 0, self.token, "", object, (leaves[0].shape[-1],), (),
+            1 if axes is None else axes.shape[0], (), frozenset(), audio=self._audio,
+        )  # fmt: skip
+        with torch.no_grad():
+            off = apart(self._with_rows(seam, leaves), self.logits(sample, **self.pixels(sample)))
+        if not off < NEAR:
+            raise self.refusal(f"with its rows where its text begins, logits are {off:.0e} of the largest off")
+        return seam
 
 
 @contextmanager
@@ -430,7 +550,8 @@ def subject_of(model: Any) -> Subject:
     small = small_model(model)
     with torch.random.fork_rng(devices=[]), doubled():
         try:
-            return Subject(small, type(model).__name__)
+            alone = placeholder(small.config) is None and placeholder(small.config, Listener.kind) is not None
+            return (Listener if alone else Subject)(small, type(model).__name__)
         except ConfigError:
             raise
         except Exception as error:

@@ -7,6 +7,8 @@ features and each weight behind the layers, and a is 14 FLOPs for a layer and ea
 masked; a frozen encoder runs forward alone, at 2 and 4, and one that is frozen but for adapters computes no weights'
 gradients, at 4 and 14. A device does as many of them in a second as the cost table says that it does of the text's.
 
+Of a clip p is what the encoder's layers see: of Whisper's one token for two frames, padding included.
+
 An example: 0.45e9 weights in 27 layers of width 1,152 at 150 TFLOP/s take a picture of 1,024 tokens, which is 4,096
 patches, 18e-3 * 4096 + 2.9e-6 * 4096^2 = 74 + 49 ms.
 
@@ -30,7 +32,8 @@ from ds_hydra.costs.analytic import model_shape
 from ds_hydra.costs.cost_table import TableFile
 from ds_hydra.costs.loads import Load
 from ds_hydra.costs.memory import JobMemory
-from ds_hydra.images.content import Unit
+from ds_hydra.images.audio import Audio
+from ds_hydra.images.content import Unit, is_clip
 from ds_hydra.pipe.model_plan import ParamSpec
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.simulate.links import LinkModel
@@ -38,8 +41,8 @@ from ds_hydra.simulate.links import LinkModel
 if TYPE_CHECKING:
     from ds_hydra.images.source import ImageText
 
-_LAYERS = ("num_hidden_layers", "depth", "num_layers", "n_layers", "vt_num_hidden_layers")
-_WIDTHS = ("embed_dim", "hidden_size", "vt_hidden_size", "width")
+_LAYERS = ("num_hidden_layers", "depth", "num_layers", "n_layers", "vt_num_hidden_layers", "encoder_layers")
+_WIDTHS = ("embed_dim", "hidden_size", "vt_hidden_size", "width", "d_model")
 _HEADS = ("num_attention_heads", "num_heads", "vt_num_attention_heads")
 
 
@@ -80,15 +83,17 @@ class Tower(NamedTuple):
     learns: bool  # whether anything in it is trained
     of_row: float  # patches of a row of features; 0: not known
     outside: float  # the share of `flops` that is not of its list of layers
+    audio: Audio | None = None
 
     @classmethod
-    def of(cls, source: ImageText) -> Tower:
-        """Of a model with images."""
-        config = _vision_config(source.config)
+    def of(cls, source: ImageText, *, clips: bool = False) -> Tower:
+        """Of a model with images or audio; of both that of images, or of `clips`."""
+        clips = clips or source.seam.clips_alone
+        config = _audio_config(source.config) if clips else _vision_config(source.config)
         width, layers = _number(config, _WIDTHS) or 1, _number(config, _LAYERS) or 1
         roots: dict[str, list[ParamSpec]] = {}
         for param in (p for bucket in source.plan.buckets for p in bucket.params):
-            for root in source.seam.roots:
+            for root in source.seam.roots_of(clips=clips):
                 if param.name == root or param.name.startswith(f"{root}."):
                     roots.setdefault(root, []).append(param)
         weights = {root: sum(p.numel for p in params if len(p.shape) > 1) for root, params in roots.items()}
@@ -100,17 +105,17 @@ class Tower(NamedTuple):
         patch = _number(config, ("patch_size",))
         seam = source.seam
         of_row = float(seam.per_row)
-        if seam.layout not in ("grid", "padded", "strip"):
+        if seam.layout not in ("grid", "padded", "strip") and not clips:
             side = _number(config, ("image_size",)) // patch if patch else 0
             of_row = side * side / seam.per_row if seam.per_row else 0.0
-        within, inside, beside = "" if seam.cut is None else f"{seam.cut.layers}.", 0.0, 0.0
+        within, inside, beside = "" if seam.cut is None or clips else f"{seam.cut.layers}.", 0.0, 0.0
         for root, param in ((root, p) for root, params in roots.items() for p in params if len(p.shape) > 1):
             if not within or param.name.startswith(within):
                 inside += each[root] * param.numel
             else:  # linear layers behind the others run for rows of features
                 beside += each[root] * param.numel / (max(1.0, of_row) if len(param.shape) == 2 else 1.0)
         flops, outside = inside + beside, beside / max(1.0, inside + beside)
-        return cls(flops, attention, patch, width, layers, trained[largest], of_row, outside)
+        return cls(flops, attention, patch, width, layers, trained[largest], of_row, outside, seam.audio)
 
     def kept(self, itemsize: int) -> float:
         """Bytes that a patch keeps for the backward: 17 elements of the width in each layer, as of a usual layer with
@@ -120,6 +125,9 @@ class Tower(NamedTuple):
     def size(self, unit: Unit) -> Size:
         """Of a unit [Note: price of an image]."""
         columns, squares = unit.columns, 0
+        if self.audio is not None and is_clip(columns):
+            tokens = self.audio.tokens_of(columns)
+            return Size(sum(tokens), sum(one * one for one in tokens))
         grid = next((column for name, column in columns.items() if name.endswith("hw")), None)
         if grid is not None:
             for row in grid.reshape(-1, grid.shape[-1]).tolist():
@@ -139,24 +147,28 @@ class Tower(NamedTuple):
         return patches, max(1, pixels.numel() // (patches * features))
 
 
-def price_of(source: ImageText, found: TableFile, itemsize: int) -> Price:
+def price_of(source: ImageText, found: TableFile, itemsize: int, *, clips: bool = False) -> Price:
     """The price that a table has, or that of devices as fast as it says the text is; `itemsize`: bytes of an element
-    that is computed with."""
-    if found.images is not None:
+    that is computed with. Of `clips` beside images a table has none."""
+    if found.images is not None and not clips:
         return Price(**found.images)
     table = found.table
     shape = model_shape(source.plan, source.text_config.hidden_size, source.vocab_size, source.text_config)
     flops_ms = max(6.0 * max(1, shape.active) / (cost.b * cost.scheme.num_ranks) for cost in table.costs if cost.b)
-    tower = Tower.of(source)
+    tower = Tower.of(source, clips=clips)
     return Price(tower.attention_flops / flops_ms, tower.flops / flops_ms, tower.kept(itemsize))
 
 
 def loads_by(source: ImageText, found: TableFile, itemsize: int) -> Callable[[Unit], Load]:
     """Units in, their loads by the price and what it takes to share them out; arguments as of `price_of`."""
     price, tower = price_of(source, found, itemsize), Tower.of(source)
-    sharing = sharing_of(source, found, tower, price, itemsize)
+    sharing, ear, of_clip = sharing_of(source, found, tower, price, itemsize), tower, price
+    if source.seam.audio is not None and not source.seam.clips_alone:
+        ear, of_clip = Tower.of(source, clips=True), price_of(source, found, itemsize, clips=True)
 
     def load(unit: Unit) -> Load:
+        if is_clip(unit.columns):
+            return Load.whole(of_clip.us(ear.size(unit)))
         size = tower.size(unit)
         us = price.us(size)
         more = us if sharing is None else round(1e3 * (sharing.once + sharing.each * size.patches))
@@ -210,6 +222,12 @@ def _vision_config(config: Any) -> Any:
         if found is not None:
             return found if name == "vision_config" else _vision_config(found)
     return config
+
+
+def _audio_config(config: Any) -> Any:
+    """The part of a model's config that is of its encoder of audio."""
+    parts = (getattr(config, name, None) for name in ("audio_config", "encoder_config"))
+    return next((part for part in parts if part is not None), config)
 
 
 def _number(config: Any, names: tuple[str, ...]) -> int:

@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ds_hydra.images.audio import count_of
 from ds_hydra.images.content import Columns, Unit
 from ds_hydra.images.load import Price, Size, Tower
 from ds_hydra.images.seam import encoded
-from ds_hydra.images.small import makers
+from ds_hydra.images.small import clips, makers
 from ds_hydra.images.source import ImageText
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.profiling.stage_timer import StageTimer
@@ -25,6 +26,7 @@ from ds_hydra.zero_hetero.clock import Clock, clock_of
 from ds_hydra.zero_hetero.errors import ConfigError
 
 _SIZES = (0, 1, 3, 7, 15, 31, 63, 127)  # which images, each about twice the one before; then two large ones
+_ROWS = 4096  # at most, of a clip
 _REPEATS, _LEAST = 3, 0.01  # b is no less than this share of what the largest image takes for a patch
 
 
@@ -68,7 +70,9 @@ def _points(source: ImageText, device: torch.device, dtype: torch.dtype, seconds
     stage = StageTimer(source, ParallelScheme(1, stages), 0, device, dtype).module
     tower, clock, tried = Tower.of(source), clock_of(device), ""
     parameters = list(stage.parameters.values())
-    for maker in makers(source.config, source.seam.columns):
+    seam = source.seam
+    heard = seam.audio if seam.clips_alone else None
+    for maker in makers(source.config, seam.columns) if heard is None else clips(source.config, heard.columns):
         if maker.layout != source.seam.layout:
             continue
         found = list[Point]()
@@ -79,9 +83,10 @@ def _points(source: ImageText, device: torch.device, dtype: torch.dtype, seconds
                 size = tower.size(Unit(columns, 0, 1))
                 if found and size == found[-1].size:
                     break
-                kept, _ = _once(stage.module, source, columns, parameters, clock)
+                rows = 0 if heard is None else count_of(stage.module, heard, columns, _ROWS)
+                kept, _ = _once(stage.module, source, columns, parameters, clock, rows)
                 spent = time.perf_counter()
-                times = [_once(stage.module, source, columns, parameters, clock)[1] for _ in range(_REPEATS)]
+                times = [_once(stage.module, source, columns, parameters, clock, rows)[1] for _ in range(_REPEATS)]
                 found.append(Point(size, statistics.median(times), kept))
                 if time.perf_counter() - spent > seconds / 10:
                     break
@@ -98,7 +103,7 @@ def _points(source: ImageText, device: torch.device, dtype: torch.dtype, seconds
 
 
 def _once(
-    model: Any, source: ImageText, columns: Columns, parameters: Sequence[Tensor], clock: Clock
+    model: Any, source: ImageText, columns: Columns, parameters: Sequence[Tensor], clock: Clock, count: int
 ) -> tuple[int, float]:
     """Bytes that one image keeps for the backward, and its milliseconds."""
     own = {tensor.untyped_storage().data_ptr() for tensor in (*parameters, *columns.values())}
@@ -115,7 +120,7 @@ def _once(
     clock.wait()
     began = clock.now()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        rows = torch.cat([leaf.flatten() for leaf in encoded(model, source.seam, columns)])
+        rows = torch.cat([leaf.flatten() for leaf in encoded(model, source.seam, columns, count)])
     if rows.requires_grad:
         rows.backward(torch.ones_like(rows))
     ended = clock.now()

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_hydra.images.content import Columns, Images, Unit, is_video
+from ds_hydra.images.audio import Audio, clip_rows
+from ds_hydra.images.content import Columns, Images, Unit, is_clip, is_video
 from ds_hydra.images.shared import Cut
 from ds_hydra.pipe.rows import Seen
 
@@ -62,24 +63,43 @@ class Seam:
     video: int | None = None  # id of the placeholders of videos, where those are trained: by the same encoder
     cut: Cut | None = None  # where ranks may share an image [Note: rows of a large image]
     draws: bool = False  # whether its encoder draws random numbers in training [Note: an encoder's draws]
+    audio: Audio | None = None  # where clips are trained
+    unheard: str = ""  # why they are not
+    only: tuple[tuple[str, ...], ...] = ((), ())  # of a model of both, roots of images alone, and of clips alone
 
     def of(self, name: str) -> bool:
         """Whether a parameter is used for images alone."""
         return any(name == root or name.startswith(f"{root}.") for root in self.roots)
 
+    def roots_of(self, *, clips: bool) -> tuple[str, ...]:
+        """What is used for clips, or for images; of a model of one kind all of it."""
+        heard = tuple(root for root in self.roots if any(f"{one}.".startswith(f"{root}.") for one in self.only[1]))
+        return heard if clips and heard else tuple(root for root in self.roots if root not in heard)
+
     def images(self, units: Sequence[Unit] = (), positions: Tensor | None = None) -> Images:
         """Those of a sequence."""
-        return Images(self.token, tuple(units), positions, self.seen, self.video)
+        audio = None if self.audio is None else self.audio.token
+        return Images(self.token, tuple(units), positions, self.seen, self.video, audio)
 
-    def given(self, leaves: Sequence[Tensor], videos: Tensor | None = None) -> dict[str, Any]:
-        """What the model's forward is given for the rows (rows, width) of all leaves, in the order of placeholders,
-        some of which (rows,) are of `videos`."""
-        if videos is None or not bool(videos.any()):
-            return {GIVEN: {"image": self._output(leaves)}}
-        found = {"video": self._output([leaf[videos] for leaf in leaves])}
-        if not bool(videos.all()):
-            found["image"] = self._output([leaf[~videos] for leaf in leaves])
-        return {GIVEN: found}
+    def given(self, leaves: Sequence[Tensor], ids: Tensor) -> dict[str, Any]:
+        """What the model's forward is given for the rows (rows, width) of all leaves, whose placeholders have these
+        `ids` (rows,) in their order; nothing for clips."""
+        found: dict[str, Any] = {}
+        for kind, token in (("image", None if self.clips_alone else self.token), ("video", self.video)):
+            own = None if token is None else ids == token
+            if own is not None and bool(own.any()):
+                found[kind] = self._output([leaf[own] for leaf in leaves])
+        return {GIVEN: found} if found else {}
+
+    @property
+    def clips_alone(self) -> bool:
+        """Whether the model has audio, and no images."""
+        return self.audio is not None and self.audio.token == self.token
+
+    def clips(self, leaves: Sequence[Tensor], ids: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Which of these rows are of clips, (clips' rows,), and they themselves; None: none."""
+        own = None if self.audio is None else ids == self.audio.token
+        return None if own is None or not bool(own.any()) else (own.nonzero().flatten(), leaves[0][own])
 
     def _output(self, leaves: Sequence[Tensor]) -> Any:
         first, *more = leaves
@@ -131,8 +151,11 @@ def arguments(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.name != "self")
 
 
-def encoded(model: nn.Module, seam: Seam, columns: Columns) -> list[Tensor]:
-    """The rows of some units that are put together, by leaf."""
+def encoded(model: nn.Module, seam: Seam, columns: Columns, rows: int = 0) -> list[Tensor]:
+    """The rows of some units of one kind that are put together, by leaf. Of clips `rows` says how many there are."""
+    if is_clip(columns):
+        assert seam.audio is not None, "clips are refused where they are read"
+        return [clip_rows(model, seam.audio, columns, rows)]
     encode = getattr(model.get_submodule(seam.owner), ENCODE_VIDEO if is_video(columns) else ENCODE)
     given = {name: column for name, column in columns.items() if name != BESIDE_VIDEO}
     return leaves_of(encode(**given, return_dict=True))
@@ -145,6 +168,8 @@ def numbered(model: Any, seam: Seam, input_ids: Tensor, columns: Columns) -> Ten
     find = getattr(model.get_submodule(seam.owner), COUNT)
     types = seam.types(input_ids)
     known = {"input_ids": input_ids[None], "attention_mask": torch.ones_like(types), "mm_token_type_ids": types}
+    if seam.audio is not None and (masks := [columns[name] for name in seam.audio.columns[1:] if name in columns]):
+        known["audio_seqlens"] = masks[0].sum(-1)
     taken = arguments(find)
     positions: Tensor = find(**{k: v for k, v in {**known, **columns}.items() if k in taken})[0]
     return positions[:, 0]

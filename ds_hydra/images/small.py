@@ -1,4 +1,4 @@
-"""A small copy of an image-text model, and images made up for it."""
+"""A small copy of a model with encoders of images or audio, and images and clips made up for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_hydra.images.content import Columns
+from ds_hydra.images.content import CLIP, Columns
 from ds_hydra.images.seam import COUNT
 from ds_hydra.pipe.models.meta_copy import run_experts_one_by_one
 from ds_hydra.self_check.precision import doubled
@@ -24,12 +24,15 @@ _POSITIONS, _VOCABULARY = 256, 512
 _WINDOW = 3  # shorter than an image, so that it shows whether that has all of it
 _LARGE = 100  # features that no small copy has
 _HIDDEN, _HEADS, _PATCHES = 32, 4, 4  # of the encoder: features, heads, patches of an image along a side
-_WIDTHS = re.compile(r"^(hidden_size|embed_dim|d_model|dim)$")
+_WIDTHS = re.compile(r"^(hidden_size|hidden_dim|embed_dim|d_model|dim)$")
 _OUT = re.compile(r"^(out_hidden_size|output_dim|projection_dim|text_hidden_size)$")
 _INNER = re.compile(r"(intermediate|ffn|mlp)_?(hidden_)?(size|dim)$")
 _WIDTH = re.compile(r"(size|dim|width)$")
 _HEAD = re.compile(r"(num_heads|attention_heads|num_key_value_heads)$")
 _COUNT = re.compile(r"(size|dim|width|embeddings|channels)$")
+_FEWER = {"encoder_layers": 3, "max_source_positions": 32, "downsample_hidden_size": _HIDDEN}  # of encoders of audio
+_CLIP = re.compile(r"^(audio_)?input_(features|values)$|^audio_input_ids$")  # what arguments for clips are called
+_MASK = re.compile(r"^((input_)?(feature|audio|values).*|padding)_mask$")
 GRIDS = ("image_grid_thw", "image_grid_hw")  # columns of the numbers of patches along the sides of each image
 
 
@@ -81,6 +84,7 @@ def _small_config(model: Any, config: Any) -> Any:
     if isinstance(rotary, dict) and any(hasattr(type(module), COUNT) for module in model.modules()):
         part = rotary.get("partial_rotary_factor") or getattr(text, "partial_rotary_factor", None) or 1.0
         rotary.setdefault("mrope_section", rotary_sections(part))
+    vars(small).update({key: value for key, value in vars(config).items() if key == "window_size"})
     vars(small).update({key: _PATCHES for key in vars(small) if key == "mm_tokens_per_image"})
     for key, value in vars(config).items():  # so many rows of so many patches
         if isinstance(value, dict) and value and all(isinstance(one, int) for one in (*value, *value.values())):
@@ -91,20 +95,23 @@ def _small_config(model: Any, config: Any) -> Any:
             setattr(small, key, seen)
             seen += 1
     old, new = vision_config(config), vision_config(small)
-    # What has another name for a width is told by its number.
-    own, words = getattr(old, "hidden_size", 0), usual(text, "hidden_size")
-    widths = {4 * own: 4 * _HIDDEN, 4 * words: 4 * hidden, own: _HIDDEN, words: hidden}  # 4: of patches put together
-    for key, value in vars(config).items():
-        if isinstance(value, int) and _WIDTH.search(key) and vars(small)[key] == value:
-            vars(small)[key] = widths.get(value, value)
-    for key, value in vars(old).items():
-        if key.startswith("_") or isinstance(value, bool) or not isinstance(value, int | list | tuple):
-            continue
-        if old is not config or key == "image_size":
-            vars(new)[key] = _of_encoder(key, value, widths, old, hidden)
+    encoders = [(old, new)] + [(getattr(config, key), getattr(small, key)) for key in _audio_parts(config)]
+    for of, to in encoders:
+        # What has another name for a width is told by its number.
+        own, words = usual(of, "hidden_size") or 0, usual(text, "hidden_size")
+        widths = {4 * own: 4 * _HIDDEN, 4 * words: 4 * hidden, own: _HIDDEN, words: hidden}  # 4: put together
+        for key, value in vars(config).items() if of is old else ():
+            if isinstance(value, int) and _WIDTH.search(key) and vars(small)[key] == value:
+                vars(small)[key] = widths.get(value, value)
+        for key, value in vars(of).items():
+            if key.startswith("_") or isinstance(value, bool) or not isinstance(value, int | list | tuple):
+                continue
+            if of is not config or key == "image_size":
+                vars(to)[key] = _of_encoder(key, value, widths, of, hidden)
     for of, to in ((config, small), (old, new)):
         for key, part in vars(to).items():
-            if hasattr(part, "to_dict") and part is not new and part is not small.get_text_config():
+            known = any(part is one for _, one in encoders)
+            if hasattr(part, "to_dict") and not known and part is not small.get_text_config():
                 _shrink_other(part, getattr(of, key), hidden, usual(old, "hidden_size"))
     if pinpoints := getattr(small, "image_grid_pinpoints", None):
         one, two = _size(old), _size(new)
@@ -145,7 +152,9 @@ def _of_encoder(key: str, value: Any, widths: Mapping[int, int], old: Any, hidde
         return type(value)([size] * len(value)) if isinstance(value, list | tuple) else size
     if not isinstance(value, int):
         return value
-    if key == "head_dim":
+    if key in _FEWER:
+        return min(value, _FEWER[key])
+    if key in ("head_dim", "dim_head"):
         return _HIDDEN // _HEADS
     if _OUT.search(key):
         return hidden
@@ -166,9 +175,17 @@ def vision_config(config: Any) -> Any:
     return getattr(config, named[0]) if named else config
 
 
-def placeholder(config: Any) -> int | None:
-    """The id of the tokens that stand for rows of images, as configs call it."""
-    keys = ("image_token_id", "image_token_index", "img_token_id", "image_patch_id", "image_placeholder_token_id")
+def _audio_parts(config: Any) -> list[str]:
+    """Which parts of a config are of encoders of audio."""
+    return [key for key, part in vars(config).items() if hasattr(part, "to_dict")
+            and re.search("audio|encoder_config|speech", key)]  # fmt: skip
+
+
+def placeholder(config: Any, kind: str = "images") -> int | None:
+    """The id of the tokens that stand for rows of images, or of audio, as configs call it."""
+    keys: tuple[str, ...] = ("audio_token_id", "audio_token_index")
+    if kind == "images":
+        keys = ("image_token_id", "image_token_index", "img_token_id", "image_patch_id", "image_placeholder_token_id")
     found = (getattr(part, key, None) for part in (config, config.get_text_config()) for key in keys)
     return next((each for each in found if isinstance(each, int)), None)
 
@@ -274,6 +291,45 @@ def _places(h: int, w: int, most: int) -> Tensor:
     """Where the patches of an image stand, (1, most, 2): column and row, -1 behind the last."""
     found = torch.cartesian_prod(torch.arange(h), torch.arange(w)).flip(-1)
     return torch.nn.functional.pad(found, (0, 0, 0, most - h * w), value=-1)[None]
+
+
+def clip_columns(taken: tuple[str, ...]) -> tuple[str, ...]:
+    """Of the arguments of a model's forward those of clips: what was recorded first, then masks of it."""
+    return (*(name for name in taken if _CLIP.search(name)), *(name for name in taken if _MASK.search(name)))
+
+
+def clips(config: Any, taken: tuple[str, ...]) -> Iterator[Maker]:
+    """Ways to make a clip for a forward that takes these `clip_columns`, the likeliest first. Clips of the sizes 0 and
+    1 are as long as each other with padding; without it, where there is a mask, the first is half as long."""
+    values, masks = taken[0], taken[1:]
+    part = getattr(config, next(iter(_audio_parts(config)), ""), config)
+    bins = [
+        value
+        for key, value in vars(part).items()
+        if re.search(r"mel_bins|feat_size|input_(size|dim)$|audio_embed_dim", key)
+    ]
+    bins = [value * count for count in (1, _number(part, ("num_stacked_frames",), 1)) for value in bins]
+    whole = [2 * part.max_source_positions] if isinstance(getattr(part, "max_source_positions", None), int) else []
+
+    def maker(count: int, *of: int, behind: bool) -> Maker:
+        def make(which: int) -> Columns:
+            frames = count if count in whole else count * max(1, (which + 1) // 2)
+            held = count // 2 if which == 0 else frames
+            shape = (1, frames, *of) if behind else (1, *of, frames)
+            mask = (torch.arange(frames) < held)[None]
+            return {values: torch.randn(shape, dtype=torch.float64), **dict.fromkeys(masks, mask)}
+
+        return Maker(CLIP, make)
+
+    for frames in (*whole, 4 * _number(part, ("n_window",), 16), 400):
+        for each in bins:
+            yield maker(frames, each, behind=False)
+            yield maker(frames, each, behind=True)
+    for samples in (19200, 12800):
+        yield maker(samples, behind=True)
+        yield maker(samples, 1, behind=False)
+    if masks:
+        yield from clips(config, taken[:1])
 
 
 def _number(config: Any, keys: tuple[str, ...], default: int) -> int:

@@ -80,12 +80,16 @@ class ImageText(CausalLM):
         other._plan()
         return other
 
-    @property
-    def encoder(self) -> frozenset[str]:
-        """Parameters that have a gradient only in steps with images."""
+    def learning(self, *, images: bool, clips: bool) -> frozenset[str]:
+        """Parameters of encoders that have a gradient in a step, by what it has."""
+        if not images and not clips:
+            return frozenset()
         # Adapters of a layer that is not read are not either.
         unread = tuple(name.removesuffix("weight") for name in self.seam.silent if name.endswith(".weight"))
-        return frozenset(n for n in self.specs if self.seam.of(n) and not n.startswith(unread)) - self.seam.silent
+        idle = [root for has, roots in zip((images, clips), self.seam.only, strict=True) if not has for root in roots]
+        unread += tuple(f"{root}." for root in idle)
+        own = (name for name in self.specs if self.seam.of(name) and not name.startswith(unread))
+        return frozenset(own) - self.seam.silent - set(idle)
 
     def build(self, place: StagePlace, device: torch.device, dtype: torch.dtype) -> StageModule:
         """One rank's share of a stage, on the meta device but for its buffers."""
@@ -135,4 +139,5 @@ def _attention_of(model: Any, root: str) -> str:
     except AttributeError:
         return ""
     configs: list[Any] = [getattr(module, "config", None) for module in part.modules()]
-    return next((c._attn_implementation for c in configs if getattr(c, "_attn_implementation", None)), "")
+    names = [config._attn_implementation for config in configs if hasattr(config, "_attn_implementation")]
+    return next(filter(None, names), "eager" if names else "")  # of a config that says nothing models take "eager"

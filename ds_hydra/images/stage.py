@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_hydra.costs.loads import EVERY
+from ds_hydra.images.audio import Entry
 from ds_hydra.images.content import Shown, ShownUnit, shown_of, together
 from ds_hydra.images.draws import UnitDraws
 from ds_hydra.images.seam import encoded
@@ -73,6 +74,7 @@ class ImageStage(CausalStage):
         self._carried: Tensor | None = None  # (1, T_local, features of all leaves) of the micro-batch that runs
         self._tie: Tensor | None = None  # () a zero that depends on the rows of all ranks
         self._draws_images = source.draws_images
+        self._entry = None if source.seam.audio is None else Entry(self.module, source.seam.audio)
         for name, module in self.module.named_modules():
             if source.seam.of(name):
                 vars(module).pop("_call_impl", None)  # by which modules of this class draw for tokens
@@ -113,12 +115,17 @@ class ImageStage(CausalStage):
             return super()._run_layers(hidden, batch, keys)
         finally:
             self._cut.beside, self._tie = {}, None
+            if self._entry is not None:
+                self._entry.rows = None
 
     def _beside_tokens(self, shown: Shown | None, leaves: Sequence[Tensor]) -> dict[str, Any]:
         if shown is None:
             return {}
         positions = {} if shown.positions is None else {"position_ids": shown.positions.to(self._device)}
-        return {**positions, **(self._seam.given(leaves, shown.videos.to(self._device)) if len(leaves[0]) else {})}
+        ids = shown.ids.to(self._device)
+        if self._entry is not None and (clips := self._seam.clips(leaves, ids)) is not None:
+            self._entry.places, self._entry.rows = shown.places.to(self._device)[clips[0]], clips[1]
+        return {**positions, **self._seam.given(leaves, ids)}
 
     def _received(self, shown: Shown, places: Tensor) -> Tensor:
         """Of a later stage: the rows of its tokens, as they came with the hidden states; zeros of leaves that no layer
@@ -178,7 +185,9 @@ class ImageStage(CausalStage):
         drawn = UnitDraws(units[0].key) if draws else None
         running = nullcontext() if not shared or self._shared is None else self._shared.running(drawn)
         with drawn or nullcontext(), running:
-            return torch.cat(encoded(self.module, self._seam, columns), dim=-1)
+            rows = torch.cat(encoded(self.module, self._seam, columns, sum(one.unit.rows for one in units)), dim=-1)
+        # A clip has no leaves of later layers.
+        return torch.nn.functional.pad(rows, (0, sum(self._seam.widths) - rows.shape[1]))
 
     def _placed(self, column: Tensor) -> Tensor:
         return column.to(self._device, self._dtype if column.is_floating_point() else None)

@@ -11,7 +11,7 @@ import torch
 
 from ds_hydra.costs.loads import Load
 from ds_hydra.data.tokens import TokenSequence
-from ds_hydra.images.content import Images, Unit
+from ds_hydra.images.content import Images, Unit, is_clip
 from ds_hydra.images.find import NEAR, Sample, Subject
 from ds_hydra.images.seam import numbered
 from ds_hydra.images.shared import SHARED
@@ -74,7 +74,9 @@ class Trial:
         if seam.layout == "whole":
             units = (Unit(pixels, 0, sum(sample.rows)),)
         # To share costs nothing here: a unit is shared where it is larger than others together.
-        units = tuple(u._replace(load=Load(u.rows, 0) if shared else Load.whole(u.rows)) for u in units)
+        units = tuple(
+            u._replace(load=Load(u.rows, 0) if shared and not is_clip(u.columns) else Load.whole(u.rows)) for u in units
+        )
         return seam.images(units, numbered(subject.model, seam, sample.tokens, pixels))
 
     def refused(self, kind: str) -> str:

@@ -32,10 +32,11 @@ from ds_hydra.data.columns import as_array
 from ds_hydra.data.sequences import items_of
 from ds_hydra.images.content import TOGETHER, Columns, Unit, axis_of, patches_of
 from ds_hydra.images.seam import BESIDE_VIDEO, VIDEO, Seam
+from ds_hydra.images.small import clip_columns
 from ds_hydra.zero_hetero.errors import ConfigError
 
 _TYPES = ("mm_token_type_ids", "token_type_ids")  # which tokens are placeholders, as processors say it
-_OTHERS = ("pixel_values_videos", "video_grid_thw", "input_features", "input_audio_embeds", "feature_attention_mask")
+_OTHERS = ("pixel_values_videos", "video_grid_thw")
 _OF_VIDEOS = (*VIDEO, BESIDE_VIDEO)
 _AHEAD = "one call of the processor for each sequence, and a list of its results"
 
@@ -74,11 +75,13 @@ def _of_mapping(handed: Mapping[Any, Any], seam: Seam, first: int) -> tuple[list
     """A batch, or one item."""
     given = {name: value for name, value in handed.items() if value is not None}
     films = {name: torch.as_tensor(given.pop(name)) for name in _OF_VIDEOS if name in given and seam.video is not None}
-    for name in _OTHERS:
+    heard = () if seam.audio is None else seam.audio.columns
+    clips = {name: torch.as_tensor(given.pop(name)) for name in heard if name in given}
+    for name in (*_OTHERS, *clip_columns(tuple(given))):
         if name in given and name not in seam.columns:
-            raise ConfigError(
-                f"item {first} of the data has {name!r}: its images are trained, but no such videos or audio"
-            )
+            what = "its clips are trained, but no images or videos" if seam.clips_alone else (
+                "its images are trained, but no such videos or audio")  # fmt: skip
+            raise ConfigError(f"item {first} of the data has {name!r}: {what}{seam.unheard and f' ({seam.unheard})'}")
     columns = {name: torch.as_tensor(given.pop(name)) for name in seam.columns if name in given}
     types = next((given[name] for name in _TYPES if name in given), None)
     rest = {name: value for name, value in given.items() if name not in _TYPES}
@@ -90,45 +93,96 @@ def _of_mapping(handed: Mapping[Any, Any], seam: Seam, first: int) -> tuple[list
             f"item {first} of the data has images and no {' or '.join(_TYPES[::-1])}, without which the model's own "
             f"forward lets no token of an image see those behind it: {TOGETHER}"
         )
-    if types is not None:
+    if types is not None and not seam.clips_alone:
         _check_types(as_array(types), marks, seam, first)
     counts = [int(mark.sum()) for mark in marks]
+    kinds = list[tuple[int, list[tuple[Unit, ...]]]]()
+    if columns:
+        kinds.append((seam.token, _pictures(columns, counts, seam, first, len(items))))
     if films:
         assert seam.video is not None, "else there are no columns of videos"
         alone = replace(seam, token=seam.video)
         shown = _one_after_the_other(films, [int((one == seam.video).sum()) for one in ids], alone, first)
-        pictures = _one_after_the_other(columns, counts, seam, first) if columns else [()] * len(items)
-        return items, [
-            _in_order(*both, seam, first + n) for n, both in enumerate(zip(pictures, shown, ids, strict=True))
-        ]
-    if not columns:
-        return items, [()] * len(items)
+        kinds.append((seam.video, shown))
+    if clips:
+        assert seam.audio is not None, "else there are no columns of clips"
+        kinds.append((seam.audio.token, _clips_of(clips, [one == seam.audio.token for one in ids], seam, first)))
+    if len(kinds) == 1:
+        return items, kinds[0][1]
+    return items, [
+        _in_order([(token, units[n]) for token, units in kinds], one, first + n) for n, one in enumerate(ids)
+    ]
+
+
+def _pictures(columns: Columns, counts: Sequence[int], seam: Seam, first: int, items: int) -> list[tuple[Unit, ...]]:
+    """The images of each item, of which each has so many placeholders."""
     if seam.layout == "beside":
         own = next(iter(columns.values()))
-        if len(own) != len(items):
-            raise ConfigError(f"items {first} to {first + len(items) - 1} of the data: the images are of {len(own)} "
-                              f"sequences, but there are {len(items)}: give {_AHEAD}")  # fmt: skip
-        of_items = ({name: column[i : i + 1] for name, column in columns.items()} for i in range(len(items)))
+        if len(own) != items:
+            raise ConfigError(f"items {first} to {first + items - 1} of the data: the images are of {len(own)} "
+                              f"sequences, but there are {items}: give {_AHEAD}")  # fmt: skip
+        of_items = ({name: column[i : i + 1] for name, column in columns.items()} for i in range(items))
         found = [_beside(one, count) for one, count in zip(of_items, counts, strict=True)]
         for number, (units, count) in enumerate(zip(found, counts, strict=True), start=first):
             if sum(unit.rows for unit in units) != count or (units and seam.per_row not in (0, units[0].rows)):
                 raise ConfigError(_told(f"item {number}", count, len(units), seam))
-        return items, found
-    return items, _one_after_the_other(columns, counts, seam, first)
+        return found
+    return _one_after_the_other(columns, counts, seam, first)
 
 
-def _in_order(
-    pictures: tuple[Unit, ...], videos: tuple[Unit, ...], ids: Any, seam: Seam, number: int
-) -> tuple[Unit, ...]:
-    """The images and videos of a sequence, in the order of their placeholders among all of them."""
-    kinds = ids[(ids == seam.token) | (ids == seam.video)]
+def _clips_of(clips: Columns, marks: Sequence[Any], seam: Seam, first: int) -> list[tuple[Unit, ...]]:
+    """The clips of each item, whose placeholders are marked: each stands for one run of them, or for as many as any
+    other. Where that is not so, all clips of an item stay together, and it must be alone."""
+    number, runs = len(next(iter(clips.values()))), [_runs(mark) for mark in marks]
+    total, counts = sum(map(sum, runs)), [sum(one) for one in runs]
+    if sum(map(len, runs)) != number:
+        each = total // number
+        if not total or total % number or any(count % each for count in counts) or not _equal(clips, seam):
+            holders = [n for n, count in enumerate(counts) if count]
+            if len(holders) != 1:
+                raise ConfigError(
+                    f"items {first} to {first + len(marks) - 1} of the data: {sum(map(len, runs))} runs of tokens "
+                    f"{seam.audio and seam.audio.token} stand for rows of audio, but there are {number} clips, so that "
+                    f"it cannot be told whose each is: give {_AHEAD}"
+                )
+            return [(Unit(clips, 0, count),) if n in holders else () for n, count in enumerate(counts)]
+        runs = [[each] * (count // each) for count in counts]
+    at, found = 0, list[tuple[Unit, ...]]()
+    for own in runs:
+        starts = np.cumsum([0, *own])
+        found.append(tuple(
+            Unit({name: column[at + n : at + n + 1] for name, column in clips.items()}, int(starts[n]), rows)
+            for n, rows in enumerate(own)
+        ))  # fmt: skip
+        at += len(own)
+    return found
+
+
+def _runs(mark: Any) -> list[int]:
+    """How many marked tokens (tokens,) stand side by side, run by run."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], mark, [False])).astype(np.int8)))
+    return [int(one) for one in edges[1::2] - edges[::2]]
+
+
+def _equal(clips: Columns, seam: Seam) -> bool:
+    """Whether all clips have as many frames that are no padding."""
+    assert seam.audio is not None, "there are clips"
+    held = [clips[name].reshape(len(clips[name]), -1).sum(-1) for name in seam.audio.columns[1:] if name in clips]
+    return all(bool((one == one[0]).all()) for one in held)
+
+
+def _in_order(kinds: Sequence[tuple[int, tuple[Unit, ...]]], ids: Any, number: int) -> tuple[Unit, ...]:
+    """Images, videos and clips of a sequence, in the order of their placeholders among all of them."""
+    held = ids[np.isin(ids, [token for token, _ in kinds])]
     found: list[Unit] = []
-    for units, token in ((pictures, seam.token), (videos, seam.video)):
-        places = np.flatnonzero(kinds == token)
+    for token, units in kinds:
+        places = np.flatnonzero(held == token)
         for unit in units:
             first, last = int(places[unit.first]), int(places[unit.first + unit.rows - 1])
             if last - first + 1 != unit.rows:
-                raise ConfigError(f"item {number} of the data has images and videos within one another: {TOGETHER}")
+                raise ConfigError(
+                    f"item {number} of the data has images, videos or clips within one another: {TOGETHER}"
+                )
             found.append(unit._replace(first=first))
     return tuple(sorted(found, key=lambda unit: unit.first))
 

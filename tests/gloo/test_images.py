@@ -37,7 +37,7 @@ from ds_hydra.testing import float64_throughout, rank_environment, run_ranks, wh
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.emulated_job import emulated_job
 from tests.support.image_draws import drawing_images
-from tests.support.image_models import FILM, MODELS, ImageSample, batch_of, image_model, plain_loss, sample
+from tests.support.image_models import FILM, HEARD, MODELS, ImageSample, batch_of, image_model, plain_loss, sample
 from tests.support.pages import blocks
 from tests.support.planner_cases import in_slices
 from tests.support.strict import Rules, strict_world
@@ -73,6 +73,8 @@ TALL = (((4,), ()), ((2,),))
 ALONE = (((), (0,)), ((),))
 TWO_STEPS = (MIXED, (((), (2,)), ((0,),)))
 FILMED = (((0, FILM), (FILM + 1,)), ((), (FILM, 1, FILM)))
+CLIPS = (((HEARD, HEARD + 2), ()), ((HEARD + 1,), (HEARD + 3, HEARD)))  # padded to the longest of each batch
+BOTH = (((0, HEARD), (HEARD + 2,)), ((), (HEARD, 1, HEARD + 1)))
 # Of models that drop out: what runs for images, and the rates of their configs.
 ENCODERS = {"llava": ("model.vision_tower", "model.multi_modal_projector"), "qwen2_vl": ("model.visual",),
             "internvl": ("model.vision_tower", "model.multi_modal_projector")}  # fmt: skip
@@ -111,6 +113,18 @@ ROWS = [
     Row("videos in slices", "qwen2_vl", ("pp2/list",), 2, (FILMED, FILMED), slices=True),
     Row("videos, LoRA of text and encoder", "qwen2_vl", ("tp2",), 2, (FILMED, FILMED), lora=("q_proj", "qkv", "fc1")),
     Row("videos, frozen encoder", "qwen2_vl", ("sp2",), 2, (FILMED, MIXED), frozen=("visual",)),
+    Row("clips, tensor parallel", "qwen2_audio", ("tp2",), 2, (CLIPS, NONE, CLIPS)),
+    Row("clips, sequence parallel", "qwen3_asr", ("sp2",), 2, (CLIPS, NONE)),
+    Row("clips in stages, recomputed", "qwen2_audio", ("pp2",), 2, (CLIPS, NONE), recomputed=True),
+    Row("clips, a mix", "qwen3_asr", ("tp2 + pp2", "tp2sp2", "sp2 + 2*tp1"), 4, (CLIPS, CLIPS, CLIPS)),
+    Row("clips in slices", "qwen3_asr", ("pp2/list",), 2, (CLIPS, CLIPS), slices=True),
+    Row("clips, frozen encoder", "qwen2_audio", ("tp2", "pp2"), 2, (CLIPS, CLIPS), frozen=("audio_tower",)),
+    Row("clips, LoRA of text and encoder", "qwen2_audio", ("tp2",), 2, (CLIPS, CLIPS), lora=("q_proj", "fc1")),
+    Row("clips and images", "qwen_omni", ("tp2", "sp2", "pp2"), 2, (BOTH, MIXED, CLIPS)),
+    Row("clips and images, a mix", "qwen_omni", ("tp2 + pp2", "sp2 + 2*tp1"), 4, (BOTH, CLIPS)),
+    Row("clips and images in slices", "qwen_omni", ("pp2/list",), 2, (BOTH, BOTH), slices=True),
+    Row("strict, clips", "qwen2_audio", ("tp2",), 2, (CLIPS, NONE), strict=True),
+    Row("strict, clips and images", "qwen_omni", ("tp2 + pp2",), 4, (BOTH, CLIPS), strict=True),
     Row("recomputed", "qwen3_vl", ("pp2",), 2, TWO_STEPS, recomputed=True),
     Row("LoRA of text and encoder", "qwen2_vl", ("tp2",), 2, TWO_STEPS, lora=("q_proj", "qkv", "fc1")),
     Row("LoRA of the encoder", "llava", ("tp2", "pp2"), 2, (MIXED, ONE), lora=("vision_tower.*(q_proj|fc1)",)),

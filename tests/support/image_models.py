@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from torch import Tensor
+from torch.nn import functional
 from transformers import AutoConfig
 
 from ds_hydra.pipe.loss import IGNORED
 
-WIDTH, WORDS, IMAGE, VIDEO = 32, 128, 120, 121
+WIDTH, WORDS, IMAGE, VIDEO, AUDIO = 32, 128, 120, 121, 124
 FILM = 10  # and more: a width of a video, with two frames of what remains
+HEARD = 20  # and more: a width of a clip, of one step of frames and what remains
 _TEXT: dict[str, Any] = {
     "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": WORDS, "max_position_embeddings": 512, "head_dim": 8,
@@ -27,6 +29,9 @@ _VIT: dict[str, Any] = {
 _QWEN: dict[str, Any] = {"depth": 2, "num_heads": 4, "patch_size": 4, "spatial_merge_size": 2, "in_channels": 3}
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 _TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": 122, "vision_end_token_id": 123}
+
+_OMNI_EAR = {"d_model": WIDTH, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 48,
+             "num_mel_bins": 8, "n_window": 8, "max_source_positions": 32, "output_dim": WIDTH}  # fmt: skip
 
 # Name -> (class, model type, settings).
 MODELS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
@@ -70,6 +75,20 @@ MODELS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
         "text_config": {**_TEXT, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 6,
                         "query_pre_attn_scalar": 8},
         "vision_config": {**_VIT, "model_type": "siglip_vision_model"}}),
+    "qwen2_audio": ("Qwen2AudioForConditionalGeneration", "qwen2_audio", {
+        "audio_token_index": AUDIO, "text_config": {**_TEXT, "model_type": "qwen2"},
+        "audio_config": {"d_model": WIDTH, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 48,
+                         "num_mel_bins": 8, "max_source_positions": 16}}),
+    "qwen3_asr": ("Qwen3ASRForConditionalGeneration", "qwen3_asr", {
+        "audio_token_id": AUDIO, "text_config": {**_TEXT, "model_type": "qwen3"},
+        "audio_config": {**_OMNI_EAR, "n_window": 50, "n_window_infer": 800, "downsample_hidden_size": 8}}),
+    "qwen_omni": ("Qwen2_5OmniThinkerForConditionalGeneration", "qwen2_5_omni_thinker", {
+        "image_token_index": IMAGE, "video_token_index": VIDEO, "audio_token_index": AUDIO,
+        "vision_start_token_id": 122, "vision_end_token_id": 123, "audio_start_token_id": 125,
+        "audio_end_token_id": 126, "text_config": {**_TEXT, "rope_parameters": _MROPE, "rope_scaling": _MROPE},
+        "audio_config": _OMNI_EAR,
+        "vision_config": {**_QWEN, "hidden_size": WIDTH, "intermediate_size": 48, "out_hidden_size": WIDTH,
+                          "fullatt_block_indexes": [1], "window_size": 16}}),
     "paligemma": ("PaliGemmaForConditionalGeneration", "paligemma", {
         "image_token_index": IMAGE, "image_token_id": IMAGE, "projection_dim": WIDTH,
         "text_config": {**_TEXT, "model_type": "gemma"},
@@ -103,6 +122,13 @@ def picture(name: str, generator: torch.Generator, wide: int = 0) -> Picture:
     def noise(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
+    if name in ("qwen2_audio", "qwen3_asr") or wide >= HEARD:
+        step, window = (40, 100) if name == "qwen3_asr" else (8, 32 if name == "qwen2_audio" else 1)
+        held = step + step * (wide % HEARD)
+        frames = -(-held // window) * window  # a processor pads to whole windows
+        mask = "input_features_mask" if name == "qwen3_asr" else "feature_attention_mask"
+        rows = sum(-(-min(100, held - at) // 8) for at in range(0, held, 100)) if name == "qwen3_asr" else held // 4
+        return Picture({"input_features": noise(1, 8, frames), mask: (torch.arange(frames) < held).long()[None]}, rows)
     if name.startswith("qwen"):
         film, steps = divmod(wide, FILM)
         t, h, w = 1 + film, 4, 4 + 2 * steps
@@ -113,7 +139,7 @@ def picture(name: str, generator: torch.Generator, wide: int = 0) -> Picture:
         places = torch.cartesian_prod(torch.arange(4), torch.arange(4 + 2 * wide)).flip(-1)
         behind = (0, 0, 0, 32 - len(places))
         return Picture({"pixel_values": noise(1, 32, 48).abs(),
-                        "image_position_ids": torch.nn.functional.pad(places, behind, value=-1)[None]},
+                        "image_position_ids": functional.pad(places, behind, value=-1)[None]},
                        len(places) // 4)  # fmt: skip
     if name == "smolvlm":
         return Picture({"pixel_values": noise(1, 3, 28, 28),
@@ -139,13 +165,15 @@ def sample(name: str, widths: Sequence[int], text: int, seed: int) -> ImageSampl
     pictures = tuple(picture(name, generator, wide) for wide in widths)
     tokens = words(3)
     for one in pictures:
-        own = [IMAGE] * one.rows
+        own = [AUDIO if "input_features" in one.columns else IMAGE] * one.rows
         if "pixel_values_videos" in one.columns:  # of Qwen3-VL's and later ones each frame stands for itself
             frame = [VIDEO] * (one.rows // 2)
             own = [*frame, *([] if name == "qwen2_vl" else words(1)), *frame]
-        tokens += [*([122] if name.startswith("qwen") else []), *own, *words(2)]
+        start = [125] if own[0] == AUDIO else [122]
+        tokens += [*(start if name.startswith("qwen") else []), *own, *words(2)]
     ids = torch.tensor(tokens + words(text))
-    return ImageSample(ids, ids.masked_fill((ids == IMAGE) | (ids == VIDEO), IGNORED), pictures)
+    marks = torch.isin(ids, torch.tensor([IMAGE, VIDEO, AUDIO]))
+    return ImageSample(ids, ids.masked_fill(marks, IGNORED), pictures)
 
 
 def columns_of(name: str, samples: Sequence[ImageSample]) -> dict[str, Tensor]:
@@ -163,7 +191,12 @@ def columns_of(name: str, samples: Sequence[ImageSample]) -> dict[str, Tensor]:
         return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
     pictures = [one.columns for each in samples for one in each.pictures]
     names = dict.fromkeys(name for columns in pictures for name in columns)
-    return {name: torch.cat([columns[name] for columns in pictures if name in columns]) for name in names}
+    found = {name: [columns[name] for columns in pictures if name in columns] for name in names}
+    # Clips are padded to the longest of the batch.
+    longest = max((c.shape[-1] for c in found.get("input_features", [])), default=0)
+    return {name: torch.cat([functional.pad(c, (0, longest - c.shape[-1])) for c in columns]
+                            if name.startswith(("input_", "feature_")) else columns)
+            for name, columns in found.items()}  # fmt: skip
 
 
 def batch_of(name: str, samples: Sequence[ImageSample]) -> dict[str, Tensor]:
@@ -171,13 +204,13 @@ def batch_of(name: str, samples: Sequence[ImageSample]) -> dict[str, Tensor]:
     longest = max(len(one.input_ids) for one in samples)
 
     def padded(of: Callable[[ImageSample], Tensor], value: int) -> Tensor:
-        return torch.stack([torch.nn.functional.pad(of(s), (0, longest - len(of(s))), value=value) for s in samples])
+        return torch.stack([functional.pad(of(s), (0, longest - len(of(s))), value=value) for s in samples])
 
     batch = {
         "input_ids": padded(lambda s: s.input_ids, 0), "labels": padded(lambda s: s.labels, IGNORED),
         "attention_mask": padded(lambda s: torch.ones_like(s.input_ids), 0), **columns_of(name, samples),
     }  # fmt: skip
-    if name.startswith(("qwen", "gemma4")):
+    if name.startswith(("qwen", "gemma4")) and name not in ("qwen2_audio", "qwen3_asr", "qwen_omni"):
         batch["mm_token_type_ids"] = (batch["input_ids"] == IMAGE) + 2 * (batch["input_ids"] == VIDEO)
     if name == "gemma3":  # whose tokens of an image see each other
         batch["token_type_ids"] = (batch["input_ids"] == IMAGE).long()
@@ -195,9 +228,7 @@ def plain_loss(
         labels = batch.pop("labels")
         with within(number):
             logits = model(**batch, use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(
-            logits[0, :-1].double(), labels[0, 1:], ignore_index=IGNORED, reduction="sum"
-        )
+        loss = functional.cross_entropy(logits[0, :-1].double(), labels[0, 1:], ignore_index=IGNORED, reduction="sum")
         if loss.requires_grad:  # not of text that is frozen as a whole
             (loss * weight).backward()
         total += float(loss.detach()) * weight
