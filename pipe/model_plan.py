@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Annotated, Literal
 
@@ -39,7 +39,7 @@ from pydantic import PlainSerializer
 from ds_hydra.pipe.head_sharing import Boxes
 from ds_hydra.pipe.placement import Stage, Strategy, check_experts, check_heads
 from ds_hydra.zero_hetero.errors import PlanError
-from ds_hydra.zero_hetero.layout import ALIGNMENT, Layout, Piece, padded
+from ds_hydra.zero_hetero.layout import ALIGNMENT, Layout, Piece, even_layout, padded
 
 Gradient = Literal["complete", "partial"]
 Blocks = tuple[tuple[int, int], ...]  # rows, and how many units they are
@@ -150,17 +150,23 @@ class Bucket:
     """Parameters that are pulled and pushed together, in flat order.
 
     The parameters of a bucket are all trainable or all frozen, so that frozen ones need no master state. Those of a
-    `wide` one are pulled in FP32 where others are in 16 bit.
+    `wide` one are pulled in FP32 where others are in 16 bit. `owners`: ranks among which its masters are cut evenly, in
+    rising order; none: all ranks [Note: owners].
     """
 
     name: str
     params: tuple[ParamSpec, ...]
     trainable: bool = True
     wide: bool = False
+    owners: tuple[int, ...] = ()
 
     @property
     def numel(self) -> int:
         return sum(param.numel for param in self.params)
+
+    def masters(self, num_ranks: int) -> Layout:
+        """Which of so many ranks owns which interval."""
+        return even_layout(self.numel, num_ranks, self.owners)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +227,23 @@ class ModelPlan:
         """Whether tensor parallel ranks hold a part of any layer, and not only of the embeddings and the head."""
         within = frozenset[str]().union(*self.layers)
         return any(p.rule.dim is not None for bucket in self.buckets for p in bucket.params if p.name in within)
+
+    @property
+    def evenly(self) -> ModelPlan:
+        """The same with masters that all ranks own as much of, as of jobs of other numbers of ranks."""
+        if not any(bucket.owners for bucket in self.buckets):
+            return self
+        return replace(self, buckets=tuple(replace(bucket, owners=()) for bucket in self.buckets))
+
+    def most_owned(self, num_ranks: int, *, trainable: bool) -> int:
+        """Elements of trained or of frozen masters on the rank that owns the most."""
+        even, owned = 0, [0] * num_ranks
+        for bucket in self.buckets:
+            if bucket.trainable is trainable and not bucket.owners:
+                even += bucket.numel
+            for rank in bucket.owners if bucket.trainable is trainable else ():
+                owned[rank] += math.ceil(bucket.numel / len(bucket.owners))
+        return math.ceil(even / num_ranks) + max(owned)
 
     def needed(self, stage: Stage) -> frozenset[str]:
         """Names of the parameters that a stage computes with, in all of its parts."""

@@ -15,7 +15,6 @@ from ds_hydra.pipe.model_plan import Bucket, ModelPlan, Slot, end_of_slots
 from ds_hydra.pipe.placement import Strategy
 from ds_hydra.pipe.schedules.registry import weighs
 from ds_hydra.zero_hetero.contributions import Place, aligned, places_of_sums
-from ds_hydra.zero_hetero.layout import even_layout
 from ds_hydra.zero_hetero.nodes import NodeSize
 from ds_hydra.zero_hetero.transfer_plan import TransferPlan, plan_transfer
 from ds_hydra.zero_hetero.twin_plan import TwinPull, TwinPush, Twins, plan_twin_pull, plan_twin_push
@@ -124,11 +123,12 @@ def places_by_size(
     plan: ModelPlan, sizes: Sequence[int], order: Sequence[int], num_ranks: int, *, grad_bytes: int, master_bytes: int
 ) -> GradientPlaces:
     """The same from the sizes of the buckets there, and the order of the pushes."""
-    trained = [(bucket.numel, size) for bucket, size in zip(plan.buckets, sizes, strict=True) if bucket.trainable]
+    trained = [(bucket, size) for bucket, size in zip(plan.buckets, sizes, strict=True) if bucket.trainable]
     ends = [0, *accumulate(size * grad_bytes for _, size in trained)]
     gradients = [Place(start, stop) for start, stop in pairwise(ends)]
-    # The largest shard of all ranks, which differ by one element: so places are the same on many ranks.
-    shards = [aligned(-(-numel // num_ranks) * master_bytes) for numel, _ in trained]
+    # The largest shard of all owners, which differ by one element: so places are the same on many ranks.
+    owners = (len(bucket.owners) or num_ranks for bucket, _ in trained)
+    shards = [aligned(-(-one.numel // of) * master_bytes) for (one, _), of in zip(trained, owners, strict=True)]
     numbers = {index: at for at, index in enumerate(i for i, bucket in enumerate(plan.buckets) if bucket.trainable)}
     turns = [numbers[index] for index in order]
     found = places_of_sums(tuple(gradients[i] for i in turns), tuple(shards[i] for i in turns))
@@ -145,7 +145,8 @@ def plan_transfers(plan: ModelPlan, strategy: Strategy, node_size: NodeSize) -> 
     found: list[BucketTransfers] = []
     for bucket in plan.buckets:
         # Layers of one stage travel alike: equal parameters, which the same stages need. So a few plans do for all.
-        alike = tuple((p.shape, p.rule, p.trainable, *(p.name in need for need in needs)) for p in bucket.params)
+        params = ((p.shape, p.rule, p.trainable, *(p.name in need for need in needs)) for p in bucket.params)
+        alike = bucket.owners, *params
         if alike not in known:
             known[alike] = _plan_bucket(plan, bucket, strategy, node_size)
         found.append(known[alike])
@@ -177,7 +178,7 @@ def push_order(plan: ModelPlan, strategy: Strategy) -> tuple[int, ...]:
 
 
 def _plan_bucket(plan: ModelPlan, bucket: Bucket, strategy: Strategy, node_size: NodeSize) -> BucketTransfers:
-    masters, held = even_layout(bucket.numel, strategy.num_ranks), plan.pull_layout(bucket, strategy)
+    masters, held = bucket.masters(strategy.num_ranks), plan.pull_layout(bucket, strategy)
     twins = twins_of(strategy, node_size)
     contributed = plan.push_layout(bucket, strategy) if bucket.trainable else None
     if all(len(one.ranks) == 1 for one in twins):

@@ -27,10 +27,10 @@ from ds_hydra.matrices.owners import (
     Kind,
     MatrixParam,
     deal,
-    even_parts,
     interval,
     iteration_flops,
     loads,
+    master_parts,
     whole_layout,
 )
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -81,7 +81,7 @@ def test_matrices_go_to_their_owners_and_back(ranks: int, shift: int, before: in
     numel = before + 17 + 24 + 3
     owned = deal([(1, 15, True), (4, 6, True)], ranks)
     even, whole = even_layout(numel, ranks), whole_layout(numel, params, owned, 0, ranks)
-    parts = even_parts(numel, params, 0, ranks, shift)
+    parts = master_parts(even, params, 0, shift)
     matrices = {at for param in params for at in range(param.start, param.start + param.numel)}
     held = [{at for piece in own for at in range(piece.start, piece.stop)} for own in parts.pieces]
     for rank in range(ranks):

@@ -44,6 +44,9 @@ MAX_LENGTH_SHARED, MAX_LENGTH_FUNCTIONS = 0.9, 1.1
 COEFFICIENT = 0.05  # of one that a fit calls identifiable, from times with 3 % noise
 PUBLISHED_CHOICE = 0.03  # by how much the fastest may be faster than what a paper chose, by the model
 
+# Slow links: bench_owners. The mixture's step over its bound; what owners of their own may cost.
+MIXTURE_BOUND, OWNERS_LOSE = 1.6, 0.005
+
 HOSTS_BYTES, HOSTS_STEP = 0.02, 0.10  # of bytes between two hosts; of a step's time there, the median strategy
 
 # Machines that have lost a rank: bench_hetero. Tokens per second and rank over the full machine's, by ranks.

@@ -24,9 +24,9 @@ from ds_hydra.matrices.owners import (
     MatrixParam,
     Owned,
     deal,
-    even_parts,
     iteration_flops,
     loads,
+    master_parts,
     matrix_params,
     whole_layout,
 )
@@ -64,7 +64,7 @@ def transfers(
     for number in sorted({param.bucket for param in params}):
         numel = buckets[number].numel
         whole = whole_layout(numel, params, owned, number, ranks)
-        back = plan_transfer(whole, even_parts(numel, params, number, ranks, 0))
+        back = plan_transfer(whole, master_parts(even_layout(numel, ranks), params, number, 0))
         made.append((number, plan_transfer(even_layout(numel, ranks), whole), back))
     return made
 

@@ -108,6 +108,7 @@ class BucketSpec:
 
     name: str
     params: tuple[tuple[str, int], ...]  # (parameter name, elements), in flat order
+    owners: tuple[int, ...] = ()  # ranks that own its masters, in rising order; none: all do
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.params]
@@ -233,17 +234,22 @@ class Layout:
 
 
 @lru_cache(maxsize=16)  # one for each kind of bucket
-def even_layout(numel: int, num_ranks: int) -> Layout:
-    """Rank r holds the r-th of `num_ranks` nearly equal intervals, without padding.
+def even_layout(numel: int, num_ranks: int, owners: tuple[int, ...] = ()) -> Layout:
+    """Rank r holds the r-th of `num_ranks` nearly equal intervals, without padding; or the k-th of `owners`, which are
+    in rising order, the k-th of as many, and other ranks nothing.
 
     Cuts lie at floor(r * numel / num_ranks): 10 elements on 4 ranks are cut at 0, 2, 5, 7, 10. So sizes differ by at
     most one element for any number of ranks, and some ranks hold nothing where there are more ranks than elements.
-    Raises `PlanError` without a rank to hold them.
+    Raises `PlanError` without a rank to hold them, and for owners that are no such ranks.
     """
     if num_ranks < 1 or numel < 0:
         raise PlanError(f"cannot share {numel} elements among {num_ranks} ranks; there must be at least one rank")
-    cuts = [rank * numel // num_ranks for rank in range(num_ranks + 1)]
-    return layout_of_intervals(numel, list(pairwise(cuts)))
+    if list(owners) != sorted({*owners} & {*range(num_ranks)}):
+        raise PlanError(f"owners {owners} are not some of {num_ranks} ranks in rising order")
+    owners = owners or tuple(range(num_ranks))
+    cuts = [place * numel // len(owners) for place in range(len(owners) + 1)]
+    held = dict(zip(owners, pairwise(cuts), strict=True))
+    return layout_of_intervals(numel, [held.get(rank, (0, 0)) for rank in range(num_ranks)])
 
 
 def layout_of_intervals(numel: int, intervals: Sequence[tuple[int, int]]) -> Layout:

@@ -137,7 +137,7 @@ class MasterShards:
         self.buckets = tuple(buckets)
         self.rank = rank
         self.num_ranks = num_ranks
-        self.layouts: list[Layout] = [even_layout(bucket.numel, num_ranks) for bucket in self.buckets]
+        self.layouts: list[Layout] = [even_layout(b.numel, num_ranks, b.owners) for b in self.buckets]
         sizes = [layout.sizes[rank] for layout in self.layouts]
         self.device, self._run = torch.device(device), run
         self.flat = torch.zeros(sum(sizes), dtype=dtype, device="cpu" if run else device, pin_memory=pinned)

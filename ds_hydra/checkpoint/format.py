@@ -22,6 +22,7 @@ from ds_hydra.zero_hetero.errors import CheckpointError
 from ds_hydra.zero_hetero.layout import overlaps
 
 FORMAT, VERSION = "ds_hydra checkpoint", 1
+WITH_OWNERS = 2  # the version of a checkpoint whose buckets some ranks alone own: older releases would misread it
 MANIFEST = "manifest.json"
 BLOCK_BYTES = 2**20  # of a file under one digest
 DIGEST_BYTES = 4  # CRC-32: finds every single flipped bit, and at memory speed; it is against damage, not forgery
@@ -89,11 +90,13 @@ class SavedParam:
 
 @dataclass(frozen=True, slots=True)
 class SavedBucket:
-    """Parameters that lie one after the other in one flat tensor, cut evenly over the ranks that saved it."""
+    """Parameters that lie one after the other in one flat tensor, cut evenly over the ranks that saved it, or over
+    those of them that are its `owners`, in rising order."""
 
     name: str
     trainable: bool
     params: tuple[SavedParam, ...]
+    owners: tuple[int, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -156,7 +159,8 @@ class Manifest:
     def to_json(self) -> str:
         """The manifest as text, with a digest over its contents."""
         contents = asdict(self)
-        return dump({"format": FORMAT, "version": VERSION, "sha256": digest_of(contents), "contents": contents})
+        version = WITH_OWNERS if any(bucket.owners for bucket in self.buckets) else VERSION
+        return dump({"format": FORMAT, "version": version, "sha256": digest_of(contents), "contents": contents})
 
 
 def parse_json(text: str | bytes | bytearray, place: str) -> Any:
@@ -208,20 +212,16 @@ def _as_plain(value: Any, place: str) -> Any:
     raise TypeError(f"{place} is a {type(value).__name__}{f' of shape {tuple(shape)}' if shape is not None else ''}")
 
 
-def even_share(numel: int, num_ranks: int, rank: int) -> int:
-    """Elements that a rank owns of `numel`."""
-    return (rank + 1) * numel // num_ranks - rank * numel // num_ranks
-
-
-def owners(numel: int, num_ranks: int, start: int, stop: int) -> list[tuple[int, int, int]]:
-    """(rank, first, last) of the even shards that hold elements [start, stop), counted within each shard."""
+def shards_of(bucket: SavedBucket, num_ranks: int, start: int, stop: int) -> list[tuple[int, int, int]]:
+    """(rank, first, last) of the shards of a bucket that hold its elements [start, stop), counted within each shard."""
+    ranks = bucket.owners or range(num_ranks)
     # The cuts of `even_layout`; ranks whose shard is empty hold nothing and are left out.
-    cuts = np.array([rank * numel // num_ranks for rank in range(num_ranks + 1)], dtype=np.int64)
+    cuts = np.array([place * bucket.numel // len(ranks) for place in range(len(ranks) + 1)], dtype=np.int64)
     held = np.flatnonzero(cuts[1:] > cuts[:-1])
     span = np.array([start], dtype=np.int64), np.array([stop], dtype=np.int64)
     _, right, first, last = overlaps(*span, cuts[held], cuts[held + 1])
     return [
-        (int(held[i]), int(a - cuts[held[i]]), int(b - cuts[held[i]]))
+        (ranks[int(held[i])], int(a - cuts[held[i]]), int(b - cuts[held[i]]))
         for i, a, b in zip(right, first, last, strict=True)
         if b > a
     ]

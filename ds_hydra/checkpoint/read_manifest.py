@@ -13,6 +13,7 @@ from ds_hydra.checkpoint.format import (
     MAX_RANKS,
     MAX_STEP,
     VERSION,
+    WITH_OWNERS,
     FileEntry,
     Manifest,
     SavedBucket,
@@ -41,9 +42,9 @@ def read_manifest(text: str | bytes, place: str) -> Manifest:
     record = parse_json(text, place)
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise CheckpointError(f"{place} is not the manifest of a ds_hydra checkpoint; use another tag or folder")
-    if record.get("version") != VERSION:
+    if record.get("version") not in (VERSION, WITH_OWNERS):
         raise CheckpointError(
-            f"{place} has version {record.get('version')!r}, this ds_hydra reads version {VERSION}: load it with the "
+            f"{place} has version {record.get('version')!r}, this ds_hydra reads up to {WITH_OWNERS}: load it with the "
             "release that wrote it, or use another tag"
         )
     contents = record.get("contents")
@@ -61,7 +62,9 @@ def check_saved_text(manifest: Manifest) -> str:
     """The manifest as text, once reading it has given it back. CheckpointError for what could be saved, not loaded."""
     text, place = manifest.to_json(), f"the manifest of {manifest.tag!r}"
     # Before it is written there are no files yet, and so no number of ranks.
-    whole = manifest if manifest.files else replace(manifest, num_ranks=1, files=(FileEntry(rank_file(0), 0, ""),))
+    owned = tuple(replace(bucket, owners=()) for bucket in manifest.buckets)
+    alone = replace(manifest, num_ranks=1, files=(FileEntry(rank_file(0), 0, ""),), buckets=owned)
+    whole = manifest if manifest.files else alone
     try:
         read_manifest(whole.to_json(), place)
     except (CheckpointError, ValueError) as error:
@@ -88,6 +91,7 @@ def _manifest(contents: dict[str, Any]) -> Manifest:
                 )
                 for p in b["params"]
             ),
+            tuple(count(rank) for rank in b.get("owners", ())),  # older ones have none
         )
         for b in contents["buckets"]
     )
@@ -142,6 +146,9 @@ def _check(manifest: Manifest) -> None:
             raise ValueError(f"a {what} is listed twice")
     for param in params:
         _check_param(param)
+    for bucket in manifest.buckets:
+        if list(bucket.owners) != sorted({*bucket.owners} & {*range(manifest.num_ranks)}):
+            raise ValueError(f"the owners of bucket {bucket.name!r} are not some of its ranks in rising order")
     if sum(param.numel for param in params) >= 2**62:
         raise ValueError("its parameters have more elements than any model")
     _check_progress(manifest)

@@ -26,9 +26,8 @@ from ds_hydra.checkpoint.format import (
     OtherJobError,
     SavedBucket,
     SavedParam,
-    even_share,
-    owners,
     rank_file,
+    shards_of,
 )
 from ds_hydra.checkpoint.optimizer_state import element_wise_states, state_source
 from ds_hydra.checkpoint.shard_file import ShardReader, Source
@@ -48,6 +47,7 @@ def saved_buckets(masters: ModelMasters) -> tuple[SavedBucket, ...]:
             bucket.name,
             bucket.trainable,
             tuple(SavedParam(p.name, tuple(p.shape), p.rule.dim, p.rule.parts) for p in bucket.params),
+            bucket.owners,
         )
         for bucket in masters.buckets
     )
@@ -137,7 +137,8 @@ class RangeReader:
         """CheckpointError unless a rank's file holds what the manifest says, each tensor with the rank's share."""
         manifest, sizes = self._manifest, {}
         for bucket in manifest.buckets:
-            share = even_share(bucket.numel, manifest.num_ranks, rank)
+            found = shards_of(bucket, manifest.num_ranks, 0, bucket.numel)
+            share = next((last for owner, _, last in found if owner == rank), 0)
             for key in ("master", *(manifest.states if bucket.trainable else ())):
                 sizes[f"{bucket.name}/{key}"] = share
         for name in reader.names():
@@ -161,7 +162,7 @@ class RangeReader:
         """Type that a parameter, or its state, was saved in."""
         bucket, saved, at = self._places[name]
         # The same in every file, so the first that holds an element will do; an empty parameter has no file at all.
-        found = owners(bucket.numel, self._manifest.num_ranks, at, at + saved.numel)
+        found = shards_of(bucket, self._manifest.num_ranks, at, at + saved.numel)
         return self.file(found[0][0]).dtype(f"{bucket.name}/{key}") if found else torch.float32
 
     def read_all(self, param: SavedParam, key: str) -> Tensor:
@@ -181,7 +182,7 @@ class RangeReader:
             return
         begin, filled = at + start, 0
         dtype, name = self.dtype(param.name, key), f"{bucket.name}/{key}"
-        for rank, first, last in owners(bucket.numel, self._manifest.num_ranks, begin, begin + out.numel()):
+        for rank, first, last in shards_of(bucket, self._manifest.num_ranks, begin, begin + out.numel()):
             if self.file(rank).dtype(name) != dtype:
                 raise CheckpointError(
                     f"{self._folder / rank_file(rank)} is damaged: {name!r} is of {self.file(rank).dtype(name)}, in "

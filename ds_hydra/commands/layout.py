@@ -24,7 +24,7 @@ from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.profiling.stage_timer import hollow_source
 from ds_hydra.zero_hetero.buddies import shift_of
 from ds_hydra.zero_hetero.errors import ConfigError
-from ds_hydra.zero_hetero.layout import Layout, even_layout
+from ds_hydra.zero_hetero.layout import Layout
 
 Interval = tuple[int, int]
 _SHOWN = 2  # pieces of a rank
@@ -73,7 +73,7 @@ def held_by(
         some = ", ".join((found or list(known))[:6])
         raise ConfigError(f"{len(found)} parameters have the name {name!r} or end in it; some are {some}")
     whole, bucket = found[0], known[found[0]]
-    masters = _of(bucket, whole, even_layout(bucket.numel, num_ranks))
+    masters = _of(bucket, whole, bucket.masters(num_ranks))
     shift = shift_of([str(rank // per_node) for rank in range(num_ranks)])
     columns = {"masters": masters}
     if shift:

@@ -54,7 +54,7 @@ from ds_hydra.pipe.transfers import (
     twins_of,
 )
 from ds_hydra.zero_hetero.errors import ConfigError
-from ds_hydra.zero_hetero.layout import Column, even_layout, padded
+from ds_hydra.zero_hetero.layout import Column, padded
 from ds_hydra.zero_hetero.nodes import Cluster, NodeSize
 from ds_hydra.zero_hetero.scratch_plan import Window, end_of, in_turn, pull_scratch, push_scratch, twin_push_bytes
 from ds_hydra.zero_hetero.transfer_plan import TransferPlan
@@ -192,16 +192,16 @@ def _scratch_of(
     pulls = np.zeros(num_ranks, dtype=np.int64)
     pushes: dict[int, Column] = {}
     kept = element.master if plan.frozen_wide else element.param
-    cast: dict[int, list[int]] = {}  # by elements of a bucket
+    cast: dict[tuple[int, tuple[int, ...]], list[int]] = {}  # by elements of a bucket, and its owners
     # By the plan's identity: equal buckets share their plans, which `transfers` keeps.
     known: dict[int, Column] = {}
     for index, (bucket, (pull, push)) in enumerate(zip(plan.buckets, transfers, strict=True)):
         param, wire = element.pulled(bucket), element.pulled(bucket) if bucket.wide else element.wire or element.param
         # Masters are cast, frozen ones are kept cast.
         if param != (element.master if bucket.trainable else kept) or (element.apart and bucket.trainable):
-            if bucket.numel not in cast:
-                cast[bucket.numel] = [padded(size) for size in even_layout(bucket.numel, num_ranks).sizes]
-            pulls += param * np.array(cast[bucket.numel])
+            if (like := (bucket.numel, bucket.owners)) not in cast:
+                cast[like] = [padded(size) for size in bucket.masters(num_ranks).sizes]
+            pulls += param * np.array(cast[like])
         if id(pull) not in known:
             known[id(pull)] = pull_scratch(pull.enter if isinstance(pull, TwinPull) else pull)
         pulls += param * known[id(pull)]
@@ -439,10 +439,7 @@ class JobMemory:
             (self._held(pipeline, index) for pipeline in alike if pipeline == shape or pipeline.parts == 2),
             key=lambda held: held.total,
         )
-        share, frozen = (
-            math.ceil(sum(bucket.numel for bucket in self.plan.buckets if bucket.trainable is kind) / self.num_ranks)
-            for kind in (True, False)
-        )
+        share, frozen = (self.plan.most_owned(self.num_ranks, trainable=kind) for kind in (True, False))
         layers = max(stage.num_layers for stage in placed)
         last = any(stage.ranges[-1].last == self.plan.num_layers for stage in placed)
         per_batch = layers * kept.layer + (kept.first if index == 0 else 0.0) + (kept.last if last else 0.0)
@@ -570,7 +567,8 @@ class JobMemory:
     def _of_ranks(self, shape: StrategyShape, placed: Strategy) -> tuple[RankBytes, ...]:
         if shape not in self._ranks:
             nodes = self.node_size or placed.num_ranks
-            self._ranks[shape] = rank_bytes(self.plan, placed, self.element, node_size=nodes)
+            plan = self.plan if placed.num_ranks == self.num_ranks else self.plan.evenly
+            self._ranks[shape] = rank_bytes(plan, placed, self.element, node_size=nodes)
         return self._ranks[shape]
 
     @property

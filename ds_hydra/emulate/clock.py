@@ -181,7 +181,7 @@ def small_model(plan: ModelPlan, hidden: int, element_bytes: int, gradient_bytes
     """
     factor = max(1, ceil(max(bucket.numel for bucket in plan.buckets) / ELEMENTS))
     buckets = tuple(
-        Bucket(bucket.name, tuple(_small(param, factor) for param in bucket.params), bucket.trainable)
+        Bucket(bucket.name, tuple(_small(p, factor) for p in bucket.params), bucket.trainable, owners=bucket.owners)
         for bucket in plan.buckets
     )
     small = replace(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import os
@@ -16,7 +17,7 @@ from ds_hydra.costs.analytic import ModelShape, model_shape
 from ds_hydra.costs.cost_table import CostTable, TableFile, read_table_file, told
 from ds_hydra.costs.memory import JobMemory
 from ds_hydra.costs.shape_costs import least_work, less_work_recomputed, with_shapes
-from ds_hydra.data.lengths import assumed_lengths, lengths_of_job
+from ds_hydra.data.lengths import assumed_lengths, lengths_of_job, sample_batches
 from ds_hydra.engine.checked import check_candidates, listed_for_others, taught
 from ds_hydra.engine.costs import (
     check_memory,
@@ -44,10 +45,13 @@ from ds_hydra.ranks.world import World
 from ds_hydra.self_check.verdicts import CheckResult
 from ds_hydra.simulate.job import SimulatedJob
 from ds_hydra.simulate.links import LinkModel
+from ds_hydra.simulate.owners import best_owners, nearest_exposed_ms, owned_by_stages
 from ds_hydra.simulate.step import exposed_ms
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 
 logger = logging.getLogger(__name__)
+
+_BATCHES = 4  # typical ones, by which owners are chosen
 
 
 def simulated_job(job: Job, world: World, found: TableFile) -> SimulatedJob:
@@ -73,6 +77,62 @@ def exposed_of(job: Job, world: World, found: TableFile) -> Callable[[StrategySh
         return None
     cluster, tokens = simulated_job(job, world, found), job.config.tokens_per_step
     return lambda strategy: exposed_ms(cluster, strategy, tokens)
+
+
+def _exposed_at_best(job: Job, world: World, found: TableFile) -> Callable[[StrategyShape], float] | None:
+    """The same before it is known which ranks own what: with the owners that suit each strategy best."""
+    if not _may_choose_owners(job, world, found):
+        return exposed_of(job, world, found)
+    cluster, tokens = simulated_job(job, world, found), job.config.tokens_per_step
+    return lambda strategy: nearest_exposed_ms(cluster, strategy, tokens)
+
+
+def _may_choose_owners(job: Job, world: World, found: TableFile) -> bool:
+    """Whether layers may have owners of their own [Note: owners]. Ranks that come and go share masters evenly."""
+    return found.links is not None and job.config.elastic is None and not world.cluster.mixed
+
+
+def _owners_by(
+    job: Job, world: World, plan: ModelPlan, found: TableFile, candidates: Sequence[StrategyShape],
+    lengths: Sequence[int],
+) -> StrategyShape | None:  # fmt: skip
+    """By the stages of which candidate masters are owned; None: all ranks own as much of each."""
+    deep = any(pipeline.pp > 1 for one in candidates for pipeline in one.pipelines)
+    if not deep or not _may_choose_owners(job, world, found):
+        return None
+    config, options = job.config, planner_options(job, world)
+    longest = max(lengths, default=config.context_length or config.tokens_per_step)
+    data = lengths or assumed_lengths(longest)
+    drawn = sample_batches(data, config.tokens_per_step, _BATCHES, options.seed, longest)
+    batches = [[int(length) for length in batch] for batch in drawn]
+    cluster = replace(simulated_job(job, world, found), plan=plan)
+    options = replace(options, choose="best", replay_file=None, layers=plan.num_layers)
+    chosen = best_owners(cluster, candidates, batches, config.tokens_per_step, options)
+    if chosen is None:
+        return None
+    logger.info(
+        "FP32 parameters of layers are owned by the ranks that compute them under '%s': a typical step is predicted to "
+        "take %.1f ms, with each cut over all ranks %.1f ms", chosen.by, chosen.ms, chosen.even_ms,
+    )  # fmt: skip
+    return chosen.by
+
+
+def _owned(
+    job: Job, world: World, source: ModelSource, found: TableFile, candidates: Sequence[StrategyShape],
+    lengths: Sequence[int],
+) -> ModelSource:  # fmt: skip
+    """The source with the owners of its masters, which rank 0 chooses; every rank must call it."""
+    plan, by = source.plan, None
+    with together(world.channel, "choosing the owners of masters"):
+        if world.rank == 0:
+            by = _owners_by(job, world, plan, found, candidates, lengths)
+    text = world.channel.tell("" if by is None else str(by))
+    if not text:
+        return source
+    placed = place_strategy(StrategyShape.parse(text), world.num_ranks, plan.num_layers)
+    other = copy.copy(source)
+    other.plan = owned_by_stages(plan, placed)
+    return other
 
 
 def propose(
@@ -102,7 +162,7 @@ def propose(
             node_size=world.node_size,
             seed=config.planner_options().seed,
             wider=Wider(shapes, slices, num_layers, plain=not all(map(weighs, schedules))),
-            exposed=exposed_of(job, world, found),
+            exposed=_exposed_at_best(job, world, found),
         )
         proposed = "\n".join(str(strategy) for strategy in strategies)
     if proposed is not None:
@@ -252,6 +312,7 @@ def _prepared(job: Job, world: World, given: _Given) -> PreparedJob:
             told(found)
         # Strategies are proposed by the limited table: one that does not fit must not be proposed.
         candidates, checked, source = _candidates(job, world, found, memory, lengths)
+    source = _owned(job, world, source, found, candidates, lengths)
     plan = source.plan
     if world.cluster.mixed and not config.shapes:
         with together(world.channel, "counting the costs of proposed strategies"):
@@ -265,7 +326,8 @@ def _prepared(job: Job, world: World, given: _Given) -> PreparedJob:
     no_slices = 'hydra.chunks is "off"' if config.chunks == "off" else plan.no_slices or checked.no_slices
     uncut = no_slices or planned_whole(found.table)
     with together(world.channel, "counting the memory of all strategies together"):
-        memory = replace(memory.together(strategies), slices=not uncut)
+        memory = replace(memory, plan=plan, _ranks={}).together(strategies)
+        memory = replace(memory, slices=not uncut)
         if not config.shapes:
             memory = without_the_largest(memory, found.table, longest)
         found = limited(job, world, found, memory)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ds_hydra.matrices.newton_schulz import Method, orthogonalized
-from ds_hydra.matrices.owners import Kind, MatrixParam, Owned, even_parts, interval, whole_layout
+from ds_hydra.matrices.owners import Kind, MatrixParam, Owned, interval, master_parts, whole_layout
 from ds_hydra.pipe.stage import from_flat, to_flat
 from ds_hydra.zero_hetero.layout import padded
 from ds_hydra.zero_hetero.link import Handle, Link
@@ -61,13 +61,13 @@ def legs_of(
     rank, num_ranks = masters.rank, masters.num_ranks
     legs = []
     for bucket in sorted({param.bucket for param in params}):
-        numel, even = masters.buckets[bucket].numel, masters.layouts[bucket]
-        whole = whole_layout(numel, params, owned, bucket, num_ranks)
-        parts = even_parts(numel, params, bucket, num_ranks, shift)
-        there = Link(plan_transfer(even, whole), rank, transport)
+        held = masters.layouts[bucket]
+        whole = whole_layout(held.numel, params, owned, bucket, num_ranks)
+        parts = master_parts(held, params, bucket, shift)
+        there = Link(plan_transfer(held, whole), rank, transport)
         back = Link(plan_transfer(whole, parts), rank, transport)
         mine = tuple(one for one in owned if one.rank == rank and params[one.param].bucket == bucket)
-        legs.append(Leg(bucket, there, back, mine, whole.sizes[rank], even.sizes[rank], parts.sizes[rank]))
+        legs.append(Leg(bucket, there, back, mine, whole.sizes[rank], held.sizes[rank], parts.sizes[rank]))
     return tuple(legs)
 
 

@@ -24,7 +24,7 @@ from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from ds_hydra.pipe.model_plan import Bucket
-from ds_hydra.zero_hetero.layout import Layout, Piece, even_layout, padded
+from ds_hydra.zero_hetero.layout import Layout, Piece, padded
 
 Kind = Literal["gram", "standard", "torch"]
 FEW_STEPS = 5  # iterations, where nothing else is said
@@ -157,10 +157,10 @@ def whole_layout(
     return Layout(numel, tuple(map(tuple, pieces)), tuple(sizes))
 
 
-def even_parts(numel: int, params: Sequence[MatrixParam], bucket: int, num_ranks: int, shift: int) -> Layout:
+def master_parts(masters: Layout, params: Sequence[MatrixParam], bucket: int, shift: int) -> Layout:
     """A bucket's matrices as the masters have them, at the places of each rank's interval; and behind it, with a
     `shift`, those of the rank so many before it, of which it keeps a copy."""
-    even = even_layout(numel, num_ranks)
+    num_ranks = masters.num_ranks
     matrices = [(param.start, param.start + param.numel) for param in params if param.bucket == bucket]
     pieces: list[tuple[Piece, ...]] = []
     sizes: list[int] = []
@@ -168,10 +168,10 @@ def even_parts(numel: int, params: Sequence[MatrixParam], bucket: int, num_ranks
         own: list[Piece] = []
         size = 0
         for of in (rank, (rank - shift) % num_ranks) if shift % num_ranks else (rank,):
-            for start, stop, offset in even.pieces[of]:
+            for start, stop, offset in masters.pieces[of]:
                 cuts = ((max(start, lo), min(stop, hi)) for lo, hi in matrices)
                 own += [Piece(lo, hi, size + offset + lo - start) for lo, hi in cuts if lo < hi]
-            size += even.sizes[of]
+            size += masters.sizes[of]
         pieces.append(tuple(own))
         sizes.append(size)
-    return Layout(numel, tuple(pieces), tuple(sizes))
+    return Layout(masters.numel, tuple(pieces), tuple(sizes))

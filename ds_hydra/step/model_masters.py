@@ -33,7 +33,7 @@ class ModelMasters:
     ):
         """`pinned`, and `run` for trained parameters, as `MasterShards` has them."""
         self.buckets = source.plan.buckets
-        specs = [BucketSpec(b.name, tuple((p.name, p.numel) for p in b.params)) for b in self.buckets]
+        specs = [BucketSpec(b.name, tuple((p.name, p.numel) for p in b.params), b.owners) for b in self.buckets]
         trained = [spec for spec, b in zip(specs, self.buckets, strict=True) if b.trainable]
         kept = [spec for spec, b in zip(specs, self.buckets, strict=True) if not b.trainable]
         self.trained = MasterShards(trained, rank, num_ranks, device, master, pinned=pinned, run=run)

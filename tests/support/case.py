@@ -50,6 +50,7 @@ class Case:
     weighted: bool = False  # each sequence has a weight of its own
     wire: str | None = None  # communication_data_type, if not the type of computing
     node_size: int | None = None  # ranks of a node, as if there were several nodes
+    owned_by: str = ""  # the strategy by whose stages masters are owned; "": evenly by all ranks
     cluster: tuple[tuple[int, str], ...] = ()  # nodes whose devices differ, as if they did: ranks and their class
     grad_accum: str | None = None  # data_types.grad_accum_dtype
     token_sharding: bool = True  # tensor parallel ranks share tokens, if the model allows it

@@ -38,7 +38,7 @@ from tests.support.families import (
     OTHER_SIZES,
 )
 from tests.support.long_cases import long_contexts
-from tests.support.scheduled_cases import in_groups, over_nodes, scheduled, spread, with_sinks
+from tests.support.scheduled_cases import in_groups, over_nodes, owned, scheduled, spread, with_sinks
 
 # --- Training cases of kinds of attention: keys and values that come from a latent, windows and chunks over
 # slices of sequences.
@@ -332,6 +332,7 @@ UNDER_STRICT = {
     "fetched": "lazy one_queue",
     "fetched, slices": "blocking connect",
     "states on host": "blocking connect",
+    "owners, V, slices": "blocking connect",
     "states on host, V, fetched": "lazy one_queue",
     "states on host, phases": "blocking one_queue",
     "states on host, sums of 16 bit": "connect",
@@ -581,6 +582,7 @@ CASES: tuple[Case, ...] = (
     *spread(),
     *in_groups(),
     *over_nodes(),
+    *owned(),
     *with_sinks(),
     *latent(),
     *windows(),

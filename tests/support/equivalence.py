@@ -18,6 +18,7 @@ from torch import nn
 
 from ds_hydra import testing
 from ds_hydra.engine import job as jobs
+from ds_hydra.engine import prepare
 from ds_hydra.engine.job import model_source
 from ds_hydra.pipe import loss, tiles
 from ds_hydra.pipe.loss import IGNORED
@@ -140,6 +141,7 @@ def make_engine(case: Case, data: Sequence[Sample]) -> Any:
         loss_fn=OWN.get(case.own_loss), optimizer=given,
     )  # fmt: skip
     assert engine.crew.masters.trained.on_host == (case.run > 0)
+    assert any(one.owners for one in engine.crew.masters.buckets) == bool(case.owned_by)
     if case.slices or case.recompute or any(THEN in text for text in case.strategies):
         _replay(engine, case)
     return engine
@@ -187,10 +189,13 @@ def train(rank: int, case: Case, data: Sequence[Sample], strict: Rules | None = 
 
 @contextlib.contextmanager
 def _in_blocks(case: Case) -> Iterator[None]:
-    """Within it, heads compute so many logits at once, MLPs so many rows, and updates so many elements."""
+    """Within it, heads compute so many logits at once, MLPs so many rows, updates so many elements, and the case's
+    strategy tells who owns which masters."""
     logits_at_once = case.logits_at_once
     run = mock.patch.object(host_states, "RUN", case.run or host_states.RUN)
-    with run, tiles.of_rows(case.tile_rows or tiles.TILE_ROWS):
+    owners = StrategyShape.parse(case.owned_by) if case.owned_by else None
+    chosen = mock.patch.object(prepare, "_owners_by", return_value=owners)
+    with run, chosen, tiles.of_rows(case.tile_rows or tiles.TILE_ROWS):
         if logits_at_once is None:
             yield
             return

@@ -20,6 +20,7 @@ from ds_hydra.costs.analytic import ModelShape, analytic_cost_table, estimate_ac
 from ds_hydra.costs.cost_table import CostTable, SchemeCost, TableFile
 from ds_hydra.costs.memory import JobMemory
 from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec, ShardRule, make_buckets
+from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.schedules.registry import weighs
 from ds_hydra.pipe.shape import (
     DEFAULT_SCHEDULE,
@@ -36,6 +37,7 @@ from ds_hydra.plan.validate import validate_plan
 from ds_hydra.planner import Planner, PlannerOptions, PlanRecipe
 from ds_hydra.simulate.job import SimulatedJob, llama_plan
 from ds_hydra.simulate.links import LinkModel, Speed
+from ds_hydra.simulate.owners import owned_by_stages
 from ds_hydra.zero_hetero.errors import PlanError
 
 # --- Small planning instances, and an optimum by plain enumeration that shares no code with the planner.
@@ -155,12 +157,16 @@ def random_table(rng: random.Random) -> CostTable:
 
 
 def random_job(rng: random.Random, num_ranks: int) -> SimulatedJob:
-    """A small model on nodes of 4 ranks or on one, with links from fast to slow."""
+    """A small model on nodes of 4 ranks or on one, with links from fast to slow; of some jobs all layers are owned by
+    the ranks of a stage of two."""
     node = rng.choice([4, num_ranks])
     inside = Speed(10.0 ** rng.uniform(-7, -4), 10.0 ** rng.uniform(8, 11))
     between = Speed(2 * inside.latency_s, inside.bytes_per_s / rng.choice([1, 4, 12]))
     found = TableFile(random_table(rng), step={"update_ms_per_element": 1e-7, "fixed_ms": 0.1})
-    return SimulatedJob(llama_plan(MODEL), MODEL.hidden, found, LinkModel(node, inside, between), num_ranks)
+    halves, plan = StrategyShape.of([ParallelScheme(pp=2)] * (num_ranks // 2)), llama_plan(MODEL)
+    if num_ranks % 2 == 0 and random.Random(found.table.costs[0].b).random() < 1 / 3:
+        plan = owned_by_stages(plan, place_strategy(halves, num_ranks, MODEL.layers))
+    return SimulatedJob(plan, MODEL.hidden, found, LinkModel(node, inside, between), num_ranks)
 
 
 def random_lengths(rng: random.Random, count: int) -> tuple[int, ...]:

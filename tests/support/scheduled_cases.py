@@ -228,6 +228,22 @@ def over_nodes() -> Iterator[Case]:
     yield base.row("SP over nodes fp32", dtype=FLOAT32, optimizer="SGD")
 
 
+def owned() -> Iterator[Case]:
+    """Masters of layers are owned by the ranks that compute them under one of the strategies [Note: owners]."""
+    base = Case("", "llama", ("pp4", "tp2pp2/v", "sp2 + 2*tp1", "tp4"), steps=4, node_size=2, owned_by="pp4")
+    yield base.row("owners, one stage a rank", quick=True)
+    yield base.row("owners, V, slices", "sp2pp2/v", "sp2 + 2*tp1", "tp2sp2", "pp4/list", owned_by="sp2pp2/v",
+                   slices=True, recompute=True, quick=True)  # fmt: skip
+    yield base.row("owners, two pipelines", "2*pp2", "sp4", "pp4", owned_by="2*pp2", family="llama_tied")
+    yield base.row("owners, mixtral", family="mixtral", owned_by="tp2pp2/v")
+    yield base.row("owners, frozen layers", "2*pp2", "sp4", "pp4", owned_by="2*pp2", frozen=("layers.0.", "layers.3."))
+    yield base.row("owners, phases", "4*tp1 then pp4", "tp2pp2 then 2*pp2", owned_by="2*pp2")
+    yield base.row("owners, states on host", run=500)
+    yield base.row("owners, lora", family="lora")
+    yield base.row("owners fp32", dtype=FLOAT32, optimizer="SGD")
+    yield base.row("owners bf16", dtype=BFLOAT16)
+
+
 def _recomputed() -> Iterator[Case]:
     """Shares of layers computed again, which differ from micro-batch to micro-batch."""
     whole = Case("", "llama", CHANGING, steps=3, recompute=True)

@@ -53,7 +53,7 @@ from ds_hydra.costs.cost_table import (
 )
 from ds_hydra.data.lengths import WEB_PAGES, read_lengths, sample_batches
 from ds_hydra.pipe.shape import ParallelScheme
-from ds_hydra.rivals.costs import PUBLISHED, RivalModel
+from ds_hydra.rivals.costs import NODE, PUBLISHED, RivalModel
 from ds_hydra.simulate.job import SHIPPED, ShippedModel
 from ds_hydra.simulate.links import INSIDE, Speed
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -161,7 +161,7 @@ def alone_of(table: CostTable) -> tuple[float, float]:
 
 
 @lru_cache(maxsize=32)
-def rival_model(model: str, c: float = 1.0) -> RivalModel:
+def rival_model(model: str, c: float = 1.0, node: int = NODE) -> RivalModel:
     """What costs of all systems are derived from, with c so many times the table's [Note: tables of devices]."""
     (found, device), before = split(model), MODELS[split(model)[0].base]
     sizes, published = SHIPPED[f"a800-{found.base}"], PUBLISHED[f"a800-{found.base}"]
@@ -175,7 +175,7 @@ def rival_model(model: str, c: float = 1.0) -> RivalModel:
         room_bytes=published.room_bytes + (device.memory_bytes - DEVICES["A800"].memory_bytes),
         state_bytes=published.state_bytes * found.of_layer / before.of_layer,
     )
-    return RivalModel(ShippedModel(found.shape, sizes.activations), own, table, inside_of(model))
+    return RivalModel(ShippedModel(found.shape, sizes.activations), own, table, inside_of(model), node)
 
 
 def inside_of(model: str) -> Speed:
@@ -262,7 +262,7 @@ class Cell:
     """One comparison; `model` is "32b" on A800s, or with the device behind it, "32b H200" (`tools.systems.devices`).
 
     `keys`: heads of keys and values over those of queries; `between`: GB/s of each GPU between nodes; `c`: times the
-    table's charge for a micro-batch.
+    table's charge for a micro-batch; `node`: GPUs of a node.
     """
 
     model: str
@@ -273,11 +273,13 @@ class Cell:
     keys: float = 1.0
     between: float = 25.0
     c: float = 1.0
+    node: int = NODE
 
     def __str__(self) -> str:
         text = f"{self.model} {self.gpus} GPUs {self.context // 1024}K {self.tokens // 1000}K {self.mix}"
         text += f" GQA {self.keys:g}" if self.keys < 1.0 else ""
         text += f" {self.between:g} GB/s" if self.between != _BETWEEN else ""
+        text += f", nodes of {self.node}" if self.node != NODE else ""
         return text + (f" c {self.c:g}" if self.c != 1.0 else "")
 
     @property
@@ -288,7 +290,7 @@ class Cell:
     @property
     def of_model(self) -> RivalModel:
         """What costs of all systems are derived from."""
-        return rival_model(self.model, self.c)
+        return rival_model(self.model, self.c, self.node)
 
     def lengths(self, seed: int) -> list[int]:
         """A sample of the data: tokens of sequences within the context."""
