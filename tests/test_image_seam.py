@@ -529,3 +529,11 @@ def test_ranks_share_an_image_whatever_its_heads(shape: str, heads: int, hops: t
     with mock.patch.object(SharedRows, "_begin", began):
         assert not trial._compared(run_pipeline(source, pipeline, trial._made(shared=True)))
     assert found == {hops}
+
+
+@pytest.mark.drawn
+def test_encoders_that_attend_by_kernels_of_devices_are_shared_where_torchs_own_attention_is_told_as_much() -> None:
+    """Gemma 4 tells FlashAttention where an image ends by a mask of another shape."""
+    found = {name: verdicts(subject(name), (SHARED,), "flash_attention_2")[SHARED] for name in ("qwen2_5_vl", "gemma4")}
+    assert not found["qwen2_5_vl"]
+    assert "must match the size" in found["gemma4"]

@@ -15,7 +15,7 @@ from ds_hydra.images.exchange import ImageExchange
 from ds_hydra.images.find import Subject, rows_of_one, subject_of
 from ds_hydra.images.load import heads_of, image_tokens, with_room
 from ds_hydra.images.measure import measured
-from ds_hydra.images.shared import SHARED
+from ds_hydra.images.shared import PLAIN, SHARED
 from ds_hydra.images.source import ImageText
 from ds_hydra.images.trial import KINDS, SLICES, verdicts
 from ds_hydra.pipe.models.adapted import base_of
@@ -65,7 +65,9 @@ def proven(source: ImageText, config: HydraConfig, channel: Channel) -> ImageTex
     subject, source.subject = source.subject, None
     if config.self_check == "off":
         return source
-    text = channel.tell(json.dumps(_tried(subject, config)) if channel.rank == 0 and subject is not None else None)
+    text = channel.tell(
+        json.dumps(_tried(subject, config, source)) if channel.rank == 0 and subject is not None else None
+    )
     found: dict[str, str] = json.loads(text)
     for kind in ("tp1", "sp2"):
         if why := found.get(kind):
@@ -80,7 +82,7 @@ def proven(source: ImageText, config: HydraConfig, channel: Channel) -> ImageTex
     return source.refusing(found)
 
 
-def _tried(subject: Subject, config: HydraConfig) -> dict[str, str]:
+def _tried(subject: Subject, config: HydraConfig, source: ImageText) -> dict[str, str]:
     """What the job's strategies are made of, tried with images; all kinds where none are listed."""
     kinds = [kind for kind in (*KINDS, SHARED) if config.chunks != "off" or kind != SLICES]
     stages = [stage for shape in config.shapes for pipeline in shape.pipelines for stage in pipeline.stages]
@@ -89,4 +91,5 @@ def _tried(subject: Subject, config: HydraConfig) -> dict[str, str]:
                 SHARED: any(first_ranks(pipeline) > 1 for shape in config.shapes for pipeline in shape.pipelines),
                 "pp2": any(len(p.stages) > 1 for shape in config.shapes for p in shape.pipelines)}  # fmt: skip
         kinds = [kind for kind in kinds if uses.get(kind, True)]
-    return verdicts(subject, kinds)
+    attends = next((name for name in source.attends.values() if name not in PLAIN), "")
+    return verdicts(subject, kinds, attends)

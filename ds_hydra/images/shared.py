@@ -12,7 +12,8 @@ rows and the heads a b c d, it goes in two hops, over tensor and over sequence p
     tp0 sp1    rows 5 6    5..9 of a b      0..9 of b
     tp1 sp1    rows 7 8 9  5..9 of c d      0..9 of d
 
-There the encoder's own function attends, for each frame or window of the image. Where the heads are no multiple of the
+There the encoder's own function attends, for each frame or window of the image; torch's own does where the encoder's is
+FlashAttention's, say. Where the heads are no multiple of the
 ranks, some of them compute the same heads, each for a part of the rows [Note: shared queries].
 
 What stands before and behind the layers every rank computes of all rows, and takes a part of the features that it has
@@ -49,6 +50,7 @@ from ds_hydra.zero_hetero.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 SHARED = "shared images"  # what small copies are tried with
+PLAIN = ("sdpa", "eager")  # that attend to any rows; others may be told by keywords which rows see each other
 _NAME = "hydra_rows"
 _SHARED = "_hydra_shared_rows"
 Attend = Callable[[HeadGroup], Tensor]
@@ -166,7 +168,7 @@ class SharedRows:
         """Attention of own rows, (n, heads, rows, d) each, to those that each of them sees, (n, rows, heads, d)."""
         unit, images = self._unit, len(query)
         assert unit is not None, "attention of shared rows is called within `running`"
-        own, heads = _function(module, self._name), query.shape[1]
+        own, heads = _function(module, self._name if self._name in PLAIN else PLAIN[0]), query.shape[1]
 
         def whole(group: HeadGroup) -> Tensor:
             start, stop = (0, unit.rows) if group.part is None else group.part[:2]

@@ -42,7 +42,7 @@ class ImageText(CausalLM):
                 f"hydra.images: {dropouts[0]} of {type(model).__name__} drops out of rows of images within the text's "
                 "forward: set its rate to 0"
             )
-        self._attends = {root: name for root in seam.roots if (name := _attention_of(model, root))}
+        self.attends = {root: name for root in seam.roots if (name := _attention_of(model, root))}
         super().__init__(model, replace(options, token_sharding=False), **given)
         if self.boxes and not self.boxes.packed:
             raise ConfigError(
@@ -50,12 +50,12 @@ class ImageText(CausalLM):
                 f"({self.boxes.told(self.layers_path)}): images are not trained with them; leave hydra.images out to "
                 "train its text alone"
             )
-        if seam.draws and (fused := set(self._attends.values()) - {"sdpa", "eager"}):
+        if seam.draws and (fused := set(self.attends.values()) - {"sdpa", "eager"}):
             raise ConfigError(
                 f"hydra.images: the encoder of {self.name} drops out, and attends by {', '.join(sorted(fused))}, "
                 'whose kernels draw for themselves: load it with attn_implementation="sdpa", or set its dropout to 0'
             )
-        for root, name in self._attends.items():
+        for root, name in self.attends.items():
             attention.let_attend_alone(self.template.get_submodule(root), name)
 
     def _plan(self) -> None:

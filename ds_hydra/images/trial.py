@@ -16,6 +16,7 @@ from ds_hydra.images.find import NEAR, Sample, Subject
 from ds_hydra.images.seam import numbered
 from ds_hydra.images.shared import SHARED
 from ds_hydra.images.source import ImageText
+from ds_hydra.pipe.attention.interface import let_attend_alone
 from ds_hydra.pipe.models.refusals import failing
 from ds_hydra.pipe.shape import PipelineShape
 from ds_hydra.pipe.stage_options import StageOptions
@@ -57,6 +58,12 @@ class Trial:
             self.source = _Still(subject.model, subject.seam, StageOptions())
         self._data = self._made()
 
+    def attend_by(self, name: str) -> None:
+        """Let the encoder attend by what has this name, from now on: none but shared images can be tried by one that
+        needs a device."""
+        for root in self.source.attends:
+            let_attend_alone(self.source.template.get_submodule(root), name)
+
     def _made(self, *, shared: bool = False) -> WithImages:
         samples = self._subject.samples
         tokens = tuple(sample.tokens.numpy() for sample in samples)
@@ -73,11 +80,20 @@ class Trial:
         units = tuple(Unit(*one) for one in zip(sample.units, starts, sample.rows, strict=False))
         if seam.layout == "whole":
             units = (Unit(pixels, 0, sum(sample.rows)),)
-        # To share costs nothing here: a unit is shared where it is larger than others together.
+        # Shared ones cost nothing to share, and each takes more than all before it together.
+        first = self._number(sample)
         units = tuple(
-            u._replace(load=Load(u.rows, 0) if shared and not is_clip(u.columns) else Load.whole(u.rows)) for u in units
+            unit._replace(
+                load=Load(10.0 ** (first + i), 0.0) if shared and not is_clip(unit.columns) else Load.whole(unit.rows)
+            )
+            for i, unit in enumerate(units)
         )
         return seam.images(units, numbered(subject.model, seam, sample.tokens, pixels))
+
+    def _number(self, sample: Sample) -> int:
+        """Images before those of a sample."""
+        samples = self._subject.samples
+        return sum(len(one.units) for one in samples[: next(i for i, one in enumerate(samples) if one is sample)])
 
     def refused(self, kind: str) -> str:
         """Why there are no pipelines of a kind; empty: there are."""
@@ -107,10 +123,16 @@ class Trial:
         return f"{missing[0]} has no gradient" if missing else ""
 
 
-def verdicts(subject: Subject, kinds: Sequence[str] = KINDS) -> dict[str, str]:
-    """For each kind of pipeline, why it is not trained with images, or how it is off; empty: it is equal."""
+def verdicts(subject: Subject, kinds: Sequence[str] = KINDS, attends: str = "") -> dict[str, str]:
+    """For each kind of pipeline, why it is not trained with images, or how it is off; empty: it is equal. `attends`: by
+    what an encoder does that runs on devices alone."""
     try:
         trial = Trial(subject)
     except ConfigError as error:
         return dict.fromkeys(kinds, str(error))
-    return {kind: trial.refused(kind) or trial.difference(kind) for kind in kinds}
+    found = {kind: trial.refused(kind) or trial.difference(kind) for kind in kinds if kind != SHARED}
+    if SHARED in kinds:
+        if attends:
+            trial.attend_by(attends)
+        found[SHARED] = trial.difference(SHARED)
+    return found
