@@ -223,15 +223,15 @@ class TensorParallel:
         def row(x: Tensor) -> Tensor:
             if style != "rowwise":
                 x = split_last_dim(x, widths, self.tp_rank, self.group)
-            out = self._summed(part(x))
+            out = self._summed(part, x)
             bias = getattr(inner, "bias", None)  # once, not once a rank
             return out if bias is None else out + bias
 
         wrap(module, row, "tensor parallel", "row")
 
-    def _summed(self, part: Tensor) -> Tensor:
-        """What leaves a row-parallel layer, of which each rank has computed a part of the sum."""
-        return sum_over_ranks(part, self.group)
+    def _summed(self, part: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """What leaves a row-parallel layer, of which each rank computes a part of the sum."""
+        return sum_over_ranks(part(x), self.group)
 
     def _experts(self, module: nn.Module) -> None:
         forward, group = module.forward, self.group

@@ -13,7 +13,8 @@ time, forward and backward:
 So the MLP is computed as often as without tiles, twice forward: torch's checkpoint ends its second run as soon as all
 that was saved is there again, and the last that is saved is what enters the MLP. What computes it in the backward is
 not in the layer's graph. Ranks that share tokens gather and scatter the rows of a tile alone, so their buffers are
-small, too (Jacob et al. 2025, "Arctic Long Sequence Training", sequence tiling).
+small, too (Jacob et al. 2025, "Arctic Long Sequence Training", sequence tiling). So do the linear layers around
+attention, which tensor parallel ranks gather all rows for: of an 8B model 8 KiB a token, and as much for the gradient.
 
 Weights' gradients of tiles are added up in FP32 at least and rounded once, as one product over all rows is.
 """
@@ -45,6 +46,14 @@ def of_rows(rows: int) -> Iterator[None]:
         TILE_ROWS = before
 
 
+def rows_of_tile(x: Tensor, shards: int) -> int:
+    """Of how many rows a tile of x (1, T, H) is where a layer runs that is computed again; 0: all run together. So many
+    `shards` share the tokens."""
+    rows = max(1, TILE_ROWS // shards)
+    apart = x.requires_grad and x.dim() == 3 and len(x) == 1 and x.shape[-2] > rows
+    return rows if apart and runs_again() and torch.is_grad_enabled() else 0
+
+
 def install_tiles(module: nn.Module, packed: Sequence[PackedLinears], shards: int) -> None:
     """Let a module x (1, T, H) -> (1, T, H) that computes rows by themselves run in tiles where its layer is computed
     again. `packed`: linear layers of it that are computed as one; `shards`: ranks that share the tokens."""
@@ -57,9 +66,8 @@ def install_tiles(module: nn.Module, packed: Sequence[PackedLinears], shards: in
             yield from () if one in together else one.parameters(recurse=False)
 
     def in_tiles(*args: Any, **kwargs: Any) -> Any:
-        x, rows = args[0] if len(args) == 1 and not kwargs else None, max(1, TILE_ROWS // shards)
-        apart = isinstance(x, Tensor) and x.requires_grad and x.shape[-2] > rows
-        if not (apart and runs_again() and torch.is_grad_enabled()):
+        x = args[0] if len(args) == 1 and not kwargs else None
+        if not isinstance(x, Tensor) or not (rows := rows_of_tile(x, shards)):
             return forward(*args, **kwargs)
         trained = [leaf for leaf in leaves() if leaf.requires_grad]
         return _Tiles.apply(_Keep.apply(x, entered := _Entered()), entered, forward, rows, *trained)

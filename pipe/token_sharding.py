@@ -58,6 +58,7 @@ from ds_hydra.pipe.collectives import (
 )
 from ds_hydra.pipe.stage import StandIn
 from ds_hydra.pipe.tensor_parallel import COLUMN_STYLES, TensorParallel, style_of
+from ds_hydra.pipe.tiles import rows_of_tile
 from ds_hydra.pipe.weight_gradients import PackedLinears, Product, WeightGradients
 from ds_hydra.pipe.wrappers import wrap
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -90,17 +91,19 @@ class TokenSharding(TensorParallel):
         whereabouts: Whereabouts,
         queue: WeightGradients,
         packed: Collection[PackedLinears] = (),
+        tiles: bool = False,
         **kwargs: Any,
     ):
-        """As `TensorParallel`; weights' gradients wait in `queue` where the backward is split."""
+        """As `TensorParallel`; weights' gradients wait in `queue` where the backward is split. `tiles`: whether rows
+        are gathered and scattered a tile at a time in layers that are computed again [Note: tiles]."""
         super().__init__(*args, **kwargs)
-        self._whereabouts, self._queue = whereabouts, queue
+        self._whereabouts, self._queue, self._tiles = whereabouts, queue, tiles
         self._packed = {layer: each for each in packed for layer in each.layers.values()}
         self._blocks: dict[nn.Module, _Block] = {}
 
     def _column(self, style: str, name: str, module: nn.Module, parent: nn.Module) -> None:
         if parent not in self._blocks:
-            self._blocks[parent] = _Block(parent, self.group, self._queue, self._whereabouts)
+            self._blocks[parent] = _Block(parent, self.group, self._queue, self._whereabouts, self._tiles)
         block, widths, inner = self._blocks[parent], self._widths(name, module, 0), linear_of(module)
         block.columns[inner] = self._packed.get(inner)
 
@@ -115,8 +118,14 @@ class TokenSharding(TensorParallel):
             gathered = partial(gather_last_dim, widths=widths, rank=self.tp_rank, group=self.group)
             wrap(module, lambda x: gathered(forward(x)), "tensor parallel", "all columns")
 
-    def _summed(self, part: Tensor) -> Tensor:
-        out = scatter_rows(part, self.group)
+    def _summed(self, part: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        shards = sharers(self.group).size()
+        if self._tiles and (rows := rows_of_tile(x, 1)):
+            of_ranks = x.view(shards, -1, x.shape[-1]).split(max(1, rows // shards), 1)
+            tiles = (part(tile).flatten(0, 1).unsqueeze(0) for tile in of_ranks)  # none of which is kept as a copy
+            out = torch.cat([scatter_rows(tile, self.group) for tile in tiles], -2)
+        else:
+            out = scatter_rows(part(x), self.group)
         self._whereabouts.leave()
         return out
 
@@ -205,7 +214,8 @@ class _Entered:
 class _Block:
     """A module with column-parallel children: handed a share of the rows, it runs on all of them."""
 
-    def __init__(self, module: nn.Module, group: Group, queue: WeightGradients, whereabouts: Whereabouts):
+    def __init__(self, module: nn.Module, group: Group, queue: WeightGradients, whereabouts: Whereabouts, tiles: bool):
+        self._tiles = tiles
         self.columns: dict[nn.Module, PackedLinears | None] = {}  # column-parallel ones, and with which they are packed
         self._kind, self._group, self._queue, self._whereabouts = type(module).__name__, group, queue, whereabouts
         self._now: _Entered | None = None
@@ -263,12 +273,22 @@ class _Block:
         known = [weight.detach() if off else weight for weight, off in zip(weights, put_off, strict=True)]
         columns = _Columns(modules, put_off, [queue.adds(module) for module in modules], self._group, queue)
         found: dict[nn.Module, Tensor] = {}
-        for module, out in zip(modules, _GatherColumns.apply(shard, columns, *known, *biases), strict=True):
+        shards = sharers(self._group).size()
+        rows = rows_of_tile(shard, shards) if self._tiles else 0
+        parts = shard.split(rows, -2) if rows else (shard,)
+        tiles = [_GatherColumns.apply(part, columns, *known, *biases) for part in parts]
+        outs = [_of_all_ranks(each, shards) for each in zip(*tiles, strict=True)] if rows else tiles[0]
+        for module, out in zip(modules, outs, strict=True):
             if isinstance(module, PackedLinears):
                 found |= zip(module.layers.values(), module.parts(out), strict=True)
             else:
                 found[module] = out
         return found
+
+
+def _of_all_ranks(tiles: Sequence[Tensor], shards: int) -> Tensor:
+    """Rows in the order of the ranks that share them, of tiles of each rank's."""
+    return torch.cat([tile.view(shards, -1, tile.shape[-1]) for tile in tiles], 1).flatten(0, 1)
 
 
 class Rows:

@@ -4,22 +4,36 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from ds_hydra.costs.memory import JobMemory
 from ds_hydra.pipe import tiles
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.pipe.stage_options import StageOptions
-from ds_hydra.profiling.stage_memory import measure_activations, step_peak
+from ds_hydra.profiling.stage_memory import kept_bytes, measure_activations, step_peak
 from ds_hydra.profiling.stage_timer import StageTimer
 
 CPU, TOKENS, LAYERS, VOCABULARY = torch.device("cpu"), 256, 4, 128
 DEGREES, QUICK = ((1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2)), (2, 2, True)
 
 
-def source_of(**options: bool) -> CausalLM:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def test_ranks_that_share_tokens_gather_a_tile_of_rows() -> None:
+    """Of eight ranks each would hold the rows of all twice beside its layer, 16 times its own: they take 25 times as
+    much as enters, and in tiles no more than attention does."""
+    config = LlamaConfig(hidden_size=128, intermediate_size=448, num_hidden_layers=4, num_attention_heads=8,
+                         num_key_value_heads=8, vocab_size=VOCABULARY)  # fmt: skip
+    model, times = LlamaForCausalLM(config).bfloat16(), {}
+    for tiled in (False, True):
+        asked = StageOptions(activation_checkpointing=True, functions="auto", token_sharding=True, tiles=tiled)
+        timer = StageTimer(CausalLM(model, asked), ParallelScheme(8, 4), 1, CPU, torch.bfloat16)
+        with tiles.of_rows(256):
+            small, large = (step_peak(timer, (tokens,)) - kept_bytes(timer, (tokens,)) for tokens in (2048, 6144))
+        times[tiled] = (large - small) / 4096 / (128 * 2 / 8)
+    assert times[True] <= 18.0 < 24.0 <= times[False], times
 
+
+def source_of(**options: bool) -> CausalLM:
     config = LlamaConfig(hidden_size=128, intermediate_size=448, num_hidden_layers=LAYERS, num_attention_heads=4,
                          num_key_value_heads=4, vocab_size=VOCABULARY, tie_word_embeddings=False)  # fmt: skip
     asked = StageOptions(activation_checkpointing=True, functions="auto", token_sharding=True, **options)

@@ -243,9 +243,10 @@ def flops_of(plan: ModelPlan, hidden: int, lengths: Iterable[int]) -> float | No
 
 
 def estimate_activations(
-    hidden: int, intermediate: int, heads: int, kv_heads: int, param_bytes: int, tp: int, sp: int,
-    *, checkpointing: bool = False, token_sharding: bool = False, short_norms: bool = False, of_gates: int = 4,
+    hidden: int, intermediate: int, heads: int, kv_heads: int, param_bytes: int, tp: int, sp: int, *,
+    checkpointing: bool = False, token_sharding: bool = False, short_norms: bool = False, of_gates: int = 4,
     node_size: NodeSize | None = None, width: int = 0, boxes: Boxes = (), tile_rows: int = 0, fetched: bool = False,
+    summed: bool = False,
 ) -> Activations:  # fmt: skip
     """Activations of a Llama-like layer with fused attention, for when none were measured.
 
@@ -260,8 +261,9 @@ def estimate_activations(
     and with checkpointing the keys and values themselves, which no other backward needs. Without it a layer may still
     be computed again for one micro-batch or another: it keeps its input then, and keys and values for later slices.
     Ranks of several nodes of `node_size` may need more keys [Note: heads inside a node].
-    With `tile_rows` an MLP of a layer that is computed again is there for so many rows at a time, with the sums of its
-    weights' gradients, and what enters attention is all there is of whole rows. What is `fetched` is on the device
+    With `tile_rows` an MLP of a layer that is computed again is there for so many rows at a time, and so are rows that
+    tensor parallel ranks gather; with the sums of its weights' gradients, unless these are `summed` where they stay.
+    What is `fetched` is on the device
     twice: one layer's input that is used, and one that comes; and so are keys and values of earlier slices.
 
     A layer with boxes has them in place of q, k, v and the attention output: by kernels that keep no more than the
@@ -288,11 +290,8 @@ def estimate_activations(
     key_value *= attends / (tp * sp)
     state = state_bytes(boxes, tp, sp) / count if boxes else 0.0
     if checkpointing:
-        again, tile = transient + layer, 0.0
-        if tile_rows and not boxes:
-            gathered = 2 * hidden * param_bytes * tp * (shards > 1) / (tp * sp)
-            again = 4 * stream + attention / (tp * sp) + max(attention / (tp * sp), gathered)
-            tile = _tile_bytes(tile_rows, hidden, intermediate / tp, param_bytes)
+        tile = _tile_bytes(tile_rows, hidden, intermediate / tp, param_bytes, summed) if not boxes else 0.0
+        again = 4 * stream + 2 * attention / (tp * sp) if tile else transient + layer
         found = _computed_again(stream, again, tile, key_value * (param_bytes + 4), state, fetched)
         return replace(found, tile_tokens=float(tile_rows * sp))
     # Inputs: normalised ones, of the attention's and the MLP's outputs. Gradients: of q, k, v, gate, up, both outputs.
@@ -327,6 +326,8 @@ def _computed_again(
     return Activations(0.0, stream, 4 * stream, again, 0.0, 2 * slices / again, 1.0, state, tile=tile, host=stream)
 
 
-def _tile_bytes(rows: int, hidden: int, intermediate: float, param_bytes: int) -> float:
-    """Of a gated MLP that runs on so many rows, forward and backward, with the sums of its weights' gradients."""
-    return rows * (2 * hidden + 7 * intermediate) * param_bytes + 3 * hidden * intermediate * (4 + param_bytes)
+def _tile_bytes(rows: int, hidden: int, intermediate: float, param_bytes: int, summed: bool) -> float:
+    """Of a gated MLP that runs on so many rows, forward and backward, with the sums of its weights' gradients, if they
+    are not `summed` elsewhere."""
+    sums = 0.0 if summed or not rows else 3 * hidden * intermediate * (4 + param_bytes)
+    return rows * (2 * hidden + 7 * intermediate) * param_bytes + sums

@@ -149,6 +149,7 @@ def job_memory(
     """
     config, functions = (getattr(source, name, None) for name in ("text_config", "functions"))
     figures: dict[tuple[int, int], Activations] = {}
+    sum_bytes = grad_dtype.itemsize if grad_dtype else max(4, dtype.itemsize)
     hidden, twin = getattr(config, "hidden_size", 0), 0  # a layer list's runs beside no copy
     if config is not None:
         sizes = layer_sizes(source.plan, hidden, config)
@@ -164,13 +165,13 @@ def job_memory(
             width=sizes.width, boxes=source.plan.boxes,
             checkpointing=source.options.activation_checkpointing, token_sharding=source.plan.token_sharding,
             short_norms=bool(getattr(functions, "norms", None)), of_gates=getattr(functions, "of_gates", 4),
-            node_size=node_size, fetched=source.options.host_activations,
+            node_size=node_size, fetched=source.options.host_activations, summed=dtype.itemsize < sum_bytes,
             tile_rows=TILE_ROWS if source.options.tiles and bool(getattr(functions, "by_rows", None)) else 0,
         )  # fmt: skip
     return JobMemory(
         source.plan, num_ranks, figures, dtype.itemsize, max(4, dtype.itemsize), optimizer_states, for_update,
         device_bytes=device_bytes, vocab=source.vocab_size or 1, outputs=1 if source.valued else None,
-        grad_bytes=grad_dtype.itemsize if grad_dtype else None,
+        grad_bytes=sum_bytes if grad_dtype else None,
         wire_bytes=wire_dtype.itemsize if wire_dtype else None, node_size=node_size,
         plain_head=getattr(source, "token_loss", None) is None, serial=serial, phases=phases,
         copies=copies, copies_on_host=copies_on_host, expert_imbalance=expert_imbalance, host_bytes=host_bytes,

@@ -87,10 +87,9 @@ class CausalStage(StageModule):
             spread = spread_experts(model, source.experts.modules, place, lambda: self._pack)
             for path, routed in spread.items():
                 self._routed[int(path.removeprefix(f"{source.layers_path}.").partition(".")[0])].append(routed)
+        shared: dict[str, Any] = {"whereabouts": self._draws, "packed": self.packed, "tiles": source.options.tiles}
         parallel = (
-            TokenSharding(
-                *rank, linear=self.linear, queue=self.linear_queue, whereabouts=self._draws, packed=self.packed
-            )
+            TokenSharding(*rank, linear=self.linear, queue=self.linear_queue, **shared)
             if shards
             else TensorParallel(*rank, linear=self.linear)
         )

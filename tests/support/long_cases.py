@@ -21,6 +21,7 @@ def long_contexts() -> Iterator[Case]:
     yield tiled.row("tiles, split", "tp2pp2/zb-h1", "sp2 + pp2/zb-h1", steps=2)
     yield tiled.row("tiles, some layers", *V, activation_checkpointing=False, recompute=True, slices=True, steps=4)
     yield tiled.row("tiles, frozen gates", frozen=("gate_proj", "layers.0."))
+    yield tiled.row("tiles, lora", family="lora")
     yield tiled.row("tiles, fp32", dtype=FLOAT32, optimizer="SGD")
     yield tiled.row("tiles, bf16", dtype=BFLOAT16)
     both = Case("", "llama", CHANGING, activation_checkpointing=True, tile_rows=24, fetched=True)
