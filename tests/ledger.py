@@ -55,8 +55,8 @@ CAPABILITIES: Mapping[str, Capability] = {
     "images": Capability(
         "ds_hydra/images/*.py tests/test_image_seam.py tests/pure/test_spans.py tests/pure/test_image_loads.py "
         "tests/gloo/test_image*.py tests/support/image_*.py "
-        "tools/image_classes.py tools/bench_images.py",
-        Lines(3375, 2025, 392),
+        "tools/image_classes.py tools/bench_images.py ds_hydra/commands/lengths.py",
+        Lines(3505, 2100, 392),
         apart=True,
     ),
     # What a script reads of a batch before its step, and trains on what it makes of it; drawn loops beside DeepSpeed.
@@ -114,11 +114,11 @@ CAPABILITIES: Mapping[str, Capability] = {
         "tools/check_gains.py benchmarks/rivals/*.py "
         "ds_hydra/report/plots.py ds_hydra/report/web_page.py ds_hydra/commands/report.py "
         "ds_hydra/commands/simulate.py",
-        Lines(4060, 1390, 2550),
+        Lines(4090, 1390, 2550),
         apart=True,
     ),
 }
-CORE = Lines(67394, 46030, 9620)
+CORE = Lines(67421, 46030, 9620)
 # Of each kind: the files that hold one. Another of a kind needs a reason; one less is welcome.
 MECHANISMS: Mapping[str, str] = {
     "nets on what a script does to its model": (

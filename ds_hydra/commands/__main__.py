@@ -17,6 +17,7 @@ COMMANDS = {
     "demo": "what ds-hydra is for, in minutes: a comparison, an emulated cluster, equal losses; without a GPU",
     "train-tiny": "train a tiny model on CPU ranks of this machine; without a GPU",
     "init": "write the block for a job that runs on DeepSpeed now, and say what gain to expect",
+    "lengths": "lengths and patches of a data set with pictures, for init and preview",
     "preview": "what a job would do: strategies, step times, gains; without a device",
     "simulate": "what a step would do on every rank: times, waits, memory, a trace; without a device",
     "memory": "what each parallel scheme of a model needs on a rank",

@@ -18,6 +18,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
@@ -129,6 +130,8 @@ def of_times(result: Result, gpus: int, costs: str) -> Iterator[str]:
     context = next(one.value for one in result.settings if one.name == "context_length")
 
     def cell(ms: float | None, holds: int, what: str = "") -> str:
+        if ms is None and result.sample.patches and holds >= context:
+            return "not known of images"
         if ms is None:
             return f"not for {context:,} tokens" + (f" ({holds:,} fit)" if holds < context else "")
         return _seconds(ms) + (f"  {what}" if what else "")
@@ -266,9 +269,12 @@ def run(args: argparse.Namespace) -> int:
     if not gpus:
         raise ConfigError("give --gpus: there are none on this machine")
     refuse_all({**found.config, BLOCK: found.block}, host, gpus)
-    job = Job.of(model, {**said.precise(found.config), BLOCK: found.block}, gpus, args.gpus_per_node,
+    pictured = bool(read_lengths(shipped(args.lengths), 2**40).patches)
+    block = {"images": True, **found.block} if pictured else found.block
+    job = Job.of(model, {**said.precise(found.config), BLOCK: block}, gpus, args.gpus_per_node,
                  args.device_memory or memory_here() or _GPU_GIB)  # fmt: skip
     sample = read_lengths(shipped(args.lengths), min(job.positions, found.block.get("context_length") or job.positions))
+    job = replace(job, patches=sample.patches)
     costs = args.cost_table or device_here(args.device)
     settings = planned(swap, said, found, sample, Asked(gpus, args.tokens, args.lengths, args.cost_table))
     with moving("counting memory and planning steps"):

@@ -20,14 +20,15 @@ from ds_hydra.commands.translated import OwnLayout
 from ds_hydra.config.hydra_block import HydraConfig
 from ds_hydra.costs.analytic import ASSUMED, AssumedDevice, ModelShape, analytic_cost_table, assumed_device, model_shape
 from ds_hydra.costs.cost_table import MOST_TOKENS, CostTable, TableFile, peak_tflops, read_table_file, told
+from ds_hydra.costs.loads import loaded
 from ds_hydra.costs.memory import JobMemory
 from ds_hydra.costs.shape_costs import RECOMPUTED_WORK
 from ds_hydra.engine.costs import job_memory, within_memory
+from ds_hydra.engine.plugs import plugged
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.plan.schemes import feasible_schemes
 from ds_hydra.planner import PlannerOptions
 from ds_hydra.planner.proposal.propose import QUICK, propose_strategies
-from ds_hydra.profiling.stage_timer import hollow_source
 from ds_hydra.rivals.costs import JobSetting, OwnModel, Recomputed
 from ds_hydra.rivals.preview import preview_steps
 from ds_hydra.simulate.links import BETWEEN, INSIDE, LinkModel
@@ -68,13 +69,15 @@ class Job:
     gpus: int
     node_size: int
     memory_gib: float
+    patches: tuple[tuple[int, ...], ...] = ()  # of the images of the data, by sequence
 
     @classmethod
     def of(cls, model: str, config: Mapping[str, Any], gpus: int, node_size: int, memory_gib: float) -> Job:
         """Of a config with its block. ConfigError for what is no causal language model."""
         job = job_of(config)
         shapes = job.hydra.shapes if job.hydra else ()
-        return cls(model, hollow_source(model, job.stage_options, shapes), job, gpus, min(node_size, gpus), memory_gib)
+        source = job.source(model, job.stage_options, shapes)
+        return cls(model, source, job, gpus, min(node_size, gpus), memory_gib)
 
     @property
     def positions(self) -> int:
@@ -126,7 +129,9 @@ class Job:
         schemes, memory = self.memory(recomputed)
         table = self.table(costs, schemes, max(context, tokens), recomputed)
         now_holds = self._now_holds(recomputed, layout)
-        now = now_ms(table, layout, self.gpus, lengths, tokens, context, _STEPS) if now_holds >= context else None
+        given = self._with_images(lengths, table, costs)
+        known = now_holds >= context and given is lengths  # how DeepSpeed runs images is not
+        now = now_ms(table, layout, self.gpus, lengths, tokens, context, _STEPS) if known else None
         holds = max(min(one.max_length, memory.max_length(one.scheme)) for one in table.costs)
         if holds < context:
             return Times(now, now_holds=now_holds, holds=holds)
@@ -135,11 +140,17 @@ class Job:
             table, self.gpus, lengths, tokens, context, node_size=self.node_size, count=8, effort=QUICK
         )
         options = PlannerOptions(kernels="compiled", layers=self.source.plan.num_layers)
-        preview = preview_steps(
-            table, strategies, lengths, self._setting(costs, table, tokens, context), _STEPS, options
-        )
+        preview = preview_steps(table, strategies, given, self._setting(costs, table, tokens, context), _STEPS, options)
         rivals = {name: (one.layout, float(one.step_ms.mean())) for name, one in preview.rivals.items()}
         return Times(now, float(preview.step_ms.mean()), rivals, tuple(preview.wins), now_holds, holds)
+
+    def _with_images(self, lengths: Sequence[int], table: CostTable, costs: AssumedDevice | str) -> Sequence[int]:
+        """Lengths with what encoding their images takes, by a measured table's price or by FLOPs."""
+        if not self.patches:
+            return lengths
+        found = TableFile(table, images=read_table_file(costs).images if isinstance(costs, str) else None)
+        price = plugged("images", "hydra.images").price_of(self.source, found, self.config.dtype.itemsize)
+        return loaded(lengths, self.patches, price.a, price.b)
 
     def _setting(self, costs: AssumedDevice | str, table: CostTable, tokens: int, context: int) -> JobSetting:
         """What other systems are set up for: with these costs, as layers are kept or recomputed in them."""

@@ -93,11 +93,13 @@ def planned(swap: Swap, said: TrainingArgs, found: Translated, sample: LengthSam
     longest, block = int(sample.lengths.max()), {name: one for name, one in found.block.items() if one not in (None, 0)}
     context = Setting("context_length", longest, "the longest sequence of your data, in tokens")
     new = [_step(swap, said, found.config, sample, asked), context]
+    if sample.patches:
+        new.append(Setting("images", True, "your data have images: the encoder is trained, and planned with"))
     if sample.too_long:
         of, limit = len(sample.lengths) + sample.too_long, "hydra.context_length"
         if "context_length" not in block:
             limit = "the model's positions"
-            new[-1] = context._replace(why=f"the longest within {limit}; your longest has {sample.longest:,} tokens")
+            new[1] = context._replace(why=f"the longest within {limit}; your longest has {sample.longest:,} tokens")
         why = f"{sample.too_long:,} of {of:,} sequences ({sample.too_long / of:.0%}) are longer than {limit}, up to "
         why += f'{sample.longest:,}: left out and counted; "truncate" cuts them, "error" ends the job'
         new.append(Setting("too_long", "skip", why))

@@ -35,6 +35,7 @@ from ds_hydra.commands.figures import (
     shipped,
 )
 from ds_hydra.costs.cost_table import CostTable, TableFile, read_table_file, told
+from ds_hydra.costs.loads import loaded
 from ds_hydra.data.lengths import LengthSample, read_lengths
 from ds_hydra.pipe.schedules.registry import proposed_schedules, weighs
 from ds_hydra.pipe.shape import StrategyShape
@@ -136,7 +137,9 @@ def print_preview(preview: Preview, strategies: Sequence[str]) -> None:
     g50, g90 = np.percentile(preview.gaps, [50, 90])
     print(f"no other plan of these layouts is faster by more than {g50:.1%} in the median step, {g90:.1%} at p90\n")
     print_bars([(what, float(ms.mean())) for what, ms in _rows(preview)])
-    if FIXED not in preview.rivals:
+    if any(plan.beside for plan in preview.plans):
+        print("images are in these times; other systems, which have no price for them, are left out")
+    elif FIXED not in preview.rivals:
         print("no fixed layout holds the context")
 
 
@@ -228,7 +231,7 @@ class Prepared(NamedTuple):
     """What a command line asks about."""
 
     sample: LengthSample
-    lengths: list[int]  # of it, in another order
+    lengths: Sequence[int]  # of it, in another order, or with what their images take
     measured: CostTable  # as it was read
     table: CostTable  # of all schemes that ours has
     setting: JobSetting
@@ -250,6 +253,10 @@ def prepared(args: argparse.Namespace) -> Prepared:
     sample = read_lengths(shipped(args.lengths), args.context, seed=args.seed)
     usable_schemes(found.table, args.gpus, args.gpus_per_node, args.tp_across_nodes)
     lengths = np.random.default_rng(args.seed).permutation(sample.lengths)[:200_000].tolist()
+    if sample.patches and found.images is not None:
+        lengths = loaded(sample.lengths.tolist(), sample.patches, found.images["a"], found.images["b"])
+    elif sample.patches:
+        print("the cost table says nothing of images, so that plans leave them out: profile a job with hydra.images")
     if args.cost_table not in SHIPPED:
         return Prepared(sample, lengths, found.table, found.table, setting, None)
     table = with_ulysses(setting, lengths)

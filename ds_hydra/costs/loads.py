@@ -71,6 +71,11 @@ class Lengths(tuple[int, ...]):
         return made
 
 
+def loaded(lengths: Sequence[int], patches: Sequence[Sequence[int]], a: float, b: float) -> tuple[int, ...]:
+    """Lengths whose units have these patches, at a * p^2 + b * p milliseconds [Note: price of an image]."""
+    return Lengths.of(lengths, ([Load.whole(max(1, round(1e3 * (a * p * p + b * p)))) for p in one] for one in patches))
+
+
 def loads_of(lengths: Sequence[int]) -> Loads:
     """The loads of a step's sequences; empty: they have none."""
     return lengths.loads if isinstance(lengths, Lengths) else ()

@@ -203,6 +203,7 @@ class LengthSample:
     lengths: Ints
     too_long: int
     longest: int
+    patches: tuple[tuple[int, ...], ...] = ()  # of the units of each sequence; empty: none has any
 
 
 def read_lengths(spec: str, context_length: int, count: int = 100_000, seed: int = 0) -> LengthSample:
@@ -225,7 +226,25 @@ def read_lengths(spec: str, context_length: int, count: int = 100_000, seed: int
             f"{spec}: none of its {len(lengths)} sequences fits context_length={context_length} tokens; the shortest "
             f"has {lengths.min()}"
         )
-    return LengthSample(fitting, len(lengths) - len(fitting), int(lengths.max()))
+    patches = tuple(one for one, length in zip(_patches(spec), lengths, strict=False) if length <= context_length)
+    return LengthSample(fitting, len(lengths) - len(fitting), int(lengths.max()), patches)
+
+
+def _patches(spec: str) -> list[tuple[int, ...]]:
+    """What JSON lines such as `{"length": 830, "patches": [1200, 256]}` say of images; empty: nothing."""
+    path = Path(spec)
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        if file.read(1) != b"{":
+            return []
+    try:
+        rows = [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
+    except ValueError:  # one object over several lines
+        return []
+    found = [tuple(_whole(one, f"{path}, line {number}") for one in row.get("patches", ()))
+             for number, row in enumerate(rows, start=1) if isinstance(row, dict)]  # fmt: skip
+    return found if any(found) else []
 
 
 def assumed_lengths(longest: int) -> list[int]:

@@ -13,7 +13,7 @@ import torch
 from ds_hydra.costs.loads import first_ranks
 from ds_hydra.images.exchange import ImageExchange
 from ds_hydra.images.find import Subject, rows_of_one, subject_of
-from ds_hydra.images.load import heads_of, image_tokens, with_room
+from ds_hydra.images.load import heads_of, image_tokens, price_of, with_room
 from ds_hydra.images.measure import measured
 from ds_hydra.images.shared import PLAIN, SHARED
 from ds_hydra.images.source import ImageText
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["ImageExchange", "hollow", "image_tokens", "measured", "proven", "source_of", "with_room"]
+__all__ = ["ImageExchange", "hollow", "image_tokens", "measured", "price_of", "proven", "source_of", "with_room"]
 
 
 def source_of(

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.costs.loads import Lengths, loads_of
 from ds_hydra.data.lengths import sample_batches
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.step_plan import StepPlan, parse_phases
@@ -102,8 +103,15 @@ def preview_steps(
     )
 
 
-def drawn_batches(lengths: Sequence[int], setting: Setting, steps: int, seed: int) -> list[list[int]]:
-    """The batches that are previewed."""
+def drawn_batches(lengths: Sequence[int], setting: Setting, steps: int, seed: int) -> list[Sequence[int]]:
+    """The batches that are previewed, with what their sequences take besides."""
+    if loads := loads_of(lengths):
+        drawn, batches, within = np.random.default_rng(seed + 1), list[Sequence[int]](), np.asarray(lengths)
+        for _ in range(steps):
+            order = drawn.choice(np.flatnonzero(within <= setting.context), 2 + setting.tokens // int(within.min()))
+            of_step = order[: int(np.searchsorted(np.cumsum(within[order]), setting.tokens)) + 1]
+            batches.append(Lengths.of(within[of_step].tolist(), [loads[at] for at in of_step]))
+        return batches
     return [batch.tolist() for batch in sample_batches(lengths, setting.tokens, steps, seed + 1, setting.context)]
 
 
@@ -149,7 +157,9 @@ def other_systems(
 ) -> Iterator[tuple[str, Beside]]:
     """Each that holds the context [Note: rivals of a preview]; `own` are our layouts of one shape."""
     named = {FIXED: megatron(setting), BALANCED: balanced(setting), ZERO_3: deepspeed(setting)}
-    if setting.of_model.transfers:
+    if any(map(loads_of, batches)):  # which others have no price for
+        named = {}
+    elif setting.of_model.transfers:
         named[INFINIPIPE] = infinipipe(setting)
     named[ONE] = iter(own)
     for name, configurations in named.items():
@@ -168,7 +178,7 @@ def _phased(
     table: CostTable,
     text: str,
     num_ranks: int,
-    batches: Sequence[list[int]],
+    batches: Sequence[Sequence[int]],
     options: PlannerOptions,
     messages: Messages,
 ) -> Floats:

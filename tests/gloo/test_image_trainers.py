@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+from argparse import Namespace
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from statistics import mean
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -25,9 +28,12 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, TrainingArg
 from transformers.trainer import Trainer
 
 import ds_hydra
+from ds_hydra.commands import init, lengths, preview
+from ds_hydra.commands.figures import shipped
 from ds_hydra.hugging_face import HydraTrainer
 from ds_hydra.hugging_face.scores import HydraDPOTrainer
 from ds_hydra.testing import float64_throughout, rank_environment, run_ranks
+from ds_hydra.zero_hetero.errors import ConfigError
 from tests.gloo.test_images import NEAR, SGD, Row, apart, config_of
 from tests.support.image_chats import chat_model, chats, processor
 from tests.support.pages import blocks
@@ -237,3 +243,72 @@ def _plain_step(model: Any, optimizer: Any, batches: list[Any]) -> float:
 def test_batches_as_the_processor_returns_them(form: str, tmp_path: Path) -> None:
     _written(tmp_path)
     _same(*(_trainer, str(tmp_path)) if form == "Trainer" else (_calls, str(tmp_path), form), near=NEAR)
+
+
+# --- What a data set with pictures has, before a job: ds-hydra lengths, init and preview.
+def _counted(folder: Path) -> tuple[list[dict[str, Any]], Any, Path]:
+    rows, own, out = chats(folder), processor(), folder / "lengths.jsonl"
+    (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    asked = Namespace(data=folder / "chats.jsonl", model="", out=out)
+    assert lengths.run(asked, own, 1) == 0
+    return rows, own, out
+
+
+def test_lengths_and_patches_are_those_that_a_processor_makes(tmp_path: Path) -> None:
+    rows, own, out = _counted(tmp_path)
+    for row, line in zip(rows, out.read_text().splitlines(), strict=True):
+        messages = trl.data_utils.prepare_multimodal_messages(row["messages"], [None] * len(row["images"]))
+        for part in (part for one in messages for part in one["content"]):
+            part.pop("image", None)
+        text = own.apply_chat_template(messages, tokenize=False)
+        made = own(text=[text], images=[Image.open(path) for path in row["images"]] or None, return_tensors="pt")
+        patches = made["image_grid_thw"].prod(-1).tolist() if row["images"] else []
+        assert json.loads(line) == {"length": made["input_ids"].shape[1], "patches": patches}
+    with pytest.raises(ConfigError, match=r"line 3: the picture 'none.png' cannot be read"):
+        lengths.counted({"images": ["none.png"], "text": "a"}, own, 1, "line 3")
+    with pytest.raises(ConfigError, match='line 4 has neither "text" nor "messages"'):
+        lengths.counted({}, own, 1, "line 4")
+    tiled = SimpleNamespace(
+        tokenizer=own.tokenizer,
+        _get_num_multimodal_tokens=lambda **_: SimpleNamespace(num_image_tokens=[32], num_image_patches=[2]),
+    )
+    whole = lengths.counted({"images": rows[0]["images"], "text": "a" + _IMAGE}, tiled, 64, "")
+    assert whole == (33, (64, 64))
+
+
+_IMAGE = "<|image_pad|>"
+
+
+def test_init_and_preview_plan_with_what_images_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, _, out = _counted(tmp_path)
+    text = tmp_path / "text.jsonl"
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    text.write_text("\n".join(json.dumps({"length": row["length"]}) for row in rows))
+    chat_model(torch.float32).save_pretrained(tmp_path / "model")
+    (script,) = (
+        block.text for block in blocks()
+        if block.page == "docs/images.md" and "test_image_trainers.py" in block.comment
+    )  # fmt: skip
+    (tmp_path / "train.py").write_text(script)
+    config = tmp_path / "ds.json"
+    config.write_text('{"train_micro_batch_size_per_gpu": 8, "bf16": {"enabled": true}}')
+    given = [str(tmp_path / "train.py"), str(config), "--model", str(tmp_path / "model"), "--gpus", "4"]
+    assert init.main([*given, "--lengths", str(out), "--out", str(tmp_path / "new.json")]) == 0
+    assert json.loads((tmp_path / "new.json").read_text())["hydra"]["images"] is True
+    assert "not known of images" in capsys.readouterr().out
+    table = json.loads(Path(shipped("a800-7b")).read_text()) | {"images": {"a": 0.01, "b": 1.0, "keep": 1.0}}
+    (tmp_path / "table.json").write_text(json.dumps(table))
+    found = {}
+    for name, costs, data in (("all", str(tmp_path / "table.json"), out), ("text", str(tmp_path / "table.json"), text),
+                              ("unpriced", "a800-7b", out)):  # fmt: skip
+        asked = ["--cost-table", costs, "--lengths", str(data), "--gpus", "4", "--tokens", "4096", "--context", "512"]
+        assert preview.main([*asked, "--steps", "2", "--count", "2", "--json", str(tmp_path / name)]) == 0
+        found[name] = json.loads((tmp_path / name).read_text())
+    told = capsys.readouterr().out
+    assert "says nothing of images" in told
+    assert "images are in these times" in told
+    per_token = sum(0.01 * p * p + p for row in rows for p in row["patches"]) / sum(row["length"] for row in rows)
+    beside = [mean(found[name]["step_ms"]) for name in ("all", "text")]
+    assert beside[0] - beside[1] == pytest.approx(4096 * per_token / 4, rel=0.25)
+    assert list(found["all"]["rivals"]) in ([], ["ds-hydra, one layout in every step"])
+    assert "best fixed layout, balanced by our costs" in found["text"]["rivals"]
