@@ -255,7 +255,8 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (..., d) turned: of its halves a and b, a cos - b sin and b cos + a sin, by tables that broadcast with x.
+    """x (..., d) turned: of its halves a and b, a cos - b sin and b cos + a sin, by tables that broadcast with x; in
+    x's type, computed in that of the tables, which may be wider.
 
     (Su et al. 2021, "RoFormer", eq. 34, with the features of a pair half the size apart, as Hugging Face has them.)
     """
@@ -268,24 +269,26 @@ class _Rotate(torch.autograd.Function):
         ctx.save_for_backward(cos, sin)
         if (kernels := _rotary_kernels(x, cos, sin)) is not None:
             return kernels.turned(x, cos, sin, back=False)  # type: ignore[no-any-return]
-        (a, b), (sin_a, sin_b) = x.chunk(2, -1), sin.chunk(2, -1)
-        out = x * cos
+        wide = x.to(torch.promote_types(x.dtype, cos.dtype))
+        (a, b), (sin_a, sin_b) = wide.chunk(2, -1), sin.chunk(2, -1)
+        out = wide * cos
         turned_a, turned_b = out.chunk(2, -1)
         turned_a.addcmul_(b, sin_a, value=-1)
         turned_b.addcmul_(a, sin_b)
-        return out
+        return out.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         cos, sin = ctx.saved_tensors
         if (kernels := _rotary_kernels(dy, cos, sin)) is not None:
             return kernels.turned(dy, cos, sin, back=True), None, None
-        (dy_a, dy_b), (sin_a, sin_b) = dy.chunk(2, -1), sin.chunk(2, -1)
-        dx = dy * cos
+        wide = dy.to(torch.promote_types(dy.dtype, cos.dtype))
+        (dy_a, dy_b), (sin_a, sin_b) = wide.chunk(2, -1), sin.chunk(2, -1)
+        dx = wide * cos
         dx_a, dx_b = dx.chunk(2, -1)
         dx_a.addcmul_(dy_b, sin_b)
         dx_b.addcmul_(dy_a, sin_a, value=-1)
-        return dx, None, None
+        return dx.to(dy.dtype), None, None
 
 
 def _rotary_kernels(x: Tensor, cos: Tensor, sin: Tensor) -> ModuleType | None:

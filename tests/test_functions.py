@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.olmo2 import modeling_olmo2
 from transformers.models.qwen3_next import modeling_qwen3_next as modeling
 
 from ds_hydra.config.hydra_block import HydraConfig
@@ -22,7 +23,7 @@ from ds_hydra.costs.analytic import estimate_activations
 from ds_hydra.engine.checked import check_candidates
 from ds_hydra.pipe.fused import Gated, rms_norm, rotate
 from ds_hydra.pipe.models.causal_lm import CausalLM
-from ds_hydra.pipe.models.recognise import Gate, Norm, _turns
+from ds_hydra.pipe.models.recognise import Gate, Norm, _keeps_type, _turns
 from ds_hydra.pipe.placement import place_pipeline
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.pipe.stage_options import StageOptions
@@ -235,6 +236,19 @@ def test_rotation_and_its_gradients() -> None:
     cos, sin = (torch.randn(1, 5, 8, dtype=torch.float64) for _ in range(2))
     assert torch.autograd.gradcheck(lambda x: rotate(x, cos[:, None], sin[:, None]), (q,))
     assert torch.allclose(rotate(k, cos[:, None], sin[:, None]), apply_rotary_pos_emb(q, k, cos, sin)[1])
+
+
+def test_rotation_by_wider_tables_is_rounded_once() -> None:
+    """As OLMo 2 has it; Llama's function would hand on FP32, and stays."""
+    torch.manual_seed(0)
+    q = torch.randn(1, 4, 5, 8, dtype=torch.bfloat16, requires_grad=True)
+    cos, sin, asked = torch.randn(1, 5, 8), torch.randn(1, 5, 8), torch.randn(1, 4, 5, 8, dtype=torch.bfloat16)
+    outs = rotate(q, cos[:, None], sin[:, None]), modeling_olmo2.apply_rotary_pos_emb(q, q, cos, sin)[0]
+    assert torch.equal(*outs)
+    one, other = (torch.autograd.grad(out, q, asked)[0] for out in outs)  # autograd rounds what it adds up
+    assert one.dtype == q.dtype
+    torch.testing.assert_close(one, other, rtol=0, atol=4e-2)
+    assert (_keeps_type(modeling_olmo2.apply_rotary_pos_emb), _keeps_type(apply_rotary_pos_emb)) == (True, False)
 
 
 @pytest.mark.parametrize("act", [F.silu, nn.GELU(approximate="tanh")])

@@ -146,10 +146,12 @@ def _normed(module: Any, norm: Norm) -> Callable[..., Any]:
 
 def _turning(space: dict[str, Any], name: str) -> Callable[..., Any]:
     function = space[name]
+    tables = {torch.float32} if _keeps_type(function) else set[torch.dtype]()  # beside those of the queries' own type
 
     @wraps(function)
     def turning(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **more: Any) -> Any:
-        plain = q.dtype == k.dtype == cos.dtype and q.shape[-1] == k.shape[-1] == cos.shape[-1]
+        plain = q.dtype == k.dtype and q.shape[-1] == k.shape[-1] == cos.shape[-1]
+        plain = plain and cos.dtype == sin.dtype and cos.dtype in {q.dtype, *tables}
         if space[name] is not function or rest or more or not plain or cos.requires_grad:
             return space[name](q, k, cos, sin, *rest, **more)
         return rotate(q, cos.unsqueeze(1), sin.unsqueeze(1)), rotate(k, cos.unsqueeze(1), sin.unsqueeze(1))
@@ -297,6 +299,16 @@ def _turns(function: types.FunctionType) -> bool:
         return rotate(q, cos[:, None], sin[:, None]), rotate(k, cos[:, None], sin[:, None])
 
     return _same(lambda q, k: function(q, k, cos, sin), other, [x * _SCALES[:, None] for x in (q, k)])
+
+
+def _keeps_type(function: types.FunctionType) -> bool:
+    """Whether what turns queries by tables in FP32 hands them on in their own type, rounded once."""
+    q, k, cos, sin = (one.float() for one in _random((1, 2, 6, 8), (1, 1, 6, 8), (1, 6, 8), (1, 6, 8)))
+    try:
+        found = function(q.bfloat16(), k.bfloat16(), cos, sin)[0]
+    except Exception:  # as `_same`
+        return False
+    return torch.equal(found, rotate(q.bfloat16(), cos[:, None], sin[:, None]))
 
 
 def _gate_of(module: nn.Module) -> Gate | None:
