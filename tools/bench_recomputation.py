@@ -9,6 +9,11 @@ recomputation; and with all layers recomputed, as `"activation_checkpointing": "
 gains over the best layout that stays the same in every step. Costs are estimates from FLOPs, as `ds-hydra init` makes
 them; transfers of parameters are not counted.
 
+A second table has the work that a third choice beside keeping and recomputing could spare at most, each sequence taking
+what is least for it: that of a sequence's layers which are not kept as many wait on the host as copies at 50 GB/s each
+way hide behind its forward, within its 0.9 TB for eight ranks; or that what attention makes stays on the device, so
+that a layer is recomputed but for its attention. With two jobs of longer documents, of up to 262,144 tokens.
+
 Exits non-zero if an aim is missed.
 """
 
@@ -16,6 +21,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
@@ -29,12 +35,14 @@ from ds_hydra.commands.planned_block import Setting
 from ds_hydra.commands.translated import OwnLayout
 from ds_hydra.costs.shape_costs import least_work, less_work_recomputed
 from ds_hydra.engine.costs import within_memory
+from ds_hydra.rivals.preview import ONE
 from ds_hydra.zero_hetero.errors import ConfigError
 from tools import aims
 
 CONTEXT, NODE = 32_768, 8
 JOBS = ((8, 80.0, 160_000), (16, 80.0, 160_000), (64, 80.0, 320_000), (8, 48.0, 160_000))  # GPUs, GB, tokens of a step
-ONE_LAYOUT = "ds-hydra, one layout in every step"
+LONG = ((8, 48.0, 131_072, 4), (8, 80.0, 262_144, 8))  # GPUs, GB, context, and how many times as long documents are
+LINK, HOST = 50e9, 0.9e12 / NODE  # bytes a second, and bytes, of one rank
 
 
 class Found(NamedTuple):
@@ -45,29 +53,34 @@ class Found(NamedTuple):
     obeyed: Times
 
 
-def chats_and_documents(count: int = 5000) -> list[int]:
-    """Lengths in tokens: 85 % chats of about 630, the rest documents of about 7,300, cut at the context."""
+def chats_and_documents(count: int = 5000, context: int = CONTEXT, times: int = 1) -> list[int]:
+    """Lengths in tokens: 85 % chats of about 630, the rest documents of about 7,300, or so many times that, cut at the
+    context."""
     rng = np.random.default_rng(0)
     chats = rng.lognormal(6.45, 0.8, round(0.85 * count))
     documents = rng.lognormal(8.9, 1.1, count - len(chats))
-    lengths = np.clip(np.concatenate((chats, documents)), 16, CONTEXT).astype(int)
+    lengths = np.clip(np.concatenate((chats, times * documents)), 16, context).astype(int)
     rng.shuffle(lengths)
     return [int(length) for length in lengths]
 
 
-def measured(gpus: int, gib: float, tokens: int) -> Found:
-    """What is planned for one of the jobs."""
+def job_of(gpus: int, gib: float, tokens: int, context: int = CONTEXT) -> Job:
+    """One of the jobs."""
     config: dict[str, Any] = {
         "bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
-        "hydra": {"tokens_per_step": tokens, "context_length": CONTEXT},
+        "hydra": {"tokens_per_step": tokens, "context_length": context},
     }  # fmt: skip
     model = Qwen2Config(
         vocab_size=152_064, hidden_size=3584, intermediate_size=18_944, num_hidden_layers=28, num_attention_heads=28,
-        num_key_value_heads=4, max_position_embeddings=CONTEXT, architectures=["Qwen2ForCausalLM"],
+        num_key_value_heads=4, max_position_embeddings=context, architectures=["Qwen2ForCausalLM"],
     )  # fmt: skip
     with TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        job = Job.of(folder, config, gpus, NODE, gib)
+        return Job.of(folder, config, gpus, NODE, gib)
+
+
+def measured(job: Job, tokens: int) -> Found:
+    """What is planned for it."""
     settings = [Setting("tokens_per_step", tokens, ""), Setting("context_length", CONTEXT, "")]
     lengths, device = chats_and_documents(), device_here("H100")
     kept, obeyed = (job.times(lengths, settings, OwnLayout(), device, again) for again in (False, True))
@@ -80,9 +93,35 @@ def measured(gpus: int, gib: float, tokens: int) -> Found:
     return Found(kept, obeyed if kept.ours is None or less_work_recomputed(*work) else kept, obeyed)
 
 
+def third_choice(job: Job, lengths: Sequence[int], tokens: int) -> tuple[float, float]:
+    """Shares of the sequences' work that are spared at most, where layers wait on the host, and where attention stays.
+
+    With F for a sequence's forward and L for a copy of all that its layers keep, one that is recomputed takes 4 F, and
+    one of whose layers a share of F / L is fetched 4 F - F * F / L.
+    """
+    (schemes, kept), (_, again) = (job.memory(recomputed) for recomputed in (False, True))
+    width = job.source.width(0) * 2.0  # bytes of what attention makes for a token
+    wider = {(tp, sp): replace(of, layer=of.layer + width / (tp * sp)) for (tp, sp), of in again.activations.items()}
+    staying = replace(again, activations=wider, _cache={})
+    n, count = np.unique(np.asarray(lengths, dtype=np.float64), return_counts=True)
+    work: tuple[list[Any], ...] = ([], [], [])
+    for one in job.table(device_here("H100"), schemes, tokens, False).costs:
+        each = max(needs.per_token / needs.alive for needs in kept.stages(one.scheme))
+        forward, copy = (one.a * n**2 + one.b * n) / 3, 1e3 * each * n / LINK
+        hidden = np.minimum(np.minimum(1.0, forward / copy), HOST / (each * n))
+        fits = [n <= memory.max_length(one.scheme) for memory in (kept, again, staying)]
+        usual = np.where(fits[0], 3 * forward, np.where(fits[1], 4 * forward, np.inf))
+        fetched = np.where(fits[1], (4 - hidden) * forward, np.inf)
+        attends = np.where(fits[2], one.a * n**2 + one.b * n * 4 / 3, np.inf)
+        for found, least in zip(work, (usual, fetched, attends), strict=True):
+            found.append(one.scheme.num_ranks * np.minimum(usual, least))
+    least_of, on_host, staying_there = (float((np.min(found, axis=0) * count).sum()) for found in work)
+    return 1.0 - on_host / least_of, 1.0 - staying_there / least_of
+
+
 def gain(times: Times) -> float | None:
     """Over the best layout that is the same in every step; None where the longest sequence does not fit."""
-    return None if times.ours is None else times.rivals[ONE_LAYOUT][1] / times.ours
+    return None if times.ours is None else times.rivals.get(ONE, ("", times.ours))[1] / times.ours
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -95,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return f"{times.holds:,} fit" if times.ours is None or over is None else f"{times.ours:,.0f} ms, {over:.2f}"
 
     for gpus, gib, tokens in JOBS[::3] if args.quick else JOBS:
-        found = measured(gpus, gib, tokens)
+        found = measured(job_of(gpus, gib, tokens), tokens)
         name = f"{gpus} GPUs of {gib:.0f} GB"
         if found.permitted.ours is None or found.obeyed.ours is None:
             raise ConfigError(f"{name}: no layout holds {CONTEXT} tokens, though layers are recomputed")
@@ -107,7 +146,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("milliseconds of a step, and the gain over the best layout that stays the same in every step")
     headers = ("job", "without the flag", "flag as permission", "flag obeyed", "obeyed over permission")
     print_table(headers, rows)
-    return finish("bench_recomputation", f"{len(rows)} jobs", {"rows": rows}, missed, args.json)
+    spared = []
+    for gpus, gib, context, times in (*((gpus, gib, CONTEXT, 1) for gpus, gib, _ in JOBS), *LONG):
+        lengths = chats_and_documents(5000, context, times)
+        shares = third_choice(job_of(gpus, gib, context, context), lengths, context)
+        spared.append((f"{gpus} GPUs of {gib:.0f} GB, {context:,} tokens", *(f"{share:.1%}" for share in shares)))
+    print("\nwork that a third choice would spare at most")
+    print_table(("job", "kept on the host", "attention kept"), spared)
+    return finish("bench_recomputation", f"{len(rows)} jobs", {"rows": rows, "spared": spared}, missed, args.json)
 
 
 if __name__ == "__main__":
