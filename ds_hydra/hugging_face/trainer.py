@@ -362,10 +362,11 @@ class HydraTrainer(Trainer):
             with torch.no_grad():
                 of_script, _ = self.compute_loss(engine, inputs, return_outputs=True, num_items_in_batch=counted)
             of_script = of_script.detach().mean().to(self.args.device)
-        elif prediction_loss_only:
+        # Where Trainer counts no targets, it takes the mean of the batches' means.
+        each = self.evaluates_each_rank or not self.model_accepts_loss_kwargs
+        if of_script is None and (prediction_loss_only or each):
             own, mean = engine.evaluate_collected(inputs)
-            each = self.evaluates_each_rank or not self.model_accepts_loss_kwargs  # then Trainer counts no targets
-            return torch.tensor(own if each else mean, device=self.args.device), None, None
+            of_script = torch.tensor(own if each else mean, device=self.args.device)
         if prediction_loss_only:
             return of_script, None, None
         loss, found = engine.predict(inputs, self._token_function)

@@ -307,7 +307,7 @@ def clips(config: Any, taken: tuple[str, ...]) -> Iterator[Maker]:
         value
         for key, value in vars(part).items()
         if re.search(r"mel_bins|feat_size|input_(size|dim)$|audio_embed_dim", key)
-    ]
+    ] or [128, 80]  # what most have
     bins = [value * count for count in (1, _number(part, ("num_stacked_frames",), 1)) for value in bins]
     whole = [2 * part.max_source_positions] if isinstance(getattr(part, "max_source_positions", None), int) else []
 

@@ -202,7 +202,9 @@ def _trainer(rank: int, ours: bool, folder: str) -> Found:
     kind: Any = HydraTrainer if ours else Trainer
     trainer = kind(chat_model(), arguments, train_dataset=data, eval_dataset=data, data_collator=collated)
     trainer.train()
-    return _found(trainer, ours=ours)
+    predicted = trainer.predict(data)
+    logged, values = _found(trainer, ours=ours)
+    return [*logged, predicted.metrics["test_loss"], float(predicted.predictions.shape[0])], values
 
 
 def _calls(rank: int, ours: bool, folder: str, form: str) -> Found:
