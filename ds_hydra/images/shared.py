@@ -13,8 +13,8 @@ rows and the heads a b c d, it goes in two hops, over tensor and over sequence p
     tp1 sp1    rows 7 8 9  5..9 of c d      0..9 of d
 
 There the encoder's own function attends, for each frame or window of the image; torch's own does where the encoder's is
-FlashAttention's, say. Where the heads are no multiple of the
-ranks, some of them compute the same heads, each for a part of the rows [Note: shared queries].
+FlashAttention's, say. Where the heads are no multiple of the ranks, some of these compute the same heads, each for a
+part of the rows [Note: shared queries].
 
 What stands before and behind the layers every rank computes of all rows, and takes a part of the features that it has
 made; so a gradient has as many parts as there are ranks, whose sum is that of one. Of a layer whose output others read
