@@ -113,3 +113,25 @@ def test_products_that_waited_are_added_in_fp32(dtype: torch.dtype) -> None:
     queue.add_to(weight, total)
     queue.add(module, x.to(dtype), dy.to(dtype))
     assert (total.double() - expected).norm() <= 1e-5 * expected.norm()  # 16 bit sums are off by more than 1e-4
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("turned", [True, False])
+def test_stacks_of_experts_add_to_parts_of_their_sums(turned: bool, whole: bool) -> None:
+    """Parts of whole experts, and of experts whose rows lie between those of others; one of them has no rows."""
+    experts: Any = nn.Module()
+    (stack,) = values(torch.bfloat16, (4, 64, 128) if whole else (64, 4, 128))
+    stack = stack if whole else stack.transpose(0, 1)
+    experts.stack = nn.Parameter(stack)
+    rows, asked = values(torch.bfloat16, (96, 128 if turned else 64), (96, 64 if turned else 128))
+    offs = torch.tensor([40, 40, 72, 96], dtype=torch.int32, device="cuda")
+    experts.forward = lambda x: F.grouped_mm(x, experts.stack.mT if turned else experts.stack, offs=offs)
+    plain = experts(entered := rows.clone().requires_grad_())
+    of_autograd = torch.autograd.grad(plain, (entered, experts.stack), asked)
+    queue, total = WeightGradients(nn.Sequential(experts), [], ["0.stack"]), torch.ones_like(stack, dtype=torch.float32)
+    queue.add_to(experts.stack, total)
+    out = experts(again := rows.clone().requires_grad_())
+    out.backward(asked)
+    assert experts.stack.grad is None
+    torch.testing.assert_close((out, again.grad), (plain, of_autograd[0]))
+    torch.testing.assert_close(total - 1.0, of_autograd[1].float(), rtol=2e-2, atol=2e-2)
