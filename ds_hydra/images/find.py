@@ -84,7 +84,7 @@ class Subject:
     def _placeholder(self, model: Any, name: str) -> int:
         self.name, token = name, placeholder(model.config, self.kind)
         if token is None:
-            raise self.refusal(f"its config names no token that stands for {self.kind}")
+            raise self.refusal("its config names no token that stands for images or audio")
         return token
 
     def _encoder(self) -> tuple[str, Callable[..., Any]]:
