@@ -77,6 +77,8 @@ def test_where_rows_of_clips_enter_is_found_by_trying() -> None:
     assert windows.clips_alone
     assert not omni.clips_alone
     assert omni.only == (("model.visual",), ("model.audio_tower",))
+    heard = {name for name, _ in subject("qwen_omni").model.named_parameters() if "audio_tower" in name}
+    assert omni.deaf([*heard, "model.visual.merger.ln_q.weight"], "why").silent - omni.silent == heard - omni.silent
     assert subject("gemma4").seam.audio is None
     assert "no clip" in subject("gemma4").seam.unheard
 

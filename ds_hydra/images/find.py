@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ds_hydra.images.audio import Audio, Entry, clip_rows, count_of, entry_of, with_tokens
-from ds_hydra.images.content import CLIP, Columns, columns_of, patches_of, together
+from ds_hydra.images.content import CLIP, Columns, columns_of, is_clip, patches_of, together
 from ds_hydra.images.draws import UnitDraws
 from ds_hydra.images.seam import (
     COUNT,
@@ -244,11 +244,19 @@ class Subject:
                 found, right = self._with_rows(heard, leaves, sample), self.logits(sample, **self.pixels(sample))
             if not apart(found, right) < NEAR:
                 raise self.refusal("beside images, rows in place of clips are another thing")
+            self._learnt((sample, clip))
         except Exception as error:
             why = str(error).partition(" are not trained: ")[2].removesuffix(f"; {_REMEDY}") or failing(error)[:_TOLD]
             return replace(seam, unheard=why)
         self.samples = (*self.samples, sample, clip)
         return heard
+
+    def deaf(self, why: str) -> None:
+        """From now on there are no clips, which are not trained for this reason."""
+        self.samples = tuple(one for one in self.samples if not any(map(is_clip, one.units)))
+        with doubled():
+            self.loss, self.gradients = self._learnt(self.samples)
+        self.seam = self.seam.deaf((name for name, _ in self.model.named_parameters()), why)
 
     def _film(self, seam: Seam, *, parted: bool) -> Sample:
         """A sequence of an image and a video of two frames, whose placeholders stand together or frame by frame."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -60,30 +60,39 @@ def hollow(path: str, options: StageOptions, shapes: Iterable[StrategyShape] = (
 
 
 def proven(source: ImageText, config: HydraConfig, channel: Channel) -> ImageText:
-    """The source, without the kinds of pipelines under which a small copy with images is not equal to its own forward.
-    Every rank must call it: rank 0 tries. ConfigError on all of them where no kind is."""
+    """The source, without the kinds of pipelines under which a small copy with images is not equal to its own forward,
+    and without audio where it is equal with images alone. Every rank must call it: rank 0 tries. ConfigError on all of
+    them where no kind is."""
     subject, source.subject = source.subject, None
     if config.self_check == "off":
         return source
     text = channel.tell(
         json.dumps(_tried(subject, config, source)) if channel.rank == 0 and subject is not None else None
     )
-    found: dict[str, str] = json.loads(text)
-    for kind in ("tp1", "sp2"):
-        if why := found.get(kind):
-            raise ConfigError(
-                f"hydra.images: images of {source.name} are not trained: under {kind} a small copy is not equal to "
-                f"its own forward ({why}); leave hydra.images out to train its text alone"
-            )
+    found, unheard = json.loads(text)
+    if why := _unequal(found):
+        raise ConfigError(
+            f"hydra.images: images of {source.name} are not trained: {why}; leave hydra.images out to train its text "
+            "alone"
+        )
     if channel.rank == 0:
         equal = ", ".join(kind for kind, why in found.items() if not why)
         other = "".join(f"; not under {kind}: {why}" for kind, why in found.items() if why)
         logger.info("images: a small copy trains as by its own forward, to 1e-9, under %s%s", equal, other)
-    return source.refusing(found)
+        if without := unheard or source.seam.unheard:
+            logger.warning("images: clips of %s are not trained, its images are: %s", source.name, without)
+    return source.refusing(found, unheard)
 
 
-def _tried(subject: Subject, config: HydraConfig, source: ImageText) -> dict[str, str]:
-    """What the job's strategies are made of, tried with images; all kinds where none are listed."""
+def _unequal(found: Mapping[str, str]) -> str:
+    """Why nothing is trained, of verdicts by kind; empty: something is."""
+    kinds = (kind for kind in ("tp1", "sp2") if found.get(kind))
+    return next((f"under {kind} a small copy is not equal to its own forward ({found[kind]})" for kind in kinds), "")
+
+
+def _tried(subject: Subject, config: HydraConfig, source: ImageText) -> tuple[dict[str, str], str]:
+    """What the job's strategies are made of, tried with images; all kinds where none are listed. And why clips are left
+    out, where it is equal without them alone."""
     kinds = [kind for kind in (*KINDS, SHARED) if config.chunks != "off" or kind != SLICES]
     stages = [stage for shape in config.shapes for pipeline in shape.pipelines for stage in pipeline.stages]
     if stages:
@@ -92,4 +101,9 @@ def _tried(subject: Subject, config: HydraConfig, source: ImageText) -> dict[str
                 "pp2": any(len(p.stages) > 1 for shape in config.shapes for p in shape.pipelines)}  # fmt: skip
         kinds = [kind for kind in kinds if uses.get(kind, True)]
     attends = next((name for name in source.attends.values() if name not in PLAIN), "")
-    return verdicts(subject, kinds, attends)
+    found, seam = verdicts(subject, kinds, attends), subject.seam
+    why = _unequal(found)
+    if not why or seam.audio is None or seam.clips_alone:
+        return found, ""
+    subject.deaf(f"with clips, {why}")
+    return verdicts(subject, kinds, attends), subject.seam.unheard

@@ -16,8 +16,8 @@ added between the first layers; a leaf goes to the stages up to the one that rea
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -75,6 +75,11 @@ class Seam:
         """What is used for clips, or for images; of a model of one kind all of it."""
         heard = tuple(root for root in self.roots if any(f"{one}.".startswith(f"{root}.") for one in self.only[1]))
         return heard if clips and heard else tuple(root for root in self.roots if root not in heard)
+
+    def deaf(self, names: Iterable[str], why: str) -> Seam:
+        """The same without clips, which are not trained for this reason; `names` are those of all parameters."""
+        unread = {name for name in names if f"{name}.".startswith(tuple(f"{root}." for root in self.only[1]))}
+        return replace(self, audio=None, unheard=why, silent=self.silent | unread, only=((), ()))
 
     def images(self, units: Sequence[Unit] = (), positions: Tensor | None = None) -> Images:
         """Those of a sequence."""

@@ -70,12 +70,14 @@ class ImageText(CausalLM):
         self.specs = {name: _partial(spec) if name in parts else spec for name, spec in self.specs.items()}
         self.plan = _planned(self.plan, self.specs, own, self._refused, seen=self.seam.seen is not None)
 
-    def refusing(self, verdicts: Mapping[str, str]) -> ImageText:
+    def refusing(self, verdicts: Mapping[str, str], unheard: str = "") -> ImageText:
         """The same model, which is not trained under the kinds of pipelines of which `verdicts` have a difference, nor
-        are its images shared among ranks if there is one of that."""
+        are its images shared among ranks if there is one of that, nor its clips if it says why they are `unheard`."""
         other = copy.copy(self)
+        if unheard:
+            other.seam = other.seam.deaf(self.specs, unheard)
         if verdicts.get(SHARED):
-            other.seam = replace(self.seam, cut=None)
+            other.seam = replace(other.seam, cut=None)
         other._refused = verdicts
         other._plan()
         return other

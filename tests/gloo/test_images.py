@@ -377,12 +377,12 @@ def test_a_frozen_encoder_keeps_nothing_for_a_backward(frozen: tuple[str, ...], 
     assert run_ranks(learnt, 2, row, timeout=200) == [learns, learns]
 
 
-def refused(rank: int, model: str, batches: Sequence[Mapping[str, Any]], images: bool) -> list[str]:
+def refused(rank: int, model: str, batches: Sequence[Mapping[str, Any]], images: bool, **hydra: Any) -> list[str]:
     rank_environment(rank)
     logging.getLogger("ds_hydra").setLevel(logging.ERROR)
     row = Row("refused", model, ("tp1",), 1, ())
     try:
-        engine, *_ = ds_hydra.initialize(model=image_model(model), config=config_of(row, images=images))
+        engine, *_ = ds_hydra.initialize(model=image_model(model), config=config_of(row, images=images, **hydra))
     except ConfigError as error:
         return [str(error)]
     told = []
@@ -414,6 +414,24 @@ def test_what_cannot_be_trained_is_refused_by_name() -> None:
     even = batch_of("llava", [sample("llava", (0,), 4, 1), sample("llava", (0,), 4, 2)])
     for off in run_ranks(refused, 1, "llava", [two, even, even], False, timeout=200)[0]:
         assert "pixel_values" in off
+
+
+def _off_with_clips(rank: int, batches: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Stages make other rows of clips than the model's own forward."""
+
+    def off(model: Any, seam: Any, columns: Any, rows: int) -> list[Tensor]:
+        return [(1.0 + content.is_clip(columns)) * leaf for leaf in encoded(model, seam, columns, rows)]
+
+    with mock.patch.object(ds_hydra.images.stage, "encoded", off):
+        return refused(rank, "qwen_omni", batches, True, self_check="on")
+
+
+@pytest.mark.drawn
+def test_images_train_where_clips_fail_their_trial() -> None:
+    seen, heard = (batch_of("qwen_omni", [sample("qwen_omni", widths, 4, 1)]) for widths in ((0, 1), (0, HEARD)))
+    trained, told = run_ranks(_off_with_clips, 1, [seen, heard], timeout=200)[0]
+    assert not trained
+    assert "no such videos or audio (with clips, under tp1 a small copy is not equal" in told
 
 
 # --- Trainer, by one changed import; and the page's script.
