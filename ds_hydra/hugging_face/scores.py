@@ -84,8 +84,7 @@ class _Rows:
         if others and (not images or _ROUTERS in others):
             raise ConfigError(
                 f"the model is called with {', '.join(sorted(others))}, but log-probabilities are computed of tokens "
-                "alone: leave the loss of routers (output_router_logits) and images out; DPO takes images with "
-                "hydra.images set"
+                "alone: leave the loss of routers (output_router_logits) out; for images set hydra.images"
             )
         ids, mask = named["input_ids"], named.get("attention_mask")
         kept = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
@@ -245,8 +244,6 @@ class _ScoresTrainer(HydraTrainer):
     _scores_references = False
     """Whether the loss itself asks the model for its reference."""
 
-    _takes_images = False
-
     def _evaluated(self, **named: Any) -> Scores:
         """The scores of some rows, without gradients; every rank must ask at the same time."""
         return self._scored(self._rows(named))
@@ -255,7 +252,7 @@ class _ScoresTrainer(HydraTrainer):
         raise _CalledModel(self._rows(named))
 
     def _rows(self, named: dict[str, Any]) -> _Rows:
-        return _Rows.of(named, images=self._takes_images and bool(self._deepspeed_config["hydra"].get("images")))
+        return _Rows.of(named, images=bool(self._deepspeed_config["hydra"].get("images")))
 
     def _scored(self, rows: _Rows) -> Scores:
         engine: Any = self.deepspeed
@@ -288,7 +285,7 @@ class HydraGRPOTrainer(_InPlaceOfModel, GRPOTrainer, _ScoresTrainer):  # type: i
     """A `GRPOTrainer` on the engine of the block "hydra" [Note: TRL's losses of log-probabilities].
 
     Takes the arguments of `GRPOTrainer`. transformers generates on whole weights, which each rank gathers. Raises
-    ConfigError for `use_vllm` and images.
+    ConfigError for `use_vllm`.
     """
 
 
@@ -296,7 +293,7 @@ class HydraRLOOTrainer(_InPlaceOfModel, RLOOTrainer, _ScoresTrainer):  # type: i
     """An `RLOOTrainer` on the engine of the block "hydra" [Note: TRL's losses of log-probabilities].
 
     Takes the arguments of `RLOOTrainer`. transformers generates on whole weights, which each rank gathers. Raises
-    ConfigError for `use_vllm` and images.
+    ConfigError for `use_vllm`.
     """
 
 
@@ -308,7 +305,7 @@ class HydraDPOTrainer(_InPlaceOfModel, DPOTrainer, _ScoresTrainer):
     `mean_token_accuracy`. Raises ConfigError for an adapter trained before, without `precompute_ref_log_probs`.
     """
 
-    _scores_references = _takes_images = True
+    _scores_references = True
 
     def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """TRL's own, of scores by the engine; the reference too, where `self.model` without its adapter is asked."""

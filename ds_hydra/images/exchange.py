@@ -79,11 +79,10 @@ class ImageExchange:
         for sequence in share.sequences:
             tokens = torch.from_numpy(sequence.input_ids)
             seam, columns = self._source.seam, columns_of([unit.columns for unit in units], self._source.seam.layout)
+            check_rows(seam.images(units), sequence.input_ids, place)
             positions = numbered(self._crew.job.model, seam, tokens, columns) if units else None
             typed = [_typed(unit, self._crew.job.types.compute)._replace(load=self._load(unit)) for unit in units]
-            images = seam.images(typed, positions)
-            check_rows(images, sequence.input_ids, place)
-            sequences.append(sequence._replace(images=images))
+            sequences.append(sequence._replace(images=seam.images(typed, positions)))
         return share._replace(sequences=tuple(sequences))
 
     def loads(self, sequences: Sequence[TokenSequence]) -> list[list[Load]]:

@@ -30,8 +30,7 @@ from transformers.trainer import Trainer
 import ds_hydra
 from ds_hydra.commands import init, lengths, preview
 from ds_hydra.commands.figures import shipped
-from ds_hydra.hugging_face import HydraTrainer
-from ds_hydra.hugging_face.scores import HydraDPOTrainer
+from ds_hydra.hugging_face import HydraTrainer, scores
 from ds_hydra.testing import float64_throughout, rank_environment, run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.gloo.test_images import NEAR, SGD, Row, apart, config_of
@@ -58,7 +57,7 @@ Found = tuple[list[float], dict[str, Tensor]]
 def _found(trainer: Any, *, ours: bool) -> Found:
     """What is logged of losses and norms; and the weights at the end."""
     values = trainer.deepspeed.fp32_state_dict() if ours else trainer.model.state_dict()
-    names = ("loss", "grad_norm", "eval_loss", "rewards/margins")
+    names = ("loss", "grad_norm", "eval_loss", "rewards/margins", "reward", "kl")
     logged = [float(entry[name]) for entry in trainer.state.log_history for name in names if name in entry]
     return logged, {name: value.detach().clone() for name, value in values.items() if ".ref." not in name}
 
@@ -155,7 +154,7 @@ def _dpo(rank: int, ours: bool, folder: str, adapters: bool) -> Found:
     _begin(rank)
     rejected = [{"role": "assistant", "content": "No, a dog."}]
     data = _data(folder).map(lambda row: {**parted(row), "chosen": row["messages"][1:], "rejected": rejected})
-    trainer: Any = (HydraDPOTrainer if ours else trl.DPOTrainer)(
+    trainer: Any = (scores.HydraDPOTrainer if ours else trl.DPOTrainer)(
         AutoModelForImageTextToText.from_pretrained(f"{folder}/my_model"),
         args=trl.DPOConfig(f"{folder}/{ours}", max_length=None, deepspeed=CONFIG if ours else None, **QUIET),
         train_dataset=data.select_columns(["images", "prompt", "chosen", "rejected"]), processing_class=processor(),
@@ -170,6 +169,44 @@ def _dpo(rank: int, ours: bool, folder: str, adapters: bool) -> Found:
 def test_dpo(adapters: bool, tmp_path: Path) -> None:
     _written(tmp_path)
     _same(_dpo, str(tmp_path), adapters, near=OF_ADAPTERS if adapters else NEAR)
+
+
+# --- GRPO and RLOO, with answers that transformers generates.
+POLICIES: dict[str, dict[str, Any]] = {
+    "GRPO": {"beta": 0.1, "loss_type": "grpo"},
+    "GRPO, older policy": {"num_iterations": 2},
+    "RLOO": {"beta": 0.05},
+}
+
+
+def _reward(completions: list[Any], **_: Any) -> list[float]:
+    """The share of letters of the alphabet's first half."""
+    texts = [one[0]["content"].lower() for one in completions]
+    return [sum("a" <= letter <= "m" for letter in text) / (1 + len(text)) for text in texts]
+
+
+def _policy(rank: int, ours: bool, folder: str, name: str) -> Found:
+    _begin(rank)
+    kind, reader = name.partition(",")[0], processor()
+    reader.tokenizer.padding_side = "left"  # as TRL asks for
+    data = _data(folder).map(parted).filter(lambda row: row["images"])  # TRL's own ends where a prompt has none
+    settings = {**QUIET, **POLICIES[name], "per_device_train_batch_size": 4, "num_generations": 2,
+                "max_completion_length": 8, "generation_kwargs": {"suppress_tokens": [3, 4, 5, 6]},
+                "deepspeed": CONFIG if ours else None}  # fmt: skip
+    trainer: Any = getattr(scores if ours else trl, f"{'Hydra' * ours}{kind}Trainer")(
+        AutoModelForImageTextToText.from_pretrained(f"{folder}/my_model"),
+        args=getattr(trl, f"{kind}Config")(f"{folder}/{ours}", **settings), reward_funcs=_reward,
+        train_dataset=data.select_columns(["images", "prompt"]), processing_class=reader,
+    )  # fmt: skip
+    trainer.train()
+    return _found(trainer, ours=ours)
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("name", POLICIES)
+def test_policies(name: str, tmp_path: Path) -> None:
+    _written(tmp_path)
+    _same(_policy, str(tmp_path), name, near=NEAR)
 
 
 # --- Trainer, the three calls and train_batch, over chats whose pictures a transform opens as they come.

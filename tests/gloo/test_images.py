@@ -37,7 +37,17 @@ from ds_hydra.testing import float64_throughout, rank_environment, run_ranks, wh
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.emulated_job import emulated_job
 from tests.support.image_draws import drawing_images
-from tests.support.image_models import FILM, HEARD, MODELS, ImageSample, batch_of, image_model, plain_loss, sample
+from tests.support.image_models import (
+    FILM,
+    HEARD,
+    MODELS,
+    VIDEO,
+    ImageSample,
+    batch_of,
+    image_model,
+    plain_loss,
+    sample,
+)
 from tests.support.pages import blocks
 from tests.support.planner_cases import in_slices
 from tests.support.strict import Rules, strict_world
@@ -411,6 +421,10 @@ def test_what_cannot_be_trained_is_refused_by_name() -> None:
     without = {k: v for k, v in batch_of("gemma3", [sample("gemma3", (0,), 4, 1)]).items() if k != "token_type_ids"}
     (untold,) = run_ranks(refused, 1, "gemma3", [without], True, timeout=200)[0]
     assert "has images and no token_type_ids" in untold
+    drawn = batch_of("qwen2_vl", [sample("qwen2_vl", (0,), 4, 1)])
+    drawn["input_ids"][0, -1] = VIDEO  # as a policy may draw it
+    (beside,) = run_ranks(refused, 1, "qwen2_vl", [{**drawn, "mm_token_type_ids": None}], True, timeout=200)[0]
+    assert "item 0 of the data has 5 tokens that stand for rows of images or audio, but" in beside
     even = batch_of("llava", [sample("llava", (0,), 4, 1), sample("llava", (0,), 4, 2)])
     for off in run_ranks(refused, 1, "llava", [two, even, even], False, timeout=200)[0]:
         assert "pixel_values" in off
