@@ -95,7 +95,7 @@ CAPABILITIES: Mapping[str, Capability] = {
         apart=True,
     ),
     "verl": Capability(
-        "ds_hydra/hosts/*.py tests/hosts/test_verl*.py tests/support/verl_*.py", Lines(345, 507, 0), apart=True
+        "ds_hydra/hosts/*.py tests/hosts/test_verl*.py tests/support/verl_*.py", Lines(345, 575, 0), apart=True
     ),
     "emulated cluster": Capability(
         "ds_hydra/emulate/*.py ds_hydra/commands/emulate.py ds_hydra/commands/demo_cluster.py "

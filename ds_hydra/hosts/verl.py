@@ -30,7 +30,7 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForTokenClassification
 from verl.utils import tensordict_utils as tu
 from verl.utils.torch_functional import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
 from verl.workers.config import EngineConfig
@@ -41,6 +41,8 @@ from ds_hydra.zero_hetero.errors import ConfigError
 
 NAME = "hydra"
 _TYPES = ("bfloat16", "float16", "float32")
+_IMAGES = "multi_modal_inputs"  # verl's field of what a processor makes of each sequence's images, or None
+_COUNTS = "images_seqlens"  # which verl puts among them for its own figures
 _PROPOSED = {"hydra": {"strategies": "auto"}}
 _WEIGHTS = "hf_model"  # what verl's `save_contents` calls a Hugging Face folder
 LossFunction = Callable[..., tuple[Tensor, dict[str, Any]]]
@@ -69,6 +71,7 @@ class HydraVerlEngine(BaseEngine):  # type: ignore[misc]  # verl brings no types
     ) -> None:
         self.model_config, self.engine_config = model_config, engine_config
         self.optimizer_config, self.checkpoint_config = optimizer_config, checkpoint_config
+        self.images = False  # whether the model trains on images
         self.mode: str | None = None
         self.engine: Any = None
         # A real group: verl asks for its rank and size, and gathers metrics in it.
@@ -84,14 +87,18 @@ class HydraVerlEngine(BaseEngine):  # type: ignore[misc]  # verl brings no types
         if self.valued:  # as verl's own engines have it
             self.model_config.hf_config.num_labels = 1
             self.model_config.hf_config.classifier_dropout = 0.0
-        kind: Any = AutoModelForTokenClassification if self.valued else AutoModelForCausalLM
+        config = job_config(self.engine_config, self.optimizer_config)
+        self.images = bool(config["hydra"].get("images"))
+        if self.images and self.valued:
+            raise ConfigError("hydra.images: a critic's values are of tokens alone: leave images out of its block")
+        kind: Any = AutoModelForTokenClassification if self.valued else (
+            AutoModelForImageTextToText if self.images else AutoModelForCausalLM)  # fmt: skip
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # a head that the folder has not is drawn alike on all ranks
             model = kind.from_pretrained(
                 self.model_config.local_path, config=self.model_config.hf_config, dtype=torch.float32,
                 attn_implementation="sdpa",  # the engine puts its own in the place of any
             )  # fmt: skip
-        config = job_config(self.engine_config, self.optimizer_config)
         self.engine = ds_hydra.initialize(model=model, config=config, lr_scheduler=self._schedule)[0]
 
     def _schedule(self, optimizer: Any) -> Any:
@@ -149,8 +156,8 @@ class HydraVerlEngine(BaseEngine):  # type: ignore[misc]  # verl brings no types
     ) -> dict[str, Any]:
         """Log-probabilities and entropies, or values, loss and metrics of a mini-batch, on rank 0; with a loss, and
         unless `forward_only`, its gradients are added to those that wait for an update. ConfigError, on all ranks, for
-        inputs beside tokens."""
-        rows = _Rows.of(data, tempered=not self.valued)
+        inputs beside tokens and images."""
+        rows = _Rows.of(data, tempered=not self.valued, images=self.images)
         tu.assign_non_tensor(data, batch_num_tokens=data["loss_mask"].sum().item(), dp_size=1)
         call = _Call(data, rows, loss_function, self._alone, self.valued)
         mine = rows.items if dist.get_rank() == 0 else []
@@ -247,20 +254,23 @@ class _Rows:
     items: list[dict[str, Any]]  # as the engine takes them
 
     @classmethod
-    def of(cls, data: TensorDict, *, tempered: bool) -> _Rows:
-        """`tempered`: logits are divided by the batch's temperature. ConfigError for what the engine does not read."""
+    def of(cls, data: TensorDict, *, tempered: bool, images: bool) -> _Rows:
+        """`tempered`: logits are divided by the batch's temperature; `images`: sequences may have some. ConfigError for
+        what the engine does not read."""
         ids = data["input_ids"]
         if not ids.is_nested:
             raise ConfigError("sequences are padded (use_remove_padding: False with a pad mode): verl's engines hand "
                               "them on jagged; leave pad_mode at no_padding")  # fmt: skip
-        if "multi_modal_inputs" in data and any(tu.get(data, "multi_modal_inputs")):
-            raise ConfigError("multi_modal_inputs: language models of tokens alone are trained here")
+        seen = tu.get(data, _IMAGES) or [None] * len(ids)
+        if any(seen) and not images:
+            raise ConfigError(f'{_IMAGES}: the model trains on tokens alone: set "images": true in the block "hydra"')
         given = tu.get(data, "temperature", 1.0) if tempered else None
         each = given.flatten().tolist() if isinstance(given, Tensor) and given.numel() > 1 else None
         items: list[dict[str, Any]] = []
         for number, row in enumerate(ids.unbind()):
             tokens = row.detach().cpu()
-            items.append({"input_ids": tokens, "labels": tokens})
+            own = {name: column for name, column in (seen[number] or {}).items() if name != _COUNTS}
+            items.append({"input_ids": tokens, "labels": tokens, **own})
             if each is not None:
                 items[-1]["temperature"] = each[number]
         return cls(ids, None if given is None or each is not None else float(given), items)

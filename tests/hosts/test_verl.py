@@ -16,6 +16,7 @@ import yaml
 from torch import Tensor
 
 from ds_hydra.testing import float64_throughout, rank_environment, run_ranks
+from tests.support.image_models import IMAGE, columns_of, image_model, sample
 from tests.support.pages import blocks
 from tests.support.small_job import small_model
 
@@ -24,8 +25,9 @@ from tests.support.verl_on_cpu import on_cpu
 
 on_cpu()
 import numpy as np
+from safetensors.torch import load_file
 from tensordict import TensorDict
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForTokenClassification
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import ActorConfig, CriticConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
@@ -80,8 +82,10 @@ def actor() -> ActorConfig:
     )
 
 
-def worker_of(folder: Path, strategies: list[str], kind: str = "language_model", **engine: Any) -> Any:
-    block = {"strategies": strategies, "choose": "cycle", "context_length": 64, "steps_file": None,
+def worker_of(
+    folder: Path, strategies: list[str], kind: str = "language_model", *, images: bool = False, **engine: Any
+) -> Any:
+    block = {"strategies": strategies, "choose": "cycle", "context_length": 64, "steps_file": None, "images": images,
              "planner": {"ahead": 0}}  # fmt: skip
     engine = {"dtype": "float32", "deepspeed_config": {"hydra": block}, **engine}
     worker = TrainingWorker(TrainingWorkerConfig(
@@ -134,6 +138,44 @@ def test_the_printed_config_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert run_ranks(printed_run, 2, tmp_path, engine, timeout=300)[0] > 0
 
 
+def shown(step: int, **more: Any) -> TensorDict:
+    """Of supervised training on sequences with one, no and several images."""
+    samples = [sample("qwen2_vl", widths, 6, 10 * step + i) for i, widths in enumerate(((0,), (), (1, 0), (2,)))]
+    columns = [{**columns_of("qwen2_vl", [one]), "images_seqlens": torch.ones(len(one.pictures))} if one.pictures
+               else None for one in samples]  # fmt: skip
+    tensors = {
+        "input_ids": jagged([one.input_ids for one in samples]),
+        "position_ids": jagged([torch.arange(len(one.input_ids)) for one in samples]),
+        "loss_mask": jagged([(one.labels != -100).long() for one in samples]),
+        "multi_modal_inputs": columns,
+    }
+    lengths = [len(one.input_ids) for one in samples]
+    return tu.get_tensordict(tensors, {"temperature": 1.0, "global_batch_size": 4, "global_token_num": lengths, **more})
+
+
+def images_run(rank: int, folder: Path) -> dict[str, Any]:
+    rank_environment(rank)
+    worker = worker_of(folder, ["tp2", "pp2", "sp2"], images=True)
+    worker.set_loss_fn(partial(sft_loss, None))
+    inferred = worker.infer_batch(shown(3, compute_loss=False, calculate_entropy=True))
+    told = [worker.train_batch(shown(step, update_lr_scheduler=True)) for step in range(3)]
+    found: dict[str, Any] = {"weights": dict(worker.engine.get_per_tensor_param()[0])}
+    if rank == 0:
+        found |= {"log_probs": inferred["log_probs"].values(), "metrics": [tu.get(out, "metrics") for out in told]}
+    return found
+
+
+def unfit_run(rank: int, folder: Path) -> list[str]:
+    """What is told of images where they are not trained, and of a critic's."""
+    rank_environment(rank)
+    told = []
+    for kind, images in (("language_model", False), ("value_model", True)):
+        with pytest.raises(ConfigError) as raised:
+            worker_of(folder, ["tp1"], kind, images=images).infer_batch(shown(0, compute_loss=False))
+        told.append(str(raised.value))
+    return told
+
+
 def returned(step: int, **more: Any) -> TensorDict:
     """Of a critic: with returns and what the old one gave."""
     rows = tokens(step, LENGTHS)
@@ -172,8 +214,12 @@ class Plain:
     def output(self, data: TensorDict) -> dict[str, Tensor]:
         ids, temperature = data["input_ids"], tu.get(data, "temperature")
         found: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for row in ids.unbind():
-            log_p = (self.model(input_ids=row[None]).logits[0] / temperature).log_softmax(-1)
+        seen = tu.get(data, "multi_modal_inputs") or [None] * len(ids)
+        for row, columns in zip(ids.unbind(), seen, strict=True):
+            own = {name: column for name, column in (columns or {}).items() if name != "images_seqlens"}
+            if own:
+                own["mm_token_type_ids"] = (row == IMAGE).long()[None]
+            log_p = (self.model(input_ids=row[None], **own).logits[0] / temperature).log_softmax(-1)
             own = log_p[:-1].gather(-1, row[1:, None])[:, 0]
             entropy = -(log_p.exp() * log_p).sum(-1)[:-1]
             for kept, values in zip(found, (own, entropy), strict=True):
@@ -201,7 +247,7 @@ class Plain:
 @pytest.fixture
 def doubled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models are loaded in FP64."""
-    for kind in (AutoModelForCausalLM, AutoModelForTokenClassification):
+    for kind in (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForTokenClassification):
         double = partial(kind.from_pretrained)
         monkeypatch.setattr(
             kind,
@@ -255,6 +301,31 @@ def test_verls_worker_trains_as_one_process(folder: Path) -> None:
         assert found["reloaded"]
         for name, weight in found["weights"].items():
             torch.testing.assert_close(weight, expected[name].detach(), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.usefixtures("doubled")
+def test_verls_worker_trains_on_images_as_one_process(folder: Path, tmp_path: Path) -> None:
+    save_model(tmp_path, image_model("qwen2_vl"))
+    with float64_throughout(image_model("qwen2_vl")):
+        ranks = run_ranks(images_run, 2, tmp_path, timeout=300)
+        plain = Plain(tmp_path, AutoModelForImageTextToText)
+        with torch.no_grad():
+            scores = plain.output(shown(3))
+        rates = (0.0, ADAMW["lr"] / 2, ADAMW["lr"])
+        told = [plain.step(shown(step), partial(sft_loss, None), rate) for step, rate in enumerate(rates)]
+    torch.testing.assert_close(ranks[0]["log_probs"], scores["log_probs"].values(), rtol=1e-9, atol=1e-9)
+    for (loss, norm), metrics in zip(told, ranks[0]["metrics"], strict=True):
+        assert np.ravel(metrics["loss"]) == pytest.approx([loss], rel=1e-6)
+        assert np.ravel(metrics["grad_norm"]) == pytest.approx([norm], rel=1e-6)
+    plain.model.save_pretrained(tmp_path)  # whose names an inference engine asks for
+    expected = load_file(tmp_path / "model.safetensors")
+    for found in ranks:
+        assert found["weights"].keys() == expected.keys()
+        for name, weight in expected.items():
+            torch.testing.assert_close(found["weights"][name], weight, rtol=1e-9, atol=1e-9)
+    told = run_ranks(unfit_run, 1, folder, timeout=300)[0]
+    assert "multi_modal_inputs: the model trains on tokens alone" in told[0]
+    assert "a critic's values are of tokens alone" in told[1]
 
 
 def test_what_it_cannot_train_by_is_refused(folder: Path) -> None:

@@ -22,9 +22,10 @@ Rows = Sequence[Tensor]
 """Sequences of tokens, (T,) each, of which the last ones are responses."""
 
 
-def save_model(folder: Path, **config: Any) -> None:
-    """The small model in FP64, with a tokenizer beside it, as verl asks for; its config changed by what is given."""
-    model = small_model().double()
+def save_model(folder: Path, model: Any = None, **config: Any) -> None:
+    """The small model in FP64, or another, with a tokenizer beside it, as verl asks for; its config changed by what is
+    given."""
+    model = model or small_model().double()
     model.config.update(config)
     model.save_pretrained(folder)
     words = Tokenizer(WordLevel({f"w{number}": number for number in range(WORDS)}, unk_token="w0"))
