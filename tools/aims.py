@@ -62,6 +62,7 @@ FOLLOWS_SLOW, WON_BACK, RECOVERED_RATE = 20, 0.9, 0.99
 HETU_PLAN, MIXED_PLANNING_S = 1.02, 1.0  # of a step by Hetu's own plan; of CPU, a proposal and the step's plan
 
 # The planner: bench_planner, bench_systems.
+PLAN_OVER_STEP = 0.5  # CPU time of a plan over the time of its step, the median
 PLAN_MS = {64: 10.0, 1024: 150.0}  # of CPU, by ranks, the median step
 CHUNKED_PLAN_MS = {32: 500.0, 64: 500.0, 1024: 3000.0}  # the same, with slices, split backwards and V's
 FIRST_PLAN_S = 1.5  # of CPU, with what is imported, from compiled kernels that are on disk

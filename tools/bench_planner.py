@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -31,7 +32,8 @@ from ds_hydra.data.lengths import sample_batches
 from ds_hydra.data.sampler import SortedPairs, TokenBudgetSampler
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.simulate import simulate_plan
-from ds_hydra.planner import StepPlan
+from ds_hydra.planner import Planner, PlannerOptions, StepPlan
+from ds_hydra.planner.composing import budget_of, typical_batch
 from ds_hydra.planner.exact.counts import continuous_ms
 from ds_hydra.planner.kernels.problem import Batch, scheme_arrays, scheme_row
 from ds_hydra.planner.proposal.propose import QUICK, Wider, propose_strategies, usable_schemes, wider_shapes
@@ -50,6 +52,8 @@ from tools.planner_parts import (
     bench_start,
     bench_waits,
 )  # fmt: skip
+from tools.systems.cells import SEEN_BEFORE, Cell
+from tools.systems.measure import Simulators, all_schemes, exposed_of, layers_of, proposed
 
 # Strategies with pipelines, where packing and prediction are hard; and pools for dispatch against HiGHS.
 PIPELINED = ("8*tp4pp2", "tp16 + 2*tp8pp3", "tp8pp3 + 10*tp4", "2*tp8pp2 + 8*tp4", "tp16 + tp8 + 8*tp4 + tp2pp4")
@@ -176,6 +180,36 @@ def bench_growth(figures: Figures, quick: bool) -> None:
     wide = [StrategyShape(128 * StrategyShape.parse(text).pipelines) for text in GROWN]
     _, cpu, sequences = _planned(work, wide, 128 * 200_000, 2)
     figures.limited(f"plan, CPU ms per step, {sequences} sequences, 8,192 ranks, median", cpu, aims.MANY_RANKS_MS)
+
+
+_FAST = (
+    Cell("7b", 32, CONTEXT, 50_000, "pretraining"),
+    Cell("8b H100", 64, CONTEXT, 51_200, "rollouts", 1 / 4, 100.0),
+    Cell("8b H200", 64, CONTEXT, 200_000, "CommonCrawl", 1 / 4, 50.0),
+    Cell("a3b H200", 64, CONTEXT, 400_000, "pretraining", 1 / 8, 50.0),
+)
+
+
+def bench_beside(figures: Figures, quick: bool) -> None:
+    """CPU time of plans over the steps that they are of, where steps are short: what takes longer training waits for.
+    Slices, and strategies that HiGHS composes, as a job has them."""
+    for cell in _FAST[1:2] if quick else _FAST:
+        table, layers, simulators = all_schemes(cell), layers_of(cell), Simulators(cell)
+        strategies = proposed(cell, table, wider=Wider(wider_shapes(table, num_layers=layers), layers=layers))
+        options = PlannerOptions(kernels="compiled", layers=layers, highs="composes", simplest=0.01)
+        typical = typical_batch(cell.lengths(SEEN_BEFORE), cell.tokens)
+        planner = Planner(
+            table, strategies, options, exposed_ms=[exposed_of(cell, one) for one in strategies],
+            step_ms=partial(simulators.ms, table=table), budget=budget_of(table, strategies, options.effort, typical),
+        )  # fmt: skip
+        shares = []
+        for step, batch in enumerate(cell.batches(9)):
+            began = time.thread_time()
+            plan = planner.plan(step, range(len(batch)), batch)
+            shares.append(1e3 * (time.thread_time() - began) / simulators.ms(plan, table))
+        # By this machine's CPU, since jobs have their own.
+        share, most = statistics.median(shares[1:]), aims.PLAN_OVER_STEP
+        figures.note(f"plan over step, {cell}, median", f"{share:.2f}", f"<= {most}", share <= most)
 
 
 def _planned(work: Workload, strategies: Sequence[StrategyShape], tokens: int, count: int) -> tuple[float, float, int]:
@@ -320,6 +354,7 @@ def main() -> int:
         "overheads": bench_overheads,
         "contexts": bench_contexts,
         "growth": bench_growth,
+        "beside": bench_beside,
         "reorder": bench_reordered,
         "program": bench_against_program,
         "packing": bench_packing,

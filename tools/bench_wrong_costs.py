@@ -33,15 +33,16 @@ from ds_hydra.planner import Planner, PlannerOptions, StepPlan
 from ds_hydra.planner.fixed_layout import layouts_that_hold
 from ds_hydra.planner.proposal.propose import QUICK, propose_strategies
 from ds_hydra.report.record import StepWatch
+from ds_hydra.rivals.costs import averaged
 from tools import aims
-from tools.systems.cells import Cell
+from tools.systems.cells import SEEN_BEFORE, Cell
 from tools.systems.measure import NOISE, all_schemes
 
 SIMPLEST = 0.01  # as jobs have it
-# Steps before any correction, those in which most is learnt, and those from 60 on. Of the others a few are run: they
-# bring fewer observations than a job has.
+# Steps before any correction, those in which most is learnt, and those from 60 on. Of the others a few are run, those
+# in which shapes are tried among them: they bring fewer observations than a job has.
 FIRST, LEARNING, LATER = range(5), range(5, 20), range(60, 70)
-STEPS = (*FIRST, *LEARNING, *range(30, 33), *range(46, 49), *LATER)
+STEPS = (*FIRST, *LEARNING, *range(30, 37), *range(46, 53), *LATER)
 _SHARED = 0.8  # of the variance, where errors are shared
 
 
@@ -58,9 +59,9 @@ class Case:
 
     @cached_property
     def true(self) -> CostTable:
-        """What steps take."""
-        table = all_schemes(self.cell)
-        return table if self.sp else replace(table, costs=tuple(c for c in table.costs if c.uniform.sp == 1))
+        """What steps take; what messages of SP leave exposed is in b, as in the tables that jobs measure."""
+        rows = (averaged(cost, self.cell.lengths(SEEN_BEFORE)) for cost in all_schemes(self.cell).costs)
+        return CostTable(tuple(cost for cost in rows if self.sp or cost.uniform.sp == 1), "true")
 
     @cached_property
     def batches(self) -> list[list[int]]:

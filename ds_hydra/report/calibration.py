@@ -14,7 +14,11 @@ made with. The median ignores the odd slow step: of the ratios 1.02, 1.03, 1.01,
 A shape's first step is not learnt from: ranks connect, and kernels are loaded. A shape that the first estimate made
 dear is never run, and its factor never seen. Until it is, it has the factor of shapes with as many tensor parallel
 ranks, or of all. And for two steps after the second correction such a shape counts a tenth less, so it runs if it may
-be the best. By the costs each of them takes a ninth longer at most: that is the budget, less than a quarter of a step.
+be the best, and a fifth less if none with as many tensor parallel ranks has run: these do not share their errors with
+any that have. By costs that are right each of both steps takes a quarter longer at most. Where costs were corrected,
+as they are wrong, shapes are tried so three times more, and no error of those that ran is expected of those of other
+degrees: if all that ran took 1.2 times what the table has, they count 0.8 of it, and not 0.96, but at least half of
+1.2. What was learnt in these steps corrects the costs at once.
 
 [Note: slow ranks]
 A cost table may be wrong for a shape, and its error is that of every stage of this kind. So a stage is compared with
@@ -151,8 +155,10 @@ LEAST = 4  # observations that a factor needs before it is used
 # LEAST pipelines whose times scatter by 3 %. By less, costs that are right would be made wrong.
 EARLY: tuple[int, ...] = (4, 8)
 APPLY_EVERY, APPLY_CHANGE = 16, 0.05
-TRIED_AFTER: tuple[int, ...] = (8,)  # with some steps each [Note: early runs]
-TRIED_FOR, TRIED = 2, 0.9  # steps; what a shape that never ran counts there, of its cost
+# Steps after which shapes are tried, all but the first where costs were corrected [Note: early runs]; in how many, and
+# what a shape that never ran counts there, of its cost; of one of other degrees, and of theirs.
+TRIED_AFTER: tuple[int, ...] = (8, 16, 32, 48)
+TRIED_FOR, TRIED, OTHERS, LEAST_OF_OTHERS = 2, 0.9, 0.8, 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,38 +310,41 @@ class Calibration:
         self._overheads.setdefault(plan.strategy, deque(maxlen=WINDOW)).append(overhead)
 
     def corrected(self, step: int) -> Factors | None:
-        """Of each row of the table, after EARLY steps and every APPLY_EVERY if a factor has changed; else None.
+        """Of each row of the table, after EARLY steps, every APPLY_EVERY and when shapes were tried, if a factor has
+        changed; else None.
 
         It is computed from figures that all ranks share, so all ranks get the same.
         """
-        if step not in EARLY and (step == 0 or step % APPLY_EVERY):
+        tried = step - TRIED_FOR - 1 in TRIED_AFTER  # those steps are over, as they begin one after next
+        if step not in EARLY and not tried and (step == 0 or step % APPLY_EVERY):
             return None
-        seen = {scheme: median(ratios) for scheme, ratios in self._ratios.items()}
-        moved = {scheme: factor for scheme, factor in seen.items() if self._has_moved(scheme, factor)}
+        seen, before = {scheme: median(ratios) for scheme, ratios in self._ratios.items()}, self.in_force
+        moved = {scheme: factor for scheme, factor in seen.items() if self._has_moved(scheme, factor / before[scheme])}
         if not moved:
             return None
         self._applied.update(moved)
         return self.in_force
 
-    def _has_moved(self, scheme: ParallelScheme | PipelineShape, factor: float) -> bool:
-        """Whether a factor has changed by more than chance: by 5 % of 4 observations, by 2.5 % of 16 or more."""
-        chance = APPLY_CHANGE * max(0.5, math.sqrt(LEAST / len(self._ratios[scheme])))
-        return abs(factor / self._applied.get(scheme, 1.0) - 1.0) > chance
+    def _has_moved(self, scheme: ParallelScheme | PipelineShape, change: float) -> bool:
+        """Whether a factor is so many times the one in force by more than chance: by 5 % of 4 observations, by 2.5 % of
+        16 or more."""
+        return abs(change - 1.0) > APPLY_CHANGE * max(0.5, math.sqrt(LEAST / len(self._ratios[scheme])))
 
     @property
     def in_force(self) -> Factors:
         """The factors that the latest correction had, of each row of the table."""
-        return self._of_rows(1.0)
+        return self._of_rows(trying=False)
 
     def tried(self, step: int) -> Factors | None:
         """The latest factors, less for shapes that never ran, after TRIED_AFTER steps; None after others, or where all
         have run [Note: early runs]."""
-        if step not in TRIED_AFTER or all(cost.scheme in self._ratios for cost in self._table.costs):
+        after = TRIED_AFTER if self._applied else TRIED_AFTER[:1]
+        if step not in after or all(cost.scheme in self._ratios for cost in self._table.costs):
             return None
-        return self._of_rows(TRIED)
+        return self._of_rows(trying=True)
 
-    def _of_rows(self, unseen: float) -> Factors:
-        """What has no factor has that of its like, and `unseen` times that if it never ran."""
+    def _of_rows(self, *, trying: bool) -> Factors:
+        """What has no factor has that of its like, and less if it never ran where such shapes are tried."""
         of_tp: dict[int, list[float]] = {}
         for scheme, factor in self._applied.items():
             of_tp.setdefault(_tp(scheme), []).append(factor)
@@ -343,7 +352,10 @@ class Calibration:
 
         def factor_of(scheme: ParallelScheme | PipelineShape) -> float:
             known = self._applied.get(scheme) or median(of_tp.get(_tp(scheme), (usual,)))
-            return known * (1.0 if scheme in self._ratios else unseen)
+            if not trying or scheme in self._ratios:
+                return known
+            alike = any(_tp(scheme) == _tp(ran) for ran in self._ratios)
+            return TRIED * known if alike else max(OTHERS * min(known, 1.0), LEAST_OF_OTHERS * known)
 
         return {cost.scheme: factor_of(cost.scheme) for cost in self._table.costs}
 

@@ -53,7 +53,7 @@ from ds_hydra.profiling.fit import (
     with_shared_squares,
 )
 from ds_hydra.profiling.links import Collective, LinkFigure, Links, links_from_record, read_links
-from ds_hydra.report.calibration import LEAST, TRIED, Calibration
+from ds_hydra.report.calibration import LEAST, LEAST_OF_OTHERS, OTHERS, TRIED, Calibration
 from ds_hydra.report.record import StepWatch
 from ds_hydra.rivals.costs import Recomputed, Way, table_of
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
@@ -613,8 +613,30 @@ def test_factors_follow_what_was_measured() -> None:
     corrected, tried = calibration.corrected(4), calibration.tried(8)
     assert corrected == pytest.approx({ParallelScheme(1, 2): 1.5, ParallelScheme(2): 1.5})
     # What never ran counts less for some steps; by the latest factors, those that are in force.
-    assert tried == pytest.approx({ParallelScheme(1, 2): 1.5, ParallelScheme(2): 1.5 * TRIED})
+    assert tried == pytest.approx({ParallelScheme(1, 2): 1.5, ParallelScheme(2): max(OTHERS, 1.5 * LEAST_OF_OTHERS)})
     assert [calibration.corrected(step) for step in (8, 16, 32)] == [None] * 3  # nothing has moved since
+    # It ran now, as the table has it: that differs from the factor that it had.
+    for _ in range(LEAST + 1):
+        calibration.observe(other, unseen, [unseen.pipeline_ms[0]], unseen.step_ms)
+    assert calibration.tried(16) is None, "all have run"
+    assert calibration.corrected(16) == pytest.approx({ParallelScheme(1, 2): 1.5, ParallelScheme(2): 1.0})
+
+
+def test_what_never_ran_is_tried_less_dear_and_again_where_costs_were_wrong() -> None:
+    table = CostTable((*TABLE.costs, replace(TABLE.costs[0], scheme=ParallelScheme(1, 4))))
+    calibration = Calibration(table, 4)
+    for _ in range(LEAST + 1):
+        calibration.observe(PLAN, (now := calibration.predict(PLAN)), [now.pipeline_ms[0]], now.step_ms)
+    assert calibration.corrected(8) is calibration.tried(16) is None
+    right = calibration.tried(8)
+    assert right == pytest.approx({ParallelScheme(1, 2): 1.0, ParallelScheme(1, 4): TRIED, ParallelScheme(2): OTHERS})
+    for _ in range(8 * LEAST):
+        calibration.observe(PLAN, now, [1.1 * now.pipeline_ms[0]], now.step_ms)
+    assert calibration.corrected(16) is not None
+    wrong = calibration.tried(16)
+    assert wrong == pytest.approx({
+        ParallelScheme(1, 2): 1.1, ParallelScheme(1, 4): 1.1 * TRIED, ParallelScheme(2): OTHERS,
+    })  # fmt: skip
 
 
 def test_a_factor_counts_once_it_is_more_than_scatter() -> None:

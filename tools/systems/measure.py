@@ -112,10 +112,10 @@ def settings(cell: Cell, table: CostTable, ms: StepMs) -> Iterator[Ours]:
     layers = layers_of(cell)
     whole: tuple[StrategyShape, ...] = ()
     if max(cost.max_length for cost in table.costs) >= cell.context:
-        whole = _proposed(cell, table, count=_MOST)
+        whole = proposed(cell, table, count=_MOST)
         yield Ours(_configured(cell, table, whole, ms, layers=0), whole, 0)
     wider = Wider(wider_shapes(table, num_layers=layers), layers=layers, plain=False)
-    more = tuple(dict.fromkeys((*whole, *_proposed(cell, table, wider=wider))))
+    more = tuple(dict.fromkeys((*whole, *proposed(cell, table, wider=wider))))
     yield Ours(_configured(cell, table, more, ms, layers=layers), more, layers)
 
 
@@ -161,11 +161,11 @@ def all_schemes(cell: Cell) -> CostTable:
     return with_ulysses(cell, cell.lengths(SEEN_BEFORE))
 
 
-def _proposed(cell: Cell, table: CostTable, **more: Any) -> tuple[StrategyShape, ...]:
+def proposed(cell: Cell, table: CostTable, **more: Any) -> tuple[StrategyShape, ...]:
     """Strategies that are proposed for other lengths of the same data."""
     return propose_strategies(
         table, cell.gpus, cell.lengths(SEEN_BEFORE), cell.tokens, cell.context, tp_across_nodes=True,
-        exposed=partial(_exposed_ms, cell), **more,
+        exposed=partial(exposed_of, cell), **more,
     )  # fmt: skip
 
 
@@ -175,7 +175,7 @@ def _configured(
     """Our planner over these strategies; `layers` of the model where it may cut sequences and compute layers again."""
     planner = Planner(
         table, strategies, PlannerOptions(kernels="compiled", layers=layers, highs=highs),
-        exposed_ms=[_exposed_ms(cell, one) for one in strategies], step_ms=partial(ms, table=table),
+        exposed_ms=[exposed_of(cell, one) for one in strategies], step_ms=partial(ms, table=table),
     )  # fmt: skip
     degrees = "TP, PP and SP" if any(cost.uniform.sp > 1 for cost in table.costs) else "TP and PP"
     kinds = "slices and V's" if layers else "whole sequences"
@@ -183,7 +183,7 @@ def _configured(
 
 
 @lru_cache(maxsize=1024)  # the ways to set ours up ask for many of the same strategies
-def _exposed_ms(cell: Cell, strategy: StrategyShape) -> float:
+def exposed_of(cell: Cell, strategy: StrategyShape) -> float:
     return exposed_ms(_cluster(cell), strategy, cell.tokens)
 
 
