@@ -15,8 +15,8 @@ from typing import Any
 FUNCTIONS = ("auto", "recompute", "off")
 RECOMPUTE_MLP = "recompute_mlp"  # the path of functions="recompute"
 # Asked for to save memory: without it a job may not fit.
-_NEVER_GIVEN_UP = frozenset({"activation_checkpointing", "host_activations"})
-_SETTINGS = {"host_activations": "hydra.offload"}
+_NEVER_GIVEN_UP = frozenset({"activation_checkpointing", "host_activations", "keep_attention"})
+_SETTINGS = {"host_activations": "hydra.offload", "keep_attention": "hydra.activation_checkpointing"}
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class StageOptions:
     sp_overlap: bool = False  # of messages and attention [Note: exchange in groups]
     tiles: bool = False  # of rows, where layers are computed again [Note: tiles]
     host_activations: bool = False  # what layers that are computed again keep lies on the host [Note: fetched layers]
+    keep_attention: bool = False  # what attention makes in such layers stays [Note: kept attention]
 
     @classmethod
     def paths(cls) -> tuple[str, ...]:
@@ -37,12 +38,14 @@ class StageOptions:
 
     @classmethod
     def of_settings(
-        cls, activation_checkpointing: bool, paths: Collection[str], host_activations: bool = False
-    ) -> StageOptions:
+        cls, activation_checkpointing: bool, paths: Collection[str], host_activations: bool = False,
+        keep_attention: bool = False,
+    ) -> StageOptions:  # fmt: skip
         """From a config's settings."""
         on: dict[str, Any] = {name: True for name in cls.paths() if name in paths}
         functions = "recompute" if on.pop(RECOMPUTE_MLP, False) else "auto" if "functions" in on else "off"
         on |= {"activation_checkpointing": activation_checkpointing, "host_activations": host_activations}
+        on["keep_attention"] = keep_attention
         return cls(**{**on, "functions": functions})
 
     def as_paths(self) -> tuple[str, ...]:

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ds_hydra.costs.memory import JobMemory
+from ds_hydra.engine.costs import may_keep_attention
 from ds_hydra.pipe import tiles
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.profiling.stage_memory import kept_bytes, measure_activations, step_peak
 from ds_hydra.profiling.stage_timer import StageTimer
+from tests.support.families import build_model
 
 CPU, TOKENS, LAYERS, VOCABULARY = torch.device("cpu"), 256, 4, 128
-DEGREES, QUICK = ((1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2)), (2, 2, True)
+DEGREES, QUICK = (
+    ((1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2)),
+    ((2, 2, "host_activations"), (2, 2, "keep_attention")),
+)
 
 
 def test_ranks_that_share_tokens_gather_a_tile_of_rows() -> None:
@@ -41,14 +50,14 @@ def source_of(**options: bool) -> CausalLM:
 
 
 @pytest.mark.parametrize(
-    ("tp", "sp", "fetched"),
+    ("tp", "sp", "option"),
     [
-        pytest.param(*degrees, fetched, marks=[] if (*degrees, fetched) == QUICK else pytest.mark.long)
-        for degrees in DEGREES for fetched in (False, True)
+        pytest.param(*degrees, option, marks=[] if (*degrees, option) in QUICK else pytest.mark.long)
+        for degrees in DEGREES for option in ("tiles", "host_activations", "keep_attention")
     ],
 )  # fmt: skip
-def test_predicted_memory_is_what_stages_are_counted_to_hold(tp: int, sp: int, fetched: bool) -> None:
-    source = source_of(tiles=True, host_activations=fetched)
+def test_predicted_memory_is_what_stages_are_counted_to_hold(tp: int, sp: int, option: str) -> None:
+    source = source_of(**{"tiles": True, option: True})
     with tiles.of_rows(16):
         kept = measure_activations(source, tp, sp, CPU, torch.float32, TOKENS)
         timer = StageTimer(source, ParallelScheme(tp, 1, sp), 0, CPU, torch.float32)
@@ -57,3 +66,33 @@ def test_predicted_memory_is_what_stages_are_counted_to_hold(tp: int, sp: int, f
     needs = memory.needs(ParallelScheme(tp, 1, sp), 0)
     predicted = needs.total(2 * TOKENS) - needs.states
     assert predicted == pytest.approx(counted, rel=0.05)
+    if option == "keep_attention":  # its input, what attention makes of 128 features, and a number for each head
+        assert kept.layer == pytest.approx((128 + 128 + 4) * 4 / (tp * sp), rel=0.01)
+
+
+class _Attending(TorchDispatchMode):
+    """Counts forwards of attention's kernel, and of products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counted[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_attention_that_is_kept_runs_once_forward(kept: bool) -> None:
+    timer = StageTimer(source_of(keep_attention=kept), ParallelScheme(), 0, CPU, torch.float32)
+    with _Attending() as found:
+        timer.run(timer.batch((TOKENS, TOKENS // 2)))
+    kernel = "_scaled_dot_product_flash_attention_for_cpu"
+    assert found.counted[kernel] == 2 * LAYERS * (1 if kept else 2), "of two sequences"
+    assert found.counted[f"{kernel}_backward"] == 2 * LAYERS
+
+
+@pytest.mark.parametrize(("family", "may"), [("llama", True), ("gemma2", False), ("deepseek_v3", False)])
+def test_attention_may_be_kept_where_its_kernel_tells_the_log_sum_exp(family: str, may: bool) -> None:
+    """Not with a softcap, nor of values narrower than keys."""
+    assert may_keep_attention(CausalLM(build_model(family, torch.float32)), CPU, torch.float32) == may

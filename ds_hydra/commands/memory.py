@@ -7,9 +7,9 @@ Like DeepSpeed's estimators, for every scheme: master shards, optimizer state, p
 memory of messages, activations of the fullest stage, and MaxLen. Activations are an estimate for Llama-like layers, or
 with --measure counted by running one layer's local shapes. With strategies, given or in the config, a second table
 shows what their pipelines need when all of them are candidates of one job. A last one has the longest sequence by what
-becomes of what layers keep: all kept; computed again, whole and in slices; fetched from the host, with what the hosts
-then hold; and where FP32 parameters and optimizer states are on the host, computed again and fetched. Exits with 1 when
-no scheme fits.
+becomes of what layers keep: all kept; computed again but for attention, computed again, whole and in slices; fetched
+from the host, with what the hosts then hold; and where FP32 parameters and optimizer states are on the host, computed
+again and fetched. Exits with 1 when no scheme fits.
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ def run(args: argparse.Namespace, name: str) -> int:
         _print(together)
     choices = [] if args.measure else _choices(source, memory_of, schemes, node, job.states_may_leave)
     if choices:
-        print(f"\nLongest sequence if layers are kept, recomputed, recomputed in chunks of {_SLICE} tokens, or wait "
-              f"on the host, which has {host_bytes / 2**30:.0f} GiB; if optimizer states are there, recomputed or with "
-              "layers there too:")  # fmt: skip
+        print("\nLongest sequence if layers are kept, recomputed but for attention, all recomputed, recomputed in "
+              f"chunks of {_SLICE} tokens, or wait on the host, which has {host_bytes / 2**30:.0f} GiB; if optimizer "
+              "states are there, recomputed or with layers there too:")  # fmt: skip
         _print(choices)
     limits = {scheme: memory.max_length(scheme) for scheme in schemes}
     missed = [] if any(limits.values()) else [f"no layout holds one token in {memory_bytes / 2**30:.1f} GiB"]
@@ -122,8 +122,10 @@ def _choices(
     if not isinstance(source, CausalLM):
         return []
 
-    def by(again: bool, host: bool, states: bool = False) -> JobMemory:
-        options = replace(source.options, activation_checkpointing=again, host_activations=host)
+    def by(again: bool, host: bool, states: bool = False, attention: bool = False) -> JobMemory:
+        options = replace(
+            source.options, activation_checkpointing=again, host_activations=host, keep_attention=attention
+        )
         return memory_of(source.with_options(options, "layers are kept or recomputed"), states_on_host=states)
 
     def of_host(memory: JobMemory, scheme: ParallelScheme) -> str:
@@ -132,12 +134,14 @@ def _choices(
         return f"{node * held / 2**30:.0f}"
 
     kept, again, fetched = by(False, False), by(True, False), by(True, True)
+    attended = by(True, False, attention=True)
     others = {"states there": by(True, False, True), "both there": by(True, True, True)} if states else {}
     rows = []
     for scheme in schemes:
         in_slices = 0 if source.plan.no_slices else again.longest_in_slices(scheme, _SLICE)
         rows.append({
-            "replica": str(scheme), "kept": kept.max_length(scheme), "recomputed": again.max_length(scheme),
+            "replica": str(scheme), "kept": kept.max_length(scheme),
+            "attention kept": attended.max_length(scheme), "recomputed": again.max_length(scheme),
             "in chunks": in_slices,
             "kept on host": fetched.max_length(scheme), "GiB of a host": of_host(fetched, scheme),
             **{name: memory.max_length(scheme) for name, memory in others.items()},

@@ -292,12 +292,12 @@ def _trace(value: Any, place: str) -> TraceConfig:
 
 
 def _recomputation(value: Any, place: str) -> bool | str:
-    if value == "all":
-        return "all"
+    if value in ("all", KEEP_ATTENTION):
+        return str(value)
     try:
         return flag(value, place)
     except ConfigError as error:
-        raise ConfigError(f'{error}, or "all"') from None
+        raise ConfigError(f'{error}, or "all", or "{KEEP_ATTENTION}"') from None
 
 
 def _fast_paths(value: Any, place: str) -> tuple[str, ...]:
@@ -311,6 +311,7 @@ def _fast_paths(value: Any, place: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(check(name, f"{place}[{index}]") for index, name in enumerate(value)))
 
 
+KEEP_ATTENTION = "keep_attention"
 ACTIVATIONS, OPTIMIZER = OFFLOADED = ("activations", "optimizer")
 
 
@@ -374,7 +375,8 @@ class HydraConfig:
     activation_checkpointing: bool | str = setting(_recomputation, False)
     """Whether backwards may compute layers again, as `model.gradient_checkpointing_enable()` allows it too. True: they
     do where no layout holds the longest sequence otherwise, where that is clearly the faster way, or where the cost
-    table was measured so; "all": each layer in every step. Results are equal."""
+    table was measured so; "all": each layer in every step; "keep_attention": each layer but its attention, whose output
+    stays. Results are equal."""
     offload: tuple[str, ...] = setting(_offload, ())
     """What may lie in hosts' memory, for long sequences on few devices. "activations": what recomputed layers keep
     meanwhile, where no layout holds the longest sequence otherwise, or always where `activation_checkpointing` is
@@ -449,6 +451,11 @@ class HydraConfig:
             raise ConfigError('config: hydra.choose "cycle" needs a list in hydra.strategies, which is "auto"')
         if self.cluster and self.node_size is not None:
             raise ConfigError("config: hydra.cluster says how many ranks each node has: remove hydra.node_size")
+        if self.activation_checkpointing == KEEP_ATTENTION and ACTIVATIONS in self.offload:
+            raise ConfigError(
+                f'config: hydra.activation_checkpointing "{KEEP_ATTENTION}" has what attention makes stay on the '
+                f'devices, and hydra.offload "{ACTIVATIONS}" moves what stays to the host: use "all", or remove one'
+            )
         if self.replay is not None and self.choose != "best":
             raise ConfigError(
                 f'config: hydra.replay names plans to run again, but hydra.choose is "{self.choose}": remove one of '
@@ -469,7 +476,7 @@ class HydraConfig:
     @property
     def recomputes_all(self) -> bool:
         """Whether all layers are to be computed again, and not only may be."""
-        return self.activation_checkpointing == "all"
+        return self.activation_checkpointing in ("all", KEEP_ATTENTION)
 
     @property
     def may_recompute(self) -> bool:
@@ -480,7 +487,8 @@ class HydraConfig:
     def stage_options(self) -> StageOptions:
         """How stages are to compute, where all layers are computed again that may be."""
         asked = self.activation_checkpointing or ACTIVATIONS in self.offload
-        return StageOptions.of_settings(bool(asked), self.fast_paths, ACTIVATIONS in self.offload)
+        kept = self.activation_checkpointing == KEEP_ATTENTION
+        return StageOptions.of_settings(bool(asked), self.fast_paths, ACTIVATIONS in self.offload, kept)
 
     @property
     def _highs(self) -> str:

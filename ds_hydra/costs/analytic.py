@@ -246,7 +246,7 @@ def estimate_activations(
     hidden: int, intermediate: int, heads: int, kv_heads: int, param_bytes: int, tp: int, sp: int, *,
     checkpointing: bool = False, token_sharding: bool = False, short_norms: bool = False, of_gates: int = 4,
     node_size: NodeSize | None = None, width: int = 0, boxes: Boxes = (), tile_rows: int = 0, fetched: bool = False,
-    summed: bool = False,
+    summed: bool = False, keep_attention: bool = False,
 ) -> Activations:  # fmt: skip
     """Activations of a Llama-like layer with fused attention, for when none were measured.
 
@@ -263,8 +263,8 @@ def estimate_activations(
     Ranks of several nodes of `node_size` may need more keys [Note: heads inside a node].
     With `tile_rows` an MLP of a layer that is computed again is there for so many rows at a time, and so are rows that
     tensor parallel ranks gather; with the sums of its weights' gradients, unless these are `summed` where they stay.
-    What is `fetched` is on the device
-    twice: one layer's input that is used, and one that comes; and so are keys and values of earlier slices.
+    What is `fetched` is on the device twice: one layer's input that is used, and one that comes; and so are keys and
+    values of earlier slices. With `keep_attention` attention's output stays, and a log-sum-exp for each head.
 
     A layer with boxes has them in place of q, k, v and the attention output: by kernels that keep no more than the
     inputs of matrices and what comes out of them, each before and after what follows it element by element, for all
@@ -292,7 +292,8 @@ def estimate_activations(
     if checkpointing:
         tile = _tile_bytes(tile_rows, hidden, intermediate / tp, param_bytes, summed) if not boxes else 0.0
         again = 4 * stream + 2 * attention / (tp * sp) if tile else transient + layer
-        found = _computed_again(stream, again, tile, key_value * (param_bytes + 4), state, fetched)
+        kept = keep_attention * attends * (width * param_bytes + 4 * heads) / (tp * math.sqrt(sp * parts))
+        found = _computed_again(stream, again, tile, key_value * (param_bytes + 4), state, fetched, kept)
         return replace(found, tile_tokens=float(tile_rows * sp))
     # Inputs: normalised ones, of the attention's and the MLP's outputs. Gradients: of q, k, v, gate, up, both outputs.
     needed = (2 * hidden + attends * width + hidden) * param_bytes / (sp * shards)
@@ -317,11 +318,13 @@ def twin_bytes(plan: ModelPlan, sizes: LayerSizes, hidden: int, tokens: int, voc
 
 
 def _computed_again(
-    stream: float, again: float, tile: float, slices: float, state: float, fetched: bool
+    stream: float, again: float, tile: float, slices: float, state: float, fetched: bool, kept: float
 ) -> Activations:
-    """Of layers that keep their input, `stream`, on the device or the host; `slices` keep so much besides."""
+    """Of layers that keep their input, `stream`, on the device or the host, and there what is `kept` of attention;
+    `slices` keep so much besides."""
     if not fetched:
-        return Activations(stream, stream, 4 * stream, again, 0.0, slices / stream, 1.0, state, tile=tile)
+        layer = stream + kept
+        return Activations(layer, stream, 4 * stream, again - kept, 0.0, slices / layer, 1.0, state, tile=tile)
     again += 2 * stream  # one that is used, and one that comes
     return Activations(0.0, stream, 4 * stream, again, 0.0, 2 * slices / again, 1.0, state, tile=tile, host=stream)
 

@@ -32,11 +32,13 @@ from ds_hydra.zero_hetero.errors import PlanError
 RECOMPUTED_WORK = 4 / 3  # of forward and backward, where the forward runs twice
 
 
-def least_work(table: CostTable, lengths: Sequence[int]) -> float:
-    """Rank-milliseconds of sequences, each under the scheme that takes least of them; infinite where none holds one."""
+def least_work(table: CostTable, lengths: Sequence[int], *, but_attention: float = 1.0) -> float:
+    """Rank-milliseconds of sequences, each under the scheme that takes least of them; infinite where none holds one.
+    What does not grow with the square of a length takes `but_attention` times as much as the table says."""
     tokens, count = np.unique(np.asarray(lengths, dtype=np.float64), return_counts=True)
+    linear = but_attention * tokens
     work = [
-        np.where(tokens <= one.max_length, (one.a * tokens**2 + one.b * tokens) * one.scheme.num_ranks, np.inf)
+        np.where(tokens <= one.max_length, (one.a * tokens**2 + one.b * linear) * one.scheme.num_ranks, np.inf)
         for one in table.costs
     ]
     return float((np.min(work, axis=0) * count).sum())

@@ -48,6 +48,7 @@ from ds_hydra.zero_hetero.nodes import Cluster, NodeSize, largest_node
 
 if TYPE_CHECKING:
     from ds_hydra.engine.job import Job
+    from ds_hydra.pipe.models.causal_lm import CausalLM
     from ds_hydra.plan.step_plan import StepPlan
     from ds_hydra.ranks.world import World
     from ds_hydra.step.stepper import Running
@@ -94,6 +95,17 @@ def attention_name(source: ModelSource, device: torch.device, dtype: torch.dtype
     probe = torch.empty((1, 1, head), device=device, dtype=dtype)
     name = choose_backend(probe, probe, softcap).__name__
     return f"{name} ({FLASH_3})" if name == torch_varlen.__name__ and flash_3_runs() else name
+
+
+def may_keep_attention(source: CausalLM, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether what this model's attention makes may be kept in layers that are computed again [Note: kept attention].
+    Not of one with modules that run once for each sequence, of which it is not known what their kernels keep."""
+    config = getattr(source.text_config, "__dict__", {})
+    others = (config.get(name) for name in ("attn_logit_softcapping", "qk_nope_head_dim"))
+    if any(others) or source.flow.attention_dropout or source.plan.boxes:
+        return False
+    name = attention_name(source, device, dtype)
+    return device.type == "cpu" or name.startswith(torch_varlen.__name__)
 
 
 @functools.cache
@@ -162,7 +174,7 @@ def job_memory(
         heads = max(1, source.plan.num_heads)
         figures[tp, sp] = estimate_activations(
             hidden, sizes.inner, heads, source.plan.num_kv_heads or heads, dtype.itemsize, tp, sp,
-            width=sizes.width, boxes=source.plan.boxes,
+            width=sizes.width, boxes=source.plan.boxes, keep_attention=source.options.keep_attention,
             checkpointing=source.options.activation_checkpointing, token_sharding=source.plan.token_sharding,
             short_norms=bool(getattr(functions, "norms", None)), of_gates=getattr(functions, "of_gates", 4),
             node_size=node_size, fetched=source.options.host_activations, summed=dtype.itemsize < sum_bytes,

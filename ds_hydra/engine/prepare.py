@@ -16,7 +16,7 @@ from ds_hydra.config.hydra_block import ACTIVATIONS, HydraConfig
 from ds_hydra.costs.analytic import ModelShape, model_shape
 from ds_hydra.costs.cost_table import CostTable, TableFile, read_table_file, told
 from ds_hydra.costs.memory import JobMemory
-from ds_hydra.costs.shape_costs import least_work, less_work_recomputed, with_shapes
+from ds_hydra.costs.shape_costs import RECOMPUTED_WORK, least_work, less_work_recomputed, with_shapes
 from ds_hydra.data.lengths import assumed_lengths, lengths_of_job, sample_batches
 from ds_hydra.engine.checked import check_candidates, listed_for_others, taught
 from ds_hydra.engine.costs import (
@@ -25,6 +25,7 @@ from ds_hydra.engine.costs import (
     least_host_memory,
     least_memory,
     limited,
+    may_keep_attention,
     planned_whole,
     without_the_largest,
 )
@@ -213,17 +214,16 @@ def prepare(job: Job, world: World) -> PreparedJob:
         return _prepared(job, world, given)
     choices = _choices(job)
     with together(world.channel, "finding out whether layers are recomputed"):
-        ways = _ways(choices, world, given) if world.rank == 0 else ""
-    ways = world.channel.tell(ways)
-    why = ""
-    for name, one in choices.items() if ways in ("", KEPT) else [*choices.items()][1:]:
+        named = "\n".join(_ways(choices, world, given)) if world.rank == 0 else ""
+    ways, why = world.channel.tell(named).split("\n"), ""
+    for name in ways:
         try:
-            found = _prepared(one, world, given)
+            found = _prepared(choices[name], world, given)
         except (ConfigError, PlanError) as error:
-            if ways == KEPT:
+            if ways == [KEPT]:
                 anew = 'with "activation_checkpointing": "all", measured anew, layers are recomputed'
                 raise type(error)(f"{error}. The costs were measured with layers kept; {anew}") from None
-            if one is [*choices.values()][-1]:
+            if name == ways[-1]:
                 raise
             why += f": with layers {name}, {error}"
         else:
@@ -234,6 +234,7 @@ def prepare(job: Job, world: World) -> PreparedJob:
 
 
 KEPT, AGAIN = "kept", "computed again"
+ATTENDED = f"{AGAIN} but for attention, whose output is kept"
 _FETCHED = f"{AGAIN}, what they keep is on the host"
 
 
@@ -245,37 +246,43 @@ def _tell_recomputing(world: World, line: str) -> None:
 def _choices(job: Job) -> dict[str, Job]:
     """What may be done with what layers keep for the backward, in the order in which it is tried."""
     options, found = job.source.options, {}
-    flags = {KEPT: (False, False), AGAIN: (True, False)}
+    flags = {KEPT: (False, False, False), ATTENDED: (True, False, True), AGAIN: (True, False, False)}
     if ACTIVATIONS in job.config.offload:
-        flags[_FETCHED] = (True, True)
-    for name, (again, host) in flags.items():
-        asked = replace(options, activation_checkpointing=again, host_activations=host)
+        flags[_FETCHED] = (True, True, False)
+    for name, (again, host, attention) in flags.items():
+        asked = replace(options, activation_checkpointing=again, host_activations=host, keep_attention=attention)
         source = job.source if asked == options else job.source.with_options(asked, "layers are kept or recomputed")
         found[name] = job if source is job.source else replace(job, source=source)
     return found
 
 
-def _ways(choices: Mapping[str, Job], world: World, given: _Given) -> str:
-    """Whether layers are KEPT or computed AGAIN, in whichever way; "": the first way by which candidates are found that
-    hold the longest sequence.
+def _ways(choices: Mapping[str, Job], world: World, given: _Given) -> list[str]:
+    """Which choices to try, in order: layers run by the first by which candidates are found that hold the longest
+    sequence.
 
-    Recorded plans run as they were recorded, and measured costs as they were measured. Estimated ones are compared by
-    the work of all sequences, each where it takes least.
+    Recorded plans run with layers computed AGAIN, and measured costs as they were measured. Estimated ones are compared
+    by the work of all sequences, each where it takes least; layers that are computed again are so but for attention
+    where that is less work than all of them again.
     """
-    config = choices[KEPT].config
-    if config.replay is not None or world.cluster.mixed:
-        return AGAIN
-    if isinstance(config.cost_table, str) and (measured := read_table_file(config.cost_table).job) is not None:
-        return AGAIN if measured.stages.activation_checkpointing else KEPT
-    work = []
-    for job in (choices[KEPT], choices[AGAIN]):
+    kept, again = choices[KEPT], [name for name in choices if name not in (KEPT, ATTENDED)]
+    if kept.config.replay is not None or world.cluster.mixed:
+        return again
+    if isinstance(kept.config.cost_table, str) and (found := read_table_file(kept.config.cost_table).job) is not None:
+        measured = found.stages
+        return [ATTENDED] if measured.keep_attention else again if measured.activation_checkpointing else [KEPT]
+
+    def work(name: str, but_attention: float = 1.0) -> float:
         try:
-            found, _ = costs_and_memory(job, world, *given[1:])
+            found, _ = costs_and_memory(choices[name], world, *given[1:])
         except (ConfigError, PlanError):
-            work.append(math.inf)
-        else:
-            work.append(least_work(found.table, given.lengths or [given.longest]))
-    return AGAIN if less_work_recomputed(*work) else ""
+            return math.inf
+        return least_work(found.table, given.lengths or [given.longest], but_attention=but_attention)
+
+    assert isinstance(kept.source, CausalLM), "layers of no other source are computed again"
+    may, of_again = may_keep_attention(kept.source, world.device, kept.types.compute), work(AGAIN)
+    attended = work(ATTENDED, RECOMPUTED_WORK) if may else math.inf
+    ways = [] if less_work_recomputed(work(KEPT), of_again) else [KEPT]
+    return ways + [ATTENDED] * (attended < RECOMPUTED_WORK * of_again) + again
 
 
 def _given(job: Job, world: World) -> _Given:

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 from ds_hydra.costs.memory import Activations
 from ds_hydra.costs.shares import CONTEXT
 from ds_hydra.pipe import tiles
+from ds_hydra.pipe.attention.kept import watched
 from ds_hydra.pipe.contexts import Contexts
 from ds_hydra.pipe.head_sharing import state_bytes
 from ds_hydra.pipe.model_plan import LOGITS_AT_ONCE
@@ -170,7 +171,8 @@ def _forward(timer: StageTimer, batch: MicroBatch, counts: Callable[[], bool]) -
         alive.append(storage)  # an address is not given out twice
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    # What attention has made is not among these, where it stays while its layer is computed again.
+    with watched(pack), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         return timer.forward(batch), seen
 
 

@@ -51,6 +51,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import attention
 
+from ds_hydra.pipe.attention.kept import is_kept, made_once
 from ds_hydra.pipe.contexts import Context
 from ds_hydra.pipe.dropout import AttentionDropout
 from ds_hydra.pipe.head_sharing import RowPart
@@ -118,7 +119,7 @@ class Kernel(Protocol):
 
 def with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, kernel: Kernel) -> Tensor:
     """Attention by this kernel, with the scores `sinks` (heads,), if there are any, of keys without a value [Note:
-    sinks]."""
+    sinks]; in a layer that is computed again it may be what was kept [Note: kept attention]."""
     out: Tensor = _WithSinks.apply(q, k, v, sinks, kernel)
     return out
 
@@ -126,11 +127,15 @@ def with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, kernel: Ke
 class _WithSinks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, kernel: Kernel) -> Tensor:
-        out, lse, *more = kernel.forward(q, k, v)
-        if sinks is not None:
-            scores = sinks.to(lse.dtype)[:, None]
-            _by_heads(out).mul_(torch.sigmoid(lse - scores).unsqueeze(-1))
-            lse = torch.logaddexp(lse, scores)
+        def attend() -> tuple[Tensor, ...]:
+            out, lse, *more = kernel.forward(q, k, v)
+            if sinks is not None:
+                scores = sinks.to(lse.dtype)[:, None]
+                _by_heads(out).mul_(torch.sigmoid(lse - scores).unsqueeze(-1))
+                lse = torch.logaddexp(lse, scores)
+            return out, lse, *more
+
+        out, lse, *more = made_once(attend)
         ctx.save_for_backward(q, k, v, sinks, out, lse, *more)
         ctx.kernel = kernel
         return out
@@ -456,7 +461,7 @@ def _attend(
     attend = BACKENDS[backend] if backend else choose_backend(q, v, softcap)
     narrower = q.shape[-1] - v.shape[-1]
     by_kernel = attend is torch_varlen and dropout is None and not narrower
-    if (sinks is not None or seen is not None) and by_kernel and gpu_works(q.device, q.dtype, q.shape[-1]):
+    if (sinks is not None or seen is not None or is_kept()) and by_kernel and gpu_works(q.device, q.dtype, q.shape[-1]):
         return with_sinks(q, k, v, sinks, WithSpans.on_gpu(scale, segments, window, seen, q.device))
     if sinks is not None or dropout is not None or seen is not None:
         return per_sequence_sdpa(q, k, v, segments, scale, window, softcap, sinks=sinks, dropout=dropout, seen=seen)
@@ -548,7 +553,7 @@ def per_sequence_sdpa(
             drop = None if dropout is None else partial(dropout, first_token=start)
             in_memory = shown or (sinks is not None and own is not None)
             out = _blocked(qs, ks, vs, scale, window, softcap, sinks=sinks, drop=drop, shown=in_memory, own=own)
-        elif sinks is not None:
+        elif sinks is not None or (is_kept() and has_log_sum_exp(q, v)):
             out = with_sinks(qs, ks, vs, sinks, OnCpu(scale, range(queries), range(keys), None))
         else:  # which lets the first query see the first key only: right for a whole sequence alone
             out = _sdpa(qs, ks, vs, is_causal=True, scale=scale, enable_gqa=qs.shape[1] != ks.shape[1])
@@ -587,6 +592,7 @@ def _blocked(
     length = q.shape[2]
     past = k.shape[2] - length
     queries_per_key = q.shape[1] // k.shape[1]
+    by_kernel = not shown and (sinks is not None or (own is None and is_kept() and has_log_sum_exp(q, v)))
     outs: list[Tensor] = []
     for start in range(0, length, size):
         stop = min(start + size, length)
@@ -595,7 +601,7 @@ def _blocked(
         first, last = min([first, *(a for a, _ in inside)]), max([past + stop, *(b for _, b in inside)])
         rows, columns = range(past + start, past + stop), range(first, last)
         qb, kb, vb = q[:, :, start:stop], k[:, :, first:last], v[:, :, first:last]
-        if sinks is not None and not shown:
+        if by_kernel:
             outs.append(with_sinks(qb, kb, vb, sinks, OnCpu(scale, rows, columns, window)))
             continue
         seen = visible(rows, columns, window, q.device, own)

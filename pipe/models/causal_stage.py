@@ -116,7 +116,8 @@ class CausalStage(StageModule):
         """Let the stage's own layers be computed again, those of each micro-batch that are to be."""
         doors = source.flow.doors[place.stage.first_layer : place.stage.last_layer]
         self.store = HostStore(device) if source.options.host_activations else None
-        self._recomputing = Recomputing(len(own), self._checkpointed, self.store, doors)
+        kept = source.options.keep_attention
+        self._recomputing = Recomputing(len(own), self._checkpointed, self.store, doors, attention=kept)
         self._recomputing.install(own)
         self._recomputes_all = source.options.activation_checkpointing
 

@@ -30,6 +30,7 @@ stand-in has come out without any operation on it, then nothing else is there.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -42,6 +43,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from ds_hydra.pipe.attention.kept import Made, kept_in
 from ds_hydra.pipe.contexts import computed_again
 from ds_hydra.pipe.models.flow import Door, Flow
 from ds_hydra.pipe.models.whose_code import HOOKS
@@ -63,9 +65,13 @@ class Recomputing:
         contexts: Contexts = noop_context_fn,
         store: HostStore | None = None,
         doors: Sequence[Door] = (),
+        *,
+        attention: bool = False,
     ):
-        """The inputs of layers, which enter at `doors`, wait in `store`, if there is one [Note: fetched layers]."""
+        """The inputs of layers, which enter at `doors`, wait in `store`, if there is one [Note: fetched layers];
+        `attention`: what it makes is kept [Note: kept attention]."""
         self._layers, self._first, self._contexts, self._store, self._doors = layers, 0, contexts, store, doors
+        self._attention = attention
 
     def take(self, share: float) -> None:
         """From now on, this share of the layers is computed again; none to begin with."""
@@ -86,7 +92,8 @@ class Recomputing:
 
     def _passes(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         first, again = self._contexts()
-        return _within(first), _within(again)
+        made: Made | None = deque() if self._attention else None
+        return _within(first, kept_in(made, again=False)), _within(again, kept_in(made, again=True))
 
     def install(self, layers: Iterable[nn.Module]) -> None:
         """Let all layers of the stage, in order, run so."""
@@ -108,8 +115,8 @@ def _fetching(store: HostStore, hidden: Tensor, forward: Callable[..., Any], key
 
 
 @contextmanager
-def _within(given: AbstractContextManager[Any]) -> Iterator[None]:
-    with computed_again(), given:
+def _within(given: AbstractContextManager[Any], kept: AbstractContextManager[Any]) -> Iterator[None]:
+    with computed_again(), kept, given:
         yield
 
 

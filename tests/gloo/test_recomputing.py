@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
@@ -29,6 +30,7 @@ class Found(NamedTuple):
     losses: list[float]
     weights: dict[str, Tensor]
     recomputed: list[float]
+    attended: bool  # whether attention's output is kept
 
 
 def job(rank: int, flag: Any, *, of_model: bool = False, memory: float = 2.0**40, **hydra: Any) -> Found | str:
@@ -52,14 +54,17 @@ def job(rank: int, flag: Any, *, of_model: bool = False, memory: float = 2.0**40
     for _ in range(2):
         losses.append(float(engine.train_batch()))
         recomputed.append(engine.last_step.recomputed)
-    return Found(losses, {name: value.clone() for name, value in engine.full_parameters()}, recomputed)
+    return Found(losses, {name: value.clone() for name, value in engine.full_parameters()}, recomputed,
+                 engine.crew.job.source.options.keep_attention)  # fmt: skip
 
 
-def needed(recomputed: bool) -> float:
-    """Bytes of a rank for the longest sequence."""
-    source = CausalLM(small_model(), StageOptions(activation_checkpointing=recomputed, functions="auto", tiles=True))
-    memory = job_memory(source, [ONE], 2, 2.0**40, torch.float32)
-    return memory.fullest(ONE, 100).total(100) / (1.0 - memory.margin)
+def needed(recomputed: bool, attended: bool = False) -> float:
+    """Bytes of a rank for the longest sequence, without a copy of the model beside it, which takes what is left."""
+    asked = StageOptions(
+        activation_checkpointing=recomputed, functions="auto", tiles=True, keep_attention=attended
+    )  # fmt: skip
+    memory = job_memory(CausalLM(small_model(), asked), [ONE], 2, 2.0**40, torch.float32)
+    return replace(memory.fullest(ONE, 100), twin=0).total(100) / (1.0 - memory.margin)
 
 
 def same(one: Found, other: Found) -> bool:
@@ -69,24 +74,28 @@ def same(one: Found, other: Found) -> bool:
 
 
 def test_a_flag_is_a_permission_and_all_is_an_order() -> None:
-    allowed, ordered, by_model = (
+    allowed, ordered, by_model, attended = (
         run_ranks(partial(job, **how), 2)[0]
-        for how in ({"flag": True}, {"flag": "all"}, {"flag": False, "of_model": True})
+        for how in ({"flag": True}, {"flag": "all"}, {"flag": False, "of_model": True}, {"flag": "keep_attention"})
     )
     assert allowed.recomputed == by_model.recomputed == [0.0, 0.0], "the longest sequence fits"
-    assert ordered.recomputed == [1.0, 1.0]
+    assert ordered.recomputed == attended.recomputed == [1.0, 1.0]
+    assert (allowed.attended, ordered.attended, attended.attended) == (False, False, True)
     assert same(allowed, ordered)
+    assert same(attended, ordered)
     assert same(by_model, ordered)
 
 
 def test_layers_are_computed_again_where_nothing_else_holds_the_longest_sequence() -> None:
-    tight = (needed(False) + needed(True)) / 2
-    kept, allowed, ample = (
+    """But for attention, whose output is kept where that fits, too."""
+    tight, tighter = ((needed(flag) + needed(True, attended=True)) / 2 for flag in (False, True))
+    kept, allowed, again, ample = (
         run_ranks(partial(job, flag=flag, memory=memory), 2)[0]
-        for flag, memory in ((False, tight), (True, tight), (True, 2 * needed(False)))
+        for flag, memory in ((False, tight), (True, tight), (True, tighter), (True, 2 * needed(False)))
     )
     assert isinstance(kept, str)
     assert "no candidate strategy holds more" in kept
-    assert allowed.recomputed == [1.0, 1.0]
+    assert allowed.recomputed == again.recomputed == [1.0, 1.0]
+    assert (allowed.attended, again.attended, ample.attended) == (True, False, False)
     assert ample.recomputed == [0.0, 0.0]
     torch.testing.assert_close(allowed.weights, ample.weights)  # by other micro-batches, as more of them fit

@@ -229,8 +229,10 @@ def test_memory_shows_the_longest_sequence_by_each_choice_and_what_hosts_hold(tm
         return next(row for row in json.loads(figures.read_text())["longest"] if row["replica"] == "sp4")
 
     ample, scarce = longest(1000.0), longest(1.0)
-    kept, again, fetched = (int(str(ample[name])) for name in ("kept", "recomputed", "kept on host"))
-    assert kept < again < fetched
+    kept, attended, again, fetched = (
+        int(str(ample[name])) for name in ("kept", "attention kept", "recomputed", "kept on host")
+    )
+    assert kept < attended < again < fetched
     assert again < int(str(scarce["kept on host"])) < fetched
     assert scarce["GiB of a host"] == "1"
     states, both = (int(str(ample[name])) for name in ("states there", "both there"))

@@ -120,6 +120,8 @@ def test_no_block_means_plain_deepspeed() -> None:
         ({"reorder_steps": 3}, ["hydra.reorder_steps", "from 1 to 2"]),
         ({"total_steps": 0}, ["hydra.total_steps", "from 1"]),
         ({"context_length": 1}, ["hydra.context_length", "1"]),
+        ({"activation_checkpointing": "attention"}, ["hydra.activation_checkpointing", '"keep_attention"']),
+        ({"activation_checkpointing": "keep_attention", "offload": ["activations"]}, ["hydra.offload", 'use "all"']),
         ({"offload": "activations"}, ["hydra.offload", "a list of activations"]),
         ({"offload": ["optimizers"]}, ["hydra.offload[0]", "optimizers"]),
         ({"activation_checkpointing": 1}, ["hydra.activation_checkpointing", "true or false"]),
@@ -439,7 +441,9 @@ def test_any_json_parses_or_is_refused_as_config_error(block: dict[str, Any], re
 # --- How stages compute: every option changes a job's fingerprint, is a setting, and may be given up alone.
 JOB = JobFingerprint("1234", "cpu", "float32", "per_sequence_sdpa", num_ranks=4, versions=(("torch", "2"),))
 TABLE = CostTable((SchemeCost(ParallelScheme(), 1e-6, 0.1, 1.0, 1000),), "here")
-SETTINGS = dict.fromkeys(StageOptions.paths(), "fast_paths") | {"host_activations": "offload"}
+SETTINGS = dict.fromkeys(StageOptions.paths(), "fast_paths") | {
+    "host_activations": "offload", "keep_attention": "activation_checkpointing"
+}  # fmt: skip
 NAMES = [one.name for one in fields(StageOptions)]
 
 
@@ -468,13 +472,14 @@ def test_every_option_is_a_setting(name: str) -> None:
         found = parse_config({"hydra": {"tokens_per_step": 1, **settings}})
         assert found is not None
         made = found.hydra.stage_options
-        own = made.activation_checkpointing, made.as_paths(), made.host_activations
+        own = made.activation_checkpointing, made.as_paths(), made.host_activations, made.keep_attention
         assert StageOptions.of_settings(*own) == made
         return made
 
     assert parsed(fast_paths="off") == AS_WRITTEN
     assert parsed(fast_paths="auto") == parsed() == StageOptions(False, "auto", True, True, True)
-    asked: dict[str, Any] = {"activation_checkpointing": {name: True}, "host_activations": {"offload": ["activations"]}}
+    asked: dict[str, Any] = {"activation_checkpointing": {name: True}, "host_activations": {"offload": ["activations"]},
+                             "keep_attention": {"activation_checkpointing": name}}  # fmt: skip
     expected = replace(on(name), activation_checkpointing=name in asked)
     assert parsed(fast_paths=list(on(name).as_paths()), **asked.get(name, {})) == expected
     assert parsed(fast_paths=["recompute_mlp"]) == StageOptions(functions="recompute")

@@ -60,6 +60,7 @@ class Case:
     functions: str = "auto"  # in place of the model's own operators
     tile_rows: int = 0  # of MLPs of layers that are computed again; 0: no tiles
     fetched: bool = False  # what these layers keep waits on the host
+    attention_kept: bool = False  # what attention makes in these layers stays
     run: int = 0  # elements that come to the device at once, for states on the host; 0: they are on the device
     quick: bool = False  # runs in every test run
     drawn: bool = False  # as a whole: its sequences need not be such that each of its options shows
@@ -69,7 +70,13 @@ class Case:
         """How its stages are to compute."""
         tiles = self.tile_rows > 0
         return StageOptions(
-            self.activation_checkpointing, self.functions, self.token_sharding, self.sp_overlap, tiles, self.fetched
+            self.activation_checkpointing,
+            self.functions,
+            self.token_sharding,
+            self.sp_overlap,
+            tiles,
+            self.fetched,
+            self.attention_kept,
         )
 
     @property

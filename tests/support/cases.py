@@ -331,6 +331,7 @@ UNDER_STRICT = {
     "tiles": "blocking connect",
     "fetched": "lazy one_queue",
     "fetched, slices": "blocking connect",
+    "attention kept": "blocking one_queue",
     "states on host": "blocking connect",
     "owners, V, slices": "blocking connect",
     "states on host, V, fetched": "lazy one_queue",

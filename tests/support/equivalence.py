@@ -105,7 +105,7 @@ def config_of(case: Case) -> dict[str, Any]:
             "strategies": list(dict.fromkeys(part for text in case.strategies for part in text.split(THEN))),
             "choose": "cycle",
             "loss_norm": case.loss_norm,
-            "activation_checkpointing": "all" if case.activation_checkpointing else False,
+            "activation_checkpointing": _recomputed(case),
             "fast_paths": case.options.as_paths(),
             "offload": ["activations"] * case.fetched + ["optimizer"] * (case.run > 0),
             "node_size": case.node_size,
@@ -116,6 +116,10 @@ def config_of(case: Case) -> dict[str, Any]:
             "planner": {"ahead": 0},
         },
     }
+
+
+def _recomputed(case: Case) -> str | bool:
+    return "keep_attention" if case.attention_kept else "all" if case.activation_checkpointing else False
 
 
 def _mixed(cluster: Sequence[tuple[int, str]]) -> dict[str, Any]:

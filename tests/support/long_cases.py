@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tests.support.case import BFLOAT16, CHANGING, CHANGING_8, FLOAT32, NO_GRADIENT, Case
+from tests.support.case import BFLOAT16, CHANGING, CHANGING_8, FLOAT32, IN_SLICES, NO_GRADIENT, Case
 
 V = ("tp2pp2/v", "sp2 + pp2/list", "tp4/list")
 
@@ -34,6 +34,15 @@ def long_contexts() -> Iterator[Case]:
     yield both.row("fetched, dropout", family="dropout (Phi)", frozen=NO_GRADIENT, draws=True, tile_rows=0)
     yield both.row("fetched on 8 ranks", *CHANGING_8)
     yield both.row("fetched, bf16", dtype=BFLOAT16)
+    attends = Case("", "llama", CHANGING, activation_checkpointing=True, attention_kept=True)
+    yield attends.row("attention kept", quick=True)
+    yield attends.row("attention kept, slices", *V, slices=True, steps=4, tile_rows=24, quick=True)
+    yield attends.row("attention kept, windows", *V, family="gemma3_text", slices=True, steps=4)
+    yield attends.row("attention kept, sinks", *IN_SLICES, family="gpt_oss", slices=True)
+    yield attends.row("attention kept, split", "tp2pp2/zb-h1", "sp2 + pp2/zb-h1", steps=2)
+    yield attends.row("attention kept, dropout", family="dropout (Phi)", frozen=NO_GRADIENT, draws=True)
+    yield attends.row("attention kept on 8 ranks", *CHANGING_8)
+    yield attends.row("attention kept, bf16", dtype=BFLOAT16)
     states = Case("", "llama", CHANGING, run=500)
     yield states.row("states on host", quick=True)
     yield states.row("states on host, V, fetched", *V, activation_checkpointing=True, fetched=True, quick=True)
