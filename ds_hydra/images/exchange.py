@@ -18,7 +18,7 @@ from torch import Tensor
 from ds_hydra.costs.loads import Load
 from ds_hydra.data.sequences import Share, read_share
 from ds_hydra.data.tokens import LeftOut, Limits, Reads, TokenSequence
-from ds_hydra.images.content import Images, Unit, check_rows, columns_of, is_clip
+from ds_hydra.images.content import TOGETHER, Images, Unit, check_rows, columns_of, is_clip
 from ds_hydra.images.load import loads_by
 from ds_hydra.images.seam import Seam, numbered
 from ds_hydra.images.source import ImageText
@@ -80,10 +80,22 @@ class ImageExchange:
             tokens = torch.from_numpy(sequence.input_ids)
             seam, columns = self._source.seam, columns_of([unit.columns for unit in units], self._source.seam.layout)
             check_rows(seam.images(units), sequence.input_ids, place)
+            self._check_clips(units, place)
             positions = numbered(self._crew.job.model, seam, tokens, columns) if units else None
             typed = [_typed(unit, self._crew.job.types.compute)._replace(load=self._load(unit)) for unit in units]
             sequences.append(sequence._replace(images=seam.images(typed, positions)))
         return share._replace(sequences=tuple(sequences))
+
+    def _check_clips(self, units: Sequence[Unit], place: str) -> None:
+        """ConfigError where a clip has other placeholders than rows."""
+        if (ear := self._source.ear) is None:
+            return
+        for unit in (one for one in units if is_clip(one.columns)):
+            if why := ear.misfit(unit.columns, unit.rows):
+                raise ConfigError(
+                    f"{place} has {unit.rows} tokens that stand for a clip, of which the model's encoder makes "
+                    f"{why}: {TOGETHER}"
+                )
 
     def loads(self, sequences: Sequence[TokenSequence]) -> list[list[Load]]:
         """What encoding the images of each of them takes [Note: price of an image]."""

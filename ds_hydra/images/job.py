@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ds_hydra.costs.loads import first_ranks
+from ds_hydra.images.audio import Ear
 from ds_hydra.images.exchange import ImageExchange
 from ds_hydra.images.find import Subject, rows_of_one, subject_of
 from ds_hydra.images.load import heads_of, image_tokens, price_of, with_room
 from ds_hydra.images.measure import measured
 from ds_hydra.images.shared import PLAIN, SHARED
+from ds_hydra.images.small import small_model
 from ds_hydra.images.source import ImageText
 from ds_hydra.images.trial import KINDS, SLICES, verdicts
 from ds_hydra.pipe.models.adapted import base_of
@@ -51,6 +53,11 @@ def source_of(
         seam = replace(seam, cut=seam.cut._replace(heads=heads_of(base.config)))
     source = ImageText(base, seam, options, token_loss=loss_fn, facts=facts, computed_in=computed_in)
     source.subject = subject
+    if seam.audio is not None:
+        try:
+            source.ear = Ear(small_model(base, long=True), seam.audio)
+        except ConfigError as error:
+            logger.debug("rows of clips are not counted before a step: %s", error)
     return source
 
 
@@ -65,6 +72,7 @@ def proven(source: ImageText, config: HydraConfig, channel: Channel) -> ImageTex
     them where no kind is."""
     subject, source.subject = source.subject, None
     if config.self_check == "off":
+        source.ear = None
         return source
     text = channel.tell(
         json.dumps(_tried(subject, config, source)) if channel.rank == 0 and subject is not None else None

@@ -36,14 +36,16 @@ _MASK = re.compile(r"^((input_)?(feature|audio|values).*|padding)_mask$")
 GRIDS = ("image_grid_thw", "image_grid_hw")  # columns of the numbers of patches along the sides of each image
 
 
-def small_model(model: Any) -> Any:
-    """A model of the same class in FP64, of small widths, with values at which every part matters. ConfigError where
-    none can be made."""
+def small_model(model: Any, *, long: bool = False) -> Any:
+    """A model of the same class in FP64, of small widths, with values at which every part matters; `long`: for clips as
+    long as the model's, with one layer for them. ConfigError where none can be made."""
     try:
         config = copy.deepcopy(model.config)
         if sum(parameter.numel() for parameter in model.parameters()) > _SMALL:
             config = _small_config(model, model.config)
         text = config.get_text_config()
+        for key in _audio_parts(config) if long else ():
+            _lengthen(getattr(config, key), getattr(model.config, key))
         if isinstance(getattr(text, "sliding_window", None), int):
             text.sliding_window = min(text.sliding_window, _WINDOW)
         with doubled(), torch.random.fork_rng(devices=[]):
@@ -58,6 +60,13 @@ def small_model(model: Any) -> Any:
             f"({type(error).__name__}: {error}): leave hydra.images out to train its text alone"
         ) from error
     return made
+
+
+def _lengthen(part: Any, of: Any) -> None:
+    """An encoder of audio of one layer, for clips as long as the other's."""
+    settings = vars(part)
+    settings.update({key: value for key, value in vars(of).items() if key == "max_source_positions"})
+    settings.update({key: 1 for key in ("encoder_layers", "num_hidden_layers") if isinstance(settings.get(key), int)})
 
 
 def _draw(model: Any) -> None:

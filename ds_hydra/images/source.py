@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_hydra.images.audio import Ear
 from ds_hydra.images.seam import Seam
 from ds_hydra.images.shared import SHARED
 from ds_hydra.images.stage import ImageStage
@@ -33,6 +34,7 @@ class ImageText(CausalLM):
         """`seam` is what was found of it; other arguments as of `CausalLM`. ConfigError for what is not trained."""
         self.seam = seam
         self.subject: Any = None  # the small copy that it was found on, until stages of it are compared
+        self.ear: Ear | None = None  # by which rows of clips are counted before a step
         self._refused: Mapping[str, str] = {}
         dropouts = [n for n, m in model.named_modules() if seam.of(n) and isinstance(m, nn.Dropout) and m.p > 0]
         self.draws_images = seam.draws or bool(dropouts)  # an adapter's, too

@@ -38,6 +38,7 @@ from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.emulated_job import emulated_job
 from tests.support.image_draws import drawing_images
 from tests.support.image_models import (
+    AUDIO,
     FILM,
     HEARD,
     MODELS,
@@ -438,6 +439,29 @@ def _off_with_clips(rank: int, batches: Sequence[Mapping[str, Any]]) -> list[str
 
     with mock.patch.object(ds_hydra.images.stage, "encoded", off):
         return refused(rank, "qwen_omni", batches, True, self_check="on")
+
+
+def _one_more(name: str, rank: int) -> dict[str, Any]:
+    """A batch of two clips, the second of which has a placeholder too many on rank 1."""
+    one, two = (sample(name, (HEARD + 1,), 4, seed) for seed in (1, 2))
+    at = int((two.input_ids == AUDIO).nonzero()[0])
+    ids, labels = (torch.cat((row[:at], row[at : at + 1], row[at:])) for row in (two.input_ids, two.labels))
+    return batch_of(name, [one, two._replace(input_ids=ids, labels=labels) if rank else two])
+
+
+def _misfit(rank: int, name: str) -> list[str]:
+    return refused(rank, name, [_one_more(name, rank), _one_more(name, 0)], True, self_check="on", strategies=["tp2"])
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize(("name", "rows"), [("qwen3_asr", "10 rows"), ("qwen_omni", "4 rows"),
+                                            ("qwen2_audio", "other rows (Audio features and audio tokens do not match, "
+                                                            "tokens: 5, features: 4)")])  # fmt: skip
+def test_clips_that_do_not_fit_their_placeholders_are_told_before_the_step(name: str, rows: str) -> None:
+    tokens = f"item 1 of the data has {11 if '10' in rows else 5} tokens that stand for a clip"
+    for told, fitting in run_ranks(_misfit, 2, name, timeout=200):
+        assert not fitting
+        assert f"on rank 1: {tokens}, of which the model's encoder makes {rows}: give" in told
 
 
 @pytest.mark.drawn
