@@ -79,9 +79,10 @@ def proven(source: ImageText, config: HydraConfig, channel: Channel) -> ImageTex
     )
     found, unheard = json.loads(text)
     if why := _unequal(found):
+        of = "clips" if source.seam.clips_alone else "images"
         raise ConfigError(
-            f"hydra.images: images of {source.name} are not trained: {why}; leave hydra.images out to train its text "
-            "alone"
+            f"hydra.images: {of} of {source.name} are not trained: {why}; leave hydra.images out to train "
+            "its text alone"
         )
     if channel.rank == 0:
         equal = ", ".join(kind for kind, why in found.items() if not why)

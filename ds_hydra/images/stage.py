@@ -160,8 +160,8 @@ class ImageStage(CausalStage):
                 begin += one.unit.rows
             if begin != len(rows):
                 raise ConfigError(
-                    f"the encoder of images made {len(rows)} rows of {len(units)} images, where {begin} tokens stand "
-                    "for them: give the tokens and the images that one call of the processor returns"
+                    f"the encoder made {len(rows)} rows of {len(units)} images or clips, where {begin} tokens stand "
+                    "for them: give the tokens and what else one call of the processor returns"
                 )
             taken_rows = rows[torch.cat(taken).to(self._device)]
             found = found.index_put((torch.cat(places).to(self._device),), taken_rows.to(self._dtype))
