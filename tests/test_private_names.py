@@ -24,7 +24,7 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from packaging.version import Version
 from peft.tuners.tuners_utils import BaseTunerLayer
-from transformers import LlamaConfig, PreTrainedModel, Trainer
+from transformers import LlamaConfig, PreTrainedModel, Qwen2VLProcessor, Trainer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ds_hydra
@@ -84,7 +84,8 @@ def holders() -> list[Any]:
             torch.distributed.distributed_c10d,
             torch.distributed.ProcessGroup, options, torch.nn.Linear(1, 1), parameter, argparse.ArgumentParser(),
             LlamaConfig(), torch.compile(torch.nn.Linear(1, 1)), PreTrainedModel, Trainer, DeepSpeedEngine, dataset,
-            dataset.to_iterable_dataset(), BaseTunerLayer, ALL_ATTENTION_FUNCTIONS]  # fmt: skip
+            dataset.to_iterable_dataset(), BaseTunerLayer, ALL_ATTENTION_FUNCTIONS, torch.nn.modules.batchnorm,
+            Qwen2VLProcessor]  # fmt: skip
 
 
 def test_private_names_of_other_packages_are_there() -> None:
