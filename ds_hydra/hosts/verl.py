@@ -263,7 +263,7 @@ class _Rows:
                               "them on jagged; leave pad_mode at no_padding")  # fmt: skip
         seen = tu.get(data, _IMAGES) or [None] * len(ids)
         if any(seen) and not images:
-            raise ConfigError(f'{_IMAGES}: the model trains on tokens alone: set "images": true in the block "hydra"')
+            raise ConfigError(f"{_IMAGES}: the model trains on tokens alone: set hydra.images to true")
         given = tu.get(data, "temperature", 1.0) if tempered else None
         each = given.flatten().tolist() if isinstance(given, Tensor) and given.numel() > 1 else None
         items: list[dict[str, Any]] = []
