@@ -113,7 +113,7 @@ def megatron_ms(cell: Cell, batches: Batches) -> float:
         if max(stage.tp for pipeline in shape.pipelines for stage in pipeline.stages) > cell.node:
             continue
         own = owned_by_stages(cluster.plan, place_strategy(shape, cell.gpus, cluster.plan.num_layers))
-        for plan in {cluster.plan: None, own: None}:
+        for plan in dict.fromkeys((cluster.plan, own)):
             simulator = RowSimulator(replace(cluster, plan=plan))
             best = min(best, fmean(simulator.step_ms(step) for step in plans))
     return best

@@ -15,11 +15,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
-
 from ds_hydra.zero_hetero import files
 from ds_hydra.zero_hetero.errors import CheckpointError
-from ds_hydra.zero_hetero.layout import overlaps
+from ds_hydra.zero_hetero.layout import even_layout
 
 FORMAT, VERSION = "ds_hydra checkpoint", 1
 WITH_OWNERS = 2  # the version of a checkpoint whose buckets some ranks alone own: older releases would misread it
@@ -214,16 +212,12 @@ def _as_plain(value: Any, place: str) -> Any:
 
 def shards_of(bucket: SavedBucket, num_ranks: int, start: int, stop: int) -> list[tuple[int, int, int]]:
     """(rank, first, last) of the shards of a bucket that hold its elements [start, stop), counted within each shard."""
-    ranks = bucket.owners or range(num_ranks)
-    # The cuts of `even_layout`; ranks whose shard is empty hold nothing and are left out.
-    cuts = np.array([place * bucket.numel // len(ranks) for place in range(len(ranks) + 1)], dtype=np.int64)
-    held = np.flatnonzero(cuts[1:] > cuts[:-1])
-    span = np.array([start], dtype=np.int64), np.array([stop], dtype=np.int64)
-    _, right, first, last = overlaps(*span, cuts[held], cuts[held + 1])
+    layout = even_layout(bucket.numel, num_ranks, bucket.owners)
+    held = ((rank, piece) for rank, pieces in enumerate(layout.pieces) for piece in pieces)
     return [
-        (ranks[int(held[i])], int(a - cuts[held[i]]), int(b - cuts[held[i]]))
-        for i, a, b in zip(right, first, last, strict=True)
-        if b > a
+        (rank, max(start, piece.start) - piece.start, min(stop, piece.stop) - piece.start)
+        for rank, piece in held
+        if max(start, piece.start) < min(stop, piece.stop)
     ]
 
 

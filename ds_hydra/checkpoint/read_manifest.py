@@ -29,6 +29,7 @@ from ds_hydra.checkpoint.format import (
     rank_file,
 )  # fmt: skip
 from ds_hydra.zero_hetero.errors import CheckpointError
+from ds_hydra.zero_hetero.layout import even_layout
 
 _NEWER = frozenset({"stage", "planning", "number", "follows", "latest", "unnamed"})  # fields that older manifests lack
 
@@ -147,8 +148,8 @@ def _check(manifest: Manifest) -> None:
     for param in params:
         _check_param(param)
     for bucket in manifest.buckets:
-        if list(bucket.owners) != sorted({*bucket.owners} & {*range(manifest.num_ranks)}):
-            raise ValueError(f"the owners of bucket {bucket.name!r} are not some of its ranks in rising order")
+        if bucket.owners:  # ValueError for such as are no ranks
+            even_layout(bucket.numel, manifest.num_ranks, bucket.owners)
     if sum(param.numel for param in params) >= 2**62:
         raise ValueError("its parameters have more elements than any model")
     _check_progress(manifest)

@@ -34,6 +34,7 @@ from ds_hydra.checkpoint.shard_file import ShardReader, Source
 from ds_hydra.pipe.stage import from_flat, to_flat
 from ds_hydra.step.model_masters import ModelMasters
 from ds_hydra.zero_hetero.errors import CheckpointError
+from ds_hydra.zero_hetero.layout import even_layout
 
 logger = logging.getLogger(__name__)
 
@@ -137,8 +138,7 @@ class RangeReader:
         """CheckpointError unless a rank's file holds what the manifest says, each tensor with the rank's share."""
         manifest, sizes = self._manifest, {}
         for bucket in manifest.buckets:
-            found = shards_of(bucket, manifest.num_ranks, 0, bucket.numel)
-            share = next((last for owner, _, last in found if owner == rank), 0)
+            share = even_layout(bucket.numel, manifest.num_ranks, bucket.owners).sizes[rank]
             for key in ("master", *(manifest.states if bucket.trainable else ())):
                 sizes[f"{bucket.name}/{key}"] = share
         for name in reader.names():

@@ -106,18 +106,23 @@ def _of_array(path: Path) -> Ints:
 
 def _of_json(path: Path, content: bytes) -> Iterator[int]:
     """One list, one object of numbers or with one list, or an object a line."""
-    try:
-        text = content.decode()
-        try:
-            parsed = [json.loads(text)]
-        except ValueError:
-            parsed = [json.loads(line) for line in text.splitlines() if line.strip()]
-    except ValueError as error:
-        raise ConfigError(f"{path} is neither JSON nor a list of numbers: {error}") from error
+    parsed = _parsed(path, content)
     for number, one in enumerate(parsed, start=1):
         place = f"{path}, line {number}" if len(parsed) > 1 else str(path)
         for at, value in enumerate(_numbers_of(one, place)):
             yield _whole(value, f"{place}, entry {at}")
+
+
+def _parsed(path: Path, content: bytes) -> list[Any]:
+    """The one value of a file, or that of each line."""
+    try:
+        text = content.decode()
+        try:
+            return [json.loads(text)]
+        except ValueError:
+            return [json.loads(line) for line in text.splitlines() if line.strip()]
+    except ValueError as error:
+        raise ConfigError(f"{path} is neither JSON nor a list of numbers: {error}") from error
 
 
 def _numbers_of(parsed: Any, place: str) -> list[Any]:
@@ -233,14 +238,11 @@ def read_lengths(spec: str, context_length: int, count: int = 100_000, seed: int
 def _patches(spec: str) -> list[tuple[int, ...]]:
     """What JSON lines such as `{"length": 830, "patches": [1200, 256]}` say of images; empty: nothing."""
     path = Path(spec)
-    if not path.is_file():
+    content = path.read_bytes() if path.is_file() else b""
+    if not content.startswith(b"{") or b'"patches"' not in content:
         return []
-    with path.open("rb") as file:
-        if file.read(1) != b"{":
-            return []
-    try:
-        rows = [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
-    except ValueError:  # one object over several lines
+    rows = _parsed(path, content)
+    if len(rows) < sum(bool(line.strip()) for line in content.splitlines()):  # one object over several lines
         return []
     found = [tuple(_whole(one, f"{path}, line {number}") for one in row.get("patches", ()))
              for number, row in enumerate(rows, start=1) if isinstance(row, dict)]  # fmt: skip

@@ -96,7 +96,7 @@ def best_owners(
     even_ms = fmean(plan.step_ms for plan in even)
     if fmean(plan.messages_ms for plan in even) < _WORTH * even_ms:
         return None
-    chosen = {StrategyShape.parse(plan.strategy) for plan in even}
+    chosen = [StrategyShape.parse(plan.strategy) for plan in even]
     ways: dict[ModelPlan, list[StrategyShape]] = {}
     for one in strategies:
         owned = owned_by_stages(job.plan, place_strategy(one, job.num_ranks, job.plan.num_layers))
