@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import stat
-import subprocess
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
 from time import sleep
@@ -30,7 +27,7 @@ from ds_hydra.profiling.stage_memory import Allocations
 from ds_hydra.testing import run_ranks
 from tools import bench_gpu, first_hour
 from tools.first_hour import LISTS, Hour, Row
-from tools.gpu import kernels, parts
+from tools.gpu import kernels
 from tools.gpu.baselines import LlamaLoop, PlainLoop, PlainPack
 from tools.gpu.bench import Bench, Findings, Table, llama, new_model, num_matmul_parameters, page, training_flops
 from tools.gpu.budget import Interval, class_of, shares
@@ -50,7 +47,6 @@ def small(tmp_path: Path) -> Bench:
 def test_parts_run_on_a_cpu_and_say_that_no_gpu_was_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = bench_gpu.DEFAULT.exists() and bench_gpu.DEFAULT.read_text()
     assert bench_gpu.main(["training", "launches", "--json", str(tmp_path / "figures.json")]) == 0
     out = capsys.readouterr().out
     assert "NO GPU IS MEASURED HERE" in out
@@ -67,66 +63,23 @@ def test_parts_run_on_a_cpu_and_say_that_no_gpu_was_measured(
     assert all(row["per_layer"] > 20 for row in counts.values())
     assert counts[kernels.OURS]["per_layer"] < counts[kernels.OFF]["per_layer"], "as training computes it"
     assert (tmp_path / "figures.md").read_text().startswith("# No GPU was measured")
-    assert (bench_gpu.DEFAULT.exists() and bench_gpu.DEFAULT.read_text()) == before, "written by --json alone"
 
 
 def test_a_part_that_fails_is_told_and_the_others_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def measure(name: str) -> Callable[[parts.Part, Bench], Findings]:
-        def run(self: parts.Part, given: Bench) -> Findings:
-            if self is parts.PARTS["costs"]:
-                raise RuntimeError("an illegal memory access")
-            return Findings("ran", (Table("t", ("a",), ((1,),)),), {})
+    def imported(name: str) -> Any:
+        if name == "tools.gpu.training":
+            raise RuntimeError("an illegal memory access")
+        found = Findings("ran", (Table("t", ("a",), ((1,),)),), {})
+        return SimpleNamespace(measure_attention=lambda bench: found, measure_several=lambda bench: found)
 
-        return run
-
-    monkeypatch.setattr(parts.Part, "run", measure("costs"))
+    monkeypatch.setattr(bench_gpu, "import_module", imported)
     assert bench_gpu.main(["attention", "costs", "several"]) == 1
     out = capsys.readouterr().out
     assert "RuntimeError: an illegal memory access" in out
     assert "missed: part costs: failed" in out
     assert out.count(": ran (") == 2
-
-
-@pytest.mark.parametrize(
-    ("script", "told"),
-    [
-        ("echo CUDA error: device-side assert >&2; exit 3", ["ended with 3", "device-side assert"]),
-        ("echo waiting for rank 1 >&2; sleep 60 & wait", ["took too long", "waiting for rank 1"]),
-    ],
-)
-def test_a_process_that_dies_or_hangs_is_told(
-    small: Bench, monkeypatch: pytest.MonkeyPatch, script: str, told: list[str]
-) -> None:
-    program = small.folder / "python"
-    program.write_text(f"#!/bin/sh\n{script}\n")
-    program.chmod(program.stat().st_mode | stat.S_IEXEC)
-    monkeypatch.setattr(parts.sys, "executable", str(program))
-    monkeypatch.setattr(parts, "_GRACE_SECONDS", 0.1)
-    record = parts.run_apart("launches", small, limit=1.0)
-    assert record["status"] == "failed"
-    assert all(words in record["error"] for words in told)
-    assert record["seconds"] < 20
-
-
-def test_a_part_in_a_process_of_its_own_answers_by_a_file(small: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    class InThisProcess:
-        """Runs what a process would be started for."""
-
-        def __init__(self, command: list[str], **_: Any) -> None:
-            assert command[1:3] == ["-m", "tools.bench_gpu"]
-            self.returncode = bench_gpu.main(command[3:])
-
-        def communicate(self, timeout: float) -> tuple[None, str]:
-            return None, ""
-
-    monkeypatch.setattr(
-        parts.Part, "run", lambda self, given: Findings(f"{given.seconds:g} s", (), {"full": given.full})
-    )
-    monkeypatch.setattr(subprocess, "Popen", InThisProcess)
-    record = parts.run_apart("syncs", small, limit=60.0)
-    assert (record["status"], record["summary"], record["figures"]) == ("measured", "60 s", {"full": False})
 
 
 def test_flops_are_those_that_torch_counts(small: Bench) -> None:
@@ -310,7 +263,7 @@ def test_rows_are_in_the_order_of_their_minutes(name: str) -> None:
     assert rows[-1].minute <= {"one": 45, "eight": 60}[name]
     assert all(row.needs_s <= 540 for row in rows), "runs of ten minutes run each of them"
     parts_named = {word for row in rows if "tools.bench_gpu" in row.command for word in row.command[2:]}
-    assert parts_named - {"--json", "{out}.json"} <= set(parts.PARTS)
+    assert parts_named - {"--json", "{out}.json"} <= set(bench_gpu.PARTS)
 
 
 def test_every_moment_of_a_step_has_one_class() -> None:

@@ -1,111 +1,118 @@
-"""What a GPU shows in 18 minutes: attention, training, costs, predictions, launches, hidden waits, several devices.
+"""What a GPU shows: attention, training, costs, predictions, launches, hidden waits, several devices.
 
   python -m tools.bench_gpu [PART ...] [--quick] [--json FILE]
 
-Writes benchmarks/gpu.json and, beside it, the page gpu.md. On a GPU each part runs in a process of its own and within
-a budget of seconds; one that fails is reported with its trace, the others still run. Without a GPU the command says
-what it would measure and runs every part in tiny shapes on the CPU, as `--quick` does anywhere: that shows that the
-parts run, measures nothing, and writes a file only where `--json` names one. Exits non-zero when an aim is missed or
-a part fails.
+Runs the named parts, or all, one after the other in this process; one that fails is reported with its trace, the
+others still run. `python -m tools.first_hour` gives each a process of its own, and a limit. `--json` writes the figures
+and, beside them, a page. Without a GPU every part runs in tiny shapes on the CPU, as with `--quick` anywhere: that
+shows that the parts run and measures nothing. Exits non-zero when an aim is missed or a part fails.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from ds_hydra.commands.figures import figures_parser, guarded, print_table
 
-DEFAULT = Path(__file__).resolve().parents[1] / "benchmarks" / "gpu.json"
-LIMIT_SECONDS = 1080.0  # of all parts on a GPU together
-QUICK_SECONDS = 120.0  # of a part in tiny shapes, which needs a few: only one that hangs takes so long
+
+@dataclass(frozen=True)
+class Part:
+    """A row of the table."""
+
+    what: str  # it measures, for a reader
+    module: str
+    seconds: float  # on a device
+
+    def run(self, name: str, folder: Path, full: bool) -> dict[str, Any]:
+        """What was found: `status` is "measured" or "failed", then with the trace in `error`."""
+        from tools.gpu.bench import Bench, device
+
+        bench = Bench(device(), full, self.seconds, folder)
+        try:
+            # Imported here, so that a part that cannot even be imported does not take the others with it.
+            measure: Callable[[Bench], Any] = getattr(import_module(f"tools.gpu.{self.module}"), f"measure_{name}")
+            found = measure(bench)
+        except Exception:
+            error = traceback.format_exc()
+            return {"what": self.what, "status": "failed", "seconds": bench.spent, "error": error}
+        return {
+            "what": self.what,
+            "status": "measured",
+            "seconds": bench.spent,
+            "summary": found.summary,
+            "missed": list(found.missed),
+            "tables": [table._asdict() for table in found.tables],
+            "figures": found.figures,
+        }
 
 
-def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Command line; `--answer` and `--seconds` are for a part's own process."""
-    from tools.gpu.parts import PARTS
-
-    parser = figures_parser(__doc__)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"only these: {', '.join(PARTS)}")
-    parser.add_argument("--apart", action="store_true", help="a process for each part, also in tiny shapes")
-    parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
-    args = parser.parse_args(arguments)
-    unknown = [name for name in args.parts if name not in PARTS]
-    if unknown:
-        parser.error(f"no part is called {', '.join(unknown)}; there are {', '.join(PARTS)}")
-    args.parts = [name for name in PARTS if name in (args.parts or PARTS)]
-    return args
+# In this order: `prediction` uses the table that `costs` leaves.
+PARTS = {
+    "attention": Part("attention backends against SDPA in FP32: errors and times on several mixes of lengths",
+                      "kernels", 45),
+    "training": Part("a 1B Llama on one rank in BF16 against four baselines in turns: tokens/s, MFU, peak memory",
+                     "training", 300),
+    "costs": Part("a cost table by local shapes, and its error on held-out lengths", "training", 110),
+    "prediction": Part("step time and peak memory as predicted, against what steps take", "training", 45),
+    "launches": Part("kernels that a layer launches", "kernels", 25),
+    "syncs": Part("hidden synchronisations of a step, each with its place", "kernels", 25),
+    "budget": Part("where a step's time goes, by class of kernel, summed to 100 %", "budget", 40),
+    "lengths": Part("peak memory and tokens/s of sequences up to the longest that one device holds", "budget", 120),
+    "several": Part("ranks on several devices, the strategy changing every step: exposed pull and push", "several", 75),
+}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, write; 0 when every part has run and met its aims."""
-    args = parse_args(arguments)
-    if args.answer is not None:
-        return answer(args)
-    return guarded("bench_gpu", lambda: run(args))
+    parser = figures_parser(__doc__)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"only these: {', '.join(PARTS)}")
+    args = parser.parse_args(arguments)
+    if unknown := [name for name in args.parts if name not in PARTS]:
+        parser.error(f"no part is called {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    chosen = [name for name in PARTS if name in (args.parts or PARTS)]
+    return guarded("bench_gpu", lambda: run(chosen, args.quick, args.json))
 
 
-def answer(args: argparse.Namespace) -> int:
-    """One part for the process that has started this one."""
-    from tools.gpu.bench import Bench
-    from tools.gpu.parts import device, run_here
-
-    here = device()
-    bench = Bench(here, here.type == "cuda" and not args.quick, args.seconds, args.answer.parent)
-    args.answer.write_text(json.dumps(run_here(args.parts[0], bench)))
-    return 0
-
-
-def run(args: argparse.Namespace) -> int:
-    """All chosen parts, one after the other."""
-    from tools.gpu.bench import Bench, device_name
-    from tools.gpu.parts import PARTS, START_SECONDS, device, run_apart, run_here
+def run(names: Sequence[str], quick: bool, json_file: Path | None) -> int:
+    """The chosen parts, one after the other."""
+    from tools.gpu.bench import device, device_name, finish
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    here, began = device(), time.monotonic()
-    full = here.type == "cuda" and not args.quick
+    on_gpu, began = device().type == "cuda", time.monotonic()
+    full = on_gpu and not quick
     if not full:
-        _announce(here.type == "cuda", args.parts)
+        _announce(on_gpu, names)
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="bench-gpu-") as folder:
-        for name in args.parts:
-            part = PARTS[name]
-            left = LIMIT_SECONDS - (time.monotonic() - began)
-            if full and left < START_SECONDS + part.seconds / 2:
-                found[name] = {"status": "left out", "seconds": 0.0, "error": f"{left:.0f} s were left"}
-            else:
-                seconds = min(part.seconds, left - START_SECONDS) if full else QUICK_SECONDS
-                bench = Bench(here, full, seconds, Path(folder))
-                # Half as long again: a part looks at its budget between its measurements, not within one.
-                limit = min(left, START_SECONDS + 1.5 * seconds)
-                found[name] = run_apart(name, bench, limit) if full or args.apart else run_here(name, bench)
-            found[name]["what"] = part.what
+        for name in names:
+            found[name] = PARTS[name].run(name, Path(folder), full)
             _show(name, found[name])
+    missed = [aim for part in found.values() for aim in part.get("missed", ())]
+    missed += [f"part {name}: {part['status']}" for name, part in found.items() if part["status"] != "measured"]
     record = {
         "name": "bench_gpu",
-        "gpu": here.type == "cuda",
+        "gpu": on_gpu,
         "full": full,
-        "device": device_name(here),
+        "device": device_name(device()),
         "versions": {name: version(name) for name in ("torch", "transformers", "deepspeed")},
         "seconds": time.monotonic() - began,
-        "missed": _missed(found),
+        "missed": missed,
         "parts": found,
     }
-    return _finish(record, args.json or (DEFAULT if full and len(args.parts) == len(PARTS) else None))
+    return finish(record, json_file)
 
 
 def _announce(on_gpu: bool, names: Sequence[str]) -> None:
-    from tools.gpu.parts import PARTS
-
     print("tiny shapes on a GPU (--quick)" if on_gpu else "there is no GPU: NO GPU IS MEASURED HERE. One would show:")
     for name in names:
         print(f"  {name:<10}  {PARTS[name].what}")
@@ -120,28 +127,6 @@ def _show(name: str, part: dict[str, Any]) -> None:
     if "error" in part:
         print(part["error"].rstrip())
     print(flush=True)
-
-
-def _missed(found: dict[str, dict[str, Any]]) -> list[str]:
-    broken = [f"part {name}: {part['status']}" for name, part in found.items() if part["status"] != "measured"]
-    return [aim for part in found.values() for aim in part.get("missed", ())] + broken
-
-
-def _finish(record: dict[str, Any], json_file: Path | None) -> int:
-    """Print the missed aims and the summary, write record and page; the exit code."""
-    from tools.gpu.bench import page
-
-    missed = record["missed"]
-    for aim in missed:
-        print(f"missed: {aim}")
-    where = record["device"] if record["full"] else f"{record['device']}, tiny shapes, nothing measured"
-    ended = f"{len(missed)} aims missed" if missed else "all aims met" if record["full"] else "all parts ran"
-    print(f"bench_gpu: {len(record['parts'])} parts in {record['seconds']:.0f} s on {where}; {ended}")
-    if json_file is not None:
-        json_file.write_text(json.dumps(record, indent=1) + "\n")
-        json_file.with_suffix(".md").write_text(page(record))
-        print(f"written: {json_file} and {json_file.with_suffix('.md').name}")
-    return 1 if missed else 0
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ job that parts train: a Llama, sequences of very different lengths, the real eng
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import statistics
@@ -57,9 +58,14 @@ class Bench:
     began: float = field(default_factory=time.monotonic)
 
     @property
+    def spent(self) -> float:
+        """Seconds since the part began."""
+        return time.monotonic() - self.began
+
+    @property
     def left(self) -> float:
         """Seconds that the part still has."""
-        return self.seconds - (time.monotonic() - self.began)
+        return self.seconds - self.spent
 
     def pick(self, full: T, tiny: T) -> T:
         """One of two values: for real shapes, and for tiny ones."""
@@ -106,6 +112,11 @@ def _wall_ms(call: Callable[[], object]) -> float:
     began = time.perf_counter()
     call()
     return 1e3 * (time.perf_counter() - began)
+
+
+def device() -> torch.device:
+    """The first GPU, or the CPU where there is none."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def device_name(device: torch.device) -> str:
@@ -246,8 +257,22 @@ def engine_config(tokens_per_step: int, **hydra: Any) -> dict[str, Any]:
     }
 
 
+def finish(record: dict[str, Any], json_file: Path | None) -> int:
+    """Print the missed aims and the summary, write record and page; the exit code."""
+    for aim in record["missed"]:
+        print(f"missed: {aim}")
+    where = record["device"] if record["full"] else f"{record['device']}, tiny shapes, nothing measured"
+    ended = f"{len(record['missed'])} aims missed" if record["missed"] else _verdict(record).rstrip(".")
+    print(f"bench_gpu: {len(record['parts'])} parts in {record['seconds']:.0f} s on {where}; {ended}")
+    if json_file is not None:
+        json_file.write_text(json.dumps(record, indent=1) + "\n")
+        json_file.with_suffix(".md").write_text(page(record))
+        print(f"written: {json_file} and {json_file.with_suffix('.md').name}")
+    return 1 if record["missed"] else 0
+
+
 def page(record: Mapping[str, Any]) -> str:
-    """What `benchmarks/gpu.md` holds."""
+    """What a record's page holds, such as `benchmarks/gpu.md`."""
     lines = ["# Measured on a GPU" if record["gpu"] else "# No GPU was measured", ""]
     if not record["gpu"]:
         lines += ["These figures come from a CPU and tiny shapes. They show that the parts run, and nothing else.", ""]

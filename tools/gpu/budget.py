@@ -83,10 +83,6 @@ def kernels_of(events: Iterable[Any], on_gpu: bool) -> list[Interval]:
     ]
 
 
-def _is_whole(event: Any) -> bool:
-    return not event.cpu_children or class_of(event.name) in _WHOLE
-
-
 def measure_budget(bench: Bench) -> Findings:
     """Classes of one step, after some that warm up."""
     on_gpu, longest = bench.device.type == "cuda", bench.pick(8192, 96)

@@ -7,25 +7,21 @@ compares losses in FP32 with those of one device; `killed` ends a rank; `traces`
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ds_hydra.pipe import kernels
 from ds_hydra.pipe.attention.backends import use_flash_3
 from ds_hydra.report.plots import read_steps
-from ds_hydra.testing import free_port
-from tools.gpu.bench import LAUNCHER, ranks_at_hand
+from tools.gpu.bench import ranks_at_hand
 from tools.gpu.budget import Interval, shares
-from tools.gpu.several import ROOT, STRATEGIES
+from tools.gpu.several import STRATEGIES, launch
 
 FREE = 0.97  # of a device's memory, before anything runs on it
 EQUAL = 1e-6  # relative, of each step's loss
@@ -124,7 +120,8 @@ def traces(out: str | None) -> list[str]:
     for layers in (16, 8) if torch.cuda.is_available() else (4,):  # Llama 1B, and eight layers of 8B's width
         folder = Path(f"{out}-{layers}-layers") if out else Path(tempfile.mkdtemp(prefix="first-hour-"))
         folder.mkdir(parents=True, exist_ok=True)
-        codes, _ = launch(num_ranks(), str(folder), STRATEGIES[num_ranks()][:1], steps=8, traced=True, layers=layers)
+        codes, _ = launch(num_ranks(), str(folder), STRATEGIES[num_ranks()][:1], steps=8, traced=True, layers=layers,
+                          full=torch.cuda.is_available())  # fmt: skip
         found = sorted(folder.glob("profile_step*.json"))
         for path in (found[0], found[-1]) if found else ():
             print(f"{path}, {layers} layers:")
@@ -145,31 +142,6 @@ def tell_trace(path: Path) -> None:
     parts = shares(found, min(one.start for one in found), max(one.stop for one in found))
     for name, us in sorted(parts.items(), key=lambda part: -part[1]):
         print(f"  {name:<12} {us / 1e3:10.2f} ms {us / sum(parts.values()):7.1%}")
-
-
-def launch(ranks: int, folder: str, strategies: Sequence[str], **job: Any) -> tuple[list[int], float]:
-    """Exit codes of a job's ranks, and seconds between the end of the first and of the last one.
-
-    No launcher that would itself end the others when one is dead.
-    """
-    command = [sys.executable, "-m", "tools.gpu.hour_rank", folder, repr(job), *strategies]
-    running = [subprocess.Popen(command, cwd=ROOT, env=one) for one in environments(ranks)]
-    ended: dict[int, float] = {}
-    while len(ended) < ranks:
-        ended |= {rank: time.monotonic() for rank, one in enumerate(running) if rank not in ended
-                  and one.poll() is not None}  # fmt: skip
-        time.sleep(0.05)
-    return [one.returncode for one in running], max(ended.values()) - min(ended.values())
-
-
-def environments(ranks: int) -> list[dict[str, str]]:
-    """What a launcher tells each rank of a job."""
-    kept = {key: value for key, value in os.environ.items() if key not in LAUNCHER} | {"OMP_NUM_THREADS": "1"}
-    if not torch.cuda.is_available():
-        kept |= {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo"}
-    kept |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks),
-             "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "none"}  # fmt: skip
-    return [{**kept, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
 def main() -> int:

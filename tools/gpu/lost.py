@@ -22,7 +22,7 @@ import torch
 from ds_hydra.host.environment import JOINS, MEMBERS_FOLDER
 from tests.support.elastic_job import Loss, Result, result_of
 from tools.gpu.bench import ranks_at_hand
-from tools.gpu.hour import ROOT, environments
+from tools.gpu.several import ROOT, environments
 
 RANKS, STEPS, FAULT_STEP = 4, 5, 2
 AT_ONCE = 3  # jobs, which share the devices

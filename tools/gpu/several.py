@@ -1,6 +1,5 @@
-"""Part "several": ranks on several devices, a strategy that changes every step, and what pull and push cost then.
-
-The ranks are started by torchrun, as a user would. On a CPU two ranks stand in.
+"""Part "several": ranks on several devices, a strategy that changes every step, and what pull and push cost then; and
+how ranks of a job are started, here and for rows of the first hour. On a CPU two ranks stand in.
 """
 
 from __future__ import annotations
@@ -9,9 +8,9 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -35,8 +34,11 @@ def measure_several(bench: Bench) -> Findings:
         return Findings("one device: strategies, pulls and pushes need two", (), {"devices": devices})
     ranks = max(number for number in STRATEGIES if number <= devices)
     strategies = STRATEGIES[ranks] if bench.full else STRATEGIES[ranks][:2]
-    rounds = 1 + bench.pick(ROUNDS, 1)
-    records = launch(bench, ranks, strategies, rounds)[len(strategies) :]
+    steps = (1 + bench.pick(ROUNDS, 1)) * len(strategies)
+    codes, _ = launch(ranks, str(bench.folder), strategies, limit_s=bench.left, steps=steps, full=bench.full)
+    if any(codes):
+        raise RuntimeError(f"the ranks ended with {codes}; what they printed stands above")
+    records = read_steps(str(bench.folder / "steps.jsonl"))[0][len(strategies) :]
     rows, figures = [], {}
     for strategy in strategies:
         mine = [record for record in records if record["strategy"] == strategy]
@@ -55,31 +57,30 @@ def measure_several(bench: Bench) -> Findings:
     )
 
 
-def launch(bench: Bench, ranks: int, strategies: Sequence[str], rounds: int) -> list[dict[str, Any]]:
-    """Records of the steps of a job under torchrun; RuntimeError, with what it printed, if it fails or takes long."""
-    steps_file = bench.folder / "several.jsonl"
-    # An address, not `--standalone`: that takes the machine's name, which need not lead anywhere.
-    meeting = ["--nnodes", "1", "--master_addr", "127.0.0.1", "--master_port", str(free_port())]
-    launcher = [sys.executable, "-m", "torch.distributed.run", *meeting, "--nproc_per_node", str(ranks)]
-    job_of_rank = ["-m", "tools.gpu.several_rank", str(steps_file), str(rounds), str(int(bench.full)), *strategies]
-    environment = {key: value for key, value in os.environ.items() if key not in LAUNCHER}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    environment.setdefault("OMP_NUM_THREADS", "1")
-    if bench.device.type != "cuda":
-        environment |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
-    job = subprocess.Popen(
-        launcher + job_of_rank, env=environment, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    try:
-        printed = job.communicate(timeout=max(1.0, bench.left))[0]
-    except subprocess.TimeoutExpired:
-        job.terminate()  # the launcher ends its ranks
-        try:
-            printed = job.communicate(timeout=15)[0]
-        except subprocess.TimeoutExpired:
-            job.kill()
-            printed = ""
-        raise RuntimeError(f"{ranks} ranks did not end in time; the last they printed:\n{printed[-4000:]}") from None
-    if job.returncode:
-        raise RuntimeError(f"{ranks} ranks ended with {job.returncode}; the last they printed:\n{printed[-4000:]}")
-    return read_steps(str(steps_file))[0]
+def launch(
+    ranks: int, folder: str, strategies: Sequence[str], *, limit_s: float = float("inf"), **job: object
+) -> tuple[list[int], float]:
+    """Exit codes of the ranks of a job of `tools.gpu.rank`, and seconds between the end of the first and the last one;
+    ranks that still run after `limit_s` are killed. No launcher would itself end the others when one is dead."""
+    command = [sys.executable, "-m", "tools.gpu.rank", folder, repr(job), *strategies]
+    running = [subprocess.Popen(command, cwd=ROOT, env=one) for one in environments(ranks)]
+    ended, began = dict[int, float](), time.monotonic()
+    while len(ended) < ranks:
+        ended |= {rank: time.monotonic() for rank, one in enumerate(running) if rank not in ended
+                  and one.poll() is not None}  # fmt: skip
+        if time.monotonic() - began > limit_s:
+            for one in running:
+                one.kill()
+        time.sleep(0.05)
+    return [one.returncode for one in running], max(ended.values()) - min(ended.values())
+
+
+def environments(ranks: int) -> list[dict[str, str]]:
+    """What a launcher tells each rank of a job."""
+    kept = {key: value for key, value in os.environ.items() if key not in LAUNCHER} | {"OMP_NUM_THREADS": "1"}
+    kept["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), kept.get("PYTHONPATH"))))
+    if not torch.cuda.is_available():
+        kept |= {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo"}
+    kept |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks),
+             "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "none"}  # fmt: skip
+    return [{**kept, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]

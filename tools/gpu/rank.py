@@ -1,4 +1,4 @@
-"""One rank of a row of the first hour: `python -m tools.gpu.hour_rank FOLDER JOB STRATEGY ...`."""
+"""One rank of a job on several devices: `python -m tools.gpu.rank FOLDER JOB STRATEGY ...`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ EIGHT_B_LAYERS = 8  # of Llama 8B's width, which fit beside their states
 
 def train(
     folder: Path, strategies: list[str], *, steps: int, one_queue: bool = False, killed: bool = False,
-    traced: bool = False, layers: int = 0,
+    traced: bool = False, full: bool = False, layers: int = 0,
 ) -> None:  # fmt: skip
-    """`steps` steps in FP32 by the strategies in turn; the last rank ends itself in the fifth if it is to be killed."""
+    """`steps` steps by the strategies in turn, at real shapes in BF16 if `full`, else of a tiny model in FP32; the last
+    rank ends itself in the fifth if it is to be killed."""
     if one_queue:
         # CUDA reads it when it starts. A job of a user's is refused with it, so it is gone before the engine starts.
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
@@ -29,7 +30,6 @@ def train(
     take_device()
     import ds_hydra
 
-    full = traced and torch.cuda.is_available()  # where devices idle shows at real shapes alone
     bench = Bench(torch.device("cuda" if full else "cpu"), full=full, seconds=0.0, folder=folder)
     shape, longest = llama(bench, layers or None), bench.pick(8192, 96)
     if full and layers == EIGHT_B_LAYERS:
@@ -37,11 +37,13 @@ def train(
     config = engine_config(bench.pick(131072, 400), strategies=strategies, choose="cycle", context_length=longest)
     config["bf16"]["enabled"] = full
     hydra: dict[str, Any] = config["hydra"]
-    hydra |= {"steps_file": str(folder / "steps.jsonl"), "timeout_seconds": 60, "planner": {"ahead": 0}}
+    hydra |= {"steps_file": str(folder / "steps.jsonl"), "timeout_seconds": 60}
+    if not full:  # a process for plans takes longer than tiny steps
+        hydra["planner"] = {"ahead": 0}
     if traced:
         hydra["trace"] = {"steps": list(range(steps - 3, steps)), "profiler": True}
-    engine = ds_hydra.initialize(model=new_model(shape, bench), training_data=sequences(bench, longest, 200),
-                                 config=config)[0]  # fmt: skip
+    data = sequences(bench, longest, bench.pick(2000, 200))
+    engine = ds_hydra.initialize(model=new_model(shape, bench), training_data=data, config=config)[0]
     last = engine.global_rank == int(os.environ["WORLD_SIZE"]) - 1
     for step in range(1, steps + 1):
         if killed and last and step == 5:
