@@ -28,7 +28,7 @@ from transformers import LlamaConfig, PreTrainedModel, Qwen2VLProcessor, Trainer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ds_hydra
-from tools.structure import Source, read_sources
+from tests.support.structure import Source, read_sources
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = read_sources(ROOT)

@@ -12,14 +12,12 @@ milliseconds are the same anywhere.
 
 from __future__ import annotations
 
-# The code's shape, in lines, and what a signature may ask of a reader; of tools and tests lengths alone: structure,
+# The code's shape, in lines, and what a signature may ask of a reader; of tools and tests lengths alone:
 # tests/pure/test_layers.py.
 MAX_FILE, MAX_FUNCTION = 700, 60
 MAX_DIRECT = 8  # files directly in ds_hydra/
 MIN_COMMENTS = 0.045  # of the lines that are not empty
 MAX_POSITIONAL, MAX_WIDE = 7, 8  # a function with more parameters is wide; so many may be
-
-INSTALLS = 12  # frameworks that install beside this package: check_installs
 
 # Set-up: bench_costs.
 EXAMINED_S = 4.0  # of CPU, for a model of 64 layers, on the rank that looks at it

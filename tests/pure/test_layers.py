@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.structure import BESIDE, Source, circles, folder_imports, missed_aims, read_sources
 from tools import aims
-from tools.structure import BESIDE, Source, circles, folder_imports, measure, missed_aims, read_sources
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES, TOOLS_AND_TESTS = read_sources(ROOT), read_sources(ROOT, BESIDE)
@@ -128,7 +128,7 @@ def test_every_note_that_is_referred_to_is_written_once() -> None:
 
 
 def test_the_shape_is_what_the_tool_aims_at() -> None:
-    assert missed_aims(measure(SOURCES, TOOLS_AND_TESTS)) == []
+    assert missed_aims(SOURCES, TOOLS_AND_TESTS) == []
 
 
 @pytest.mark.parametrize(
@@ -142,12 +142,12 @@ def test_the_shape_is_what_the_tool_aims_at() -> None:
     ],
 )
 def test_what_grows_too_long_is_told(changed: Source, told: str) -> None:
-    (missed,) = missed_aims(measure([*SOME, changed]))
+    (missed,) = missed_aims([*SOME, changed])
     assert missed.startswith(told)
 
 
 def test_tools_and_tests_grow_no_longer_either() -> None:
-    (missed,) = missed_aims(measure(SOME, [Source("tests/long.py", "x = 1\n" * (aims.MAX_FILE + 1))]))
+    (missed,) = missed_aims(SOME, [Source("tests/long.py", "x = 1\n" * (aims.MAX_FILE + 1))])
     assert missed.startswith("the longest file, tests/long.py")
 
 
