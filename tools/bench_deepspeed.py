@@ -27,8 +27,8 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tools import aims
@@ -148,31 +148,6 @@ RIVALS = (
 )
 
 
-@dataclass(frozen=True)
-class Row:
-    """Figures of one row; times in milliseconds."""
-
-    deepspeed: str
-    ours: str
-    hidden: int
-    judged: str
-    our_ms: float
-    their_ms: float
-    ratio: float
-    lower_quartile: float
-    upper_quartile: float
-    our_cpu_ms: float  # of all ranks together
-    their_cpu_ms: float
-    loss_difference: float
-    norm_difference: float
-    drift: float
-    planning_hidden: float  # share of the steps
-
-    @property
-    def cpu_ratio(self) -> float:
-        return self.our_cpu_ms / self.their_cpu_ms
-
-
 def our_engine(model: Any, job: Job, strategy: str, data: Any) -> Any:
     """This project's engine with the baselines' optimizer and clipping; without data it is handed its batches."""
     import ds_hydra
@@ -212,7 +187,7 @@ def timed(run: Callable[[], Tensor]) -> Timing:
     return Timing(table[:, 0].max().item(), table[:, 1].sum().item(), table[:, 2].sum().item())
 
 
-def measure(rank: int, job: Job, rival: Rival) -> Row:
+def measure(rank: int, job: Job, rival: Rival) -> dict[str, Any]:
     """Both engines on this rank, steps in turns."""
     warnings.simplefilter("ignore")
     rank_environment(rank)
@@ -249,38 +224,36 @@ def measure(rank: int, job: Job, rival: Rival) -> Row:
     counted = pairs[job.num_warm_up :]
     our_ms, their_ms = (statistics.median(pair[i].ms for pair in counted) for i in (0, 1))
     our_cpu_ms, their_cpu_ms = (statistics.median(pair[i].cpu_ms for pair in counted) for i in (0, 1))
-    quartiles = statistics.quantiles([our.ms / their.ms for our, their in counted], n=4, method="inclusive")
-    return Row(
-        deepspeed=rival.name,
-        ours=rival.strategy,
-        hidden=rival.hidden,
-        judged=rival.judged,
-        our_ms=our_ms,
-        their_ms=their_ms,
-        ratio=our_ms / their_ms,
-        lower_quartile=quartiles[0],
-        upper_quartile=quartiles[2],
-        our_cpu_ms=our_cpu_ms,
-        their_cpu_ms=their_cpu_ms,
-        loss_difference=_relative(pairs[0][0].loss, pairs[0][1].loss),
-        norm_difference=norms[0],
-        drift=max(norms),
-        planning_hidden=hidden / job.num_pairs,
-    )
+    lower, _, upper = statistics.quantiles([our.ms / their.ms for our, their in counted], n=4, method="inclusive")
+    return {
+        "DeepSpeed": rival.name,
+        "ours": rival.strategy,
+        "hidden": rival.hidden,
+        "our ms": our_ms,
+        "their ms": their_ms,
+        "ratio": our_ms / their_ms,
+        "quartiles": f"{lower:.2f} .. {upper:.2f}",
+        "cpu ratio": our_cpu_ms / their_cpu_ms,
+        "loss diff": _relative(pairs[0][0].loss, pairs[0][1].loss),
+        "norm diff": norms[0],
+        "drift": max(norms),
+        "planning hidden": hidden / job.num_pairs,
+        "judged by": rival.judged,
+    }
 
 
 def _relative(one: float, other: float) -> float:
     return abs(one - other) / max(abs(other), 1e-30)
 
 
-def missed_aims(row: Row) -> list[str]:
+def missed_aims(row: Mapping[str, Any]) -> list[str]:
     """What a row misses."""
-    where = f"{row.ours} of {row.hidden} hidden against {row.deepspeed}"
+    where = f"{row['ours']} of {row['hidden']} hidden against {row['DeepSpeed']}"
     missed = []
-    ratio = {TIME: row.ratio, CPU: row.cpu_ratio, NOTHING: 0.0}[row.judged]
+    ratio = {TIME: row["ratio"], CPU: row["cpu ratio"], NOTHING: 0.0}[row["judged by"]]
     if ratio > aims.OVER_DEEPSPEED:
-        missed.append(f"{where}: {ratio:.2f} times DeepSpeed's {row.judged}")
-    for what, difference in (("losses", row.loss_difference), ("gradient norms", row.norm_difference)):
+        missed.append(f"{where}: {ratio:.2f} times DeepSpeed's {row['judged by']}")
+    for what, difference in (("losses", row["loss diff"]), ("gradient norms", row["norm diff"])):
         if not difference <= aims.DEEPSPEED_AGREEMENT:
             missed.append(f"{where}: {what} differ by {difference:.1e}, more than {aims.DEEPSPEED_AGREEMENT:.0e}")
     return missed
@@ -295,7 +268,7 @@ def main() -> int:
     jobs = {hidden: _job(hidden, args.quick, args.pairs) for hidden in {rival.hidden for rival in RIVALS}}
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")  # takes seconds: once, before the forks
-    rows: list[Row] = []
+    rows: list[dict[str, Any]] = []
     load = os.getloadavg()[0]
     for rival in RIVALS:
         if rival.strategy in args.rows and not (args.quick and rival.judged == NOTHING):
@@ -306,12 +279,12 @@ def main() -> int:
         f"{job.tokens_per_step} tokens a step; {job.num_pairs} pairs; DeepSpeed {deepspeed.__version__}; load before "
         f"the start {load:.1f}"
     )
-    show(rows)
+    print_table(list(rows[0]), [list(row.values()) for row in rows])
     print(NOTE.format(cores=os.cpu_count()))
     missed = [aim for row in rows for aim in missed_aims(row)]
-    worst = max(rows, key=lambda row: row.ratio)
-    summary = f"{len(rows)} rows, step time against DeepSpeed at worst {worst.ratio:.2f} ({worst.ours})"
-    figures = {"load": load, "rows": [asdict(row) | {"ok": not missed_aims(row)} for row in rows]}
+    worst = max(rows, key=lambda row: row["ratio"])
+    summary = f"{len(rows)} rows, step time against DeepSpeed at worst {worst['ratio']:.2f} ({worst['ours']})"
+    figures = {"load": load, "rows": [row | {"ok": not missed_aims(row)} for row in rows]}
     return finish("bench_deepspeed", summary, figures, missed, args.json)
 
 
@@ -322,23 +295,6 @@ def _job(hidden: int, quick: bool, pairs: int | None) -> Job:
     return Job(
         Shape(hidden, layers, hidden * 8 // 3 // 8 * 8, vocab), 8, longest, longest * 2, warm_up, pairs or counted
     )
-
-
-def show(rows: Sequence[Row]) -> None:
-    """Print the table."""
-    titles = ("DeepSpeed", "ours", "hidden", "our ms", "their ms", "ratio", "quartiles", "cpu ratio", "loss diff",
-              "norm diff", "drift", "judged by", "")  # fmt: skip
-    print_table(
-        titles,
-        [
-            (
-                row.deepspeed, row.ours, row.hidden, row.our_ms, row.their_ms, row.ratio,
-                f"{row.lower_quartile:.2f} .. {row.upper_quartile:.2f}", row.cpu_ratio, row.loss_difference,
-                row.norm_difference, row.drift, row.judged, "MISSED" if missed_aims(row) else "ok",
-            )
-            for row in rows
-        ],
-    )  # fmt: skip
 
 
 if __name__ == "__main__":
