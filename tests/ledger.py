@@ -66,7 +66,7 @@ CAPABILITIES: Mapping[str, Capability] = {
         Lines(560, 700, 110),
     ),
     "layers beyond attention": Capability(
-        "pipe/models/boxes.py pipe/models/boxed_layers.py pipe/models/find_boxes.py pipe/models/recurrent_heads.py "
+        "pipe/models/boxes.py pipe/models/find_boxes.py pipe/models/recurrent_heads.py "
         "pipe/models/experts.py pipe/expert_parallel.py tests/test_states.py tests/test_experts.py "
         "tests/support/own_models.py",
         Lines(2404, 1350, 0),

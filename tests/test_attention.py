@@ -32,8 +32,7 @@ from ds_hydra.pipe.contexts import Contexts
 from ds_hydra.pipe.dropout import AttentionDropout, token_keys
 from ds_hydra.pipe.in_process import InProcessRanks
 from ds_hydra.pipe.models import causal_lm, causal_stage, refusals
-from ds_hydra.pipe.models.causal_lm import CausalLM
-from ds_hydra.pipe.models.facts import ModelFacts
+from ds_hydra.pipe.models.causal_lm import CausalLM, ModelFacts
 from ds_hydra.pipe.placement import place_pipeline
 from ds_hydra.pipe.rows import AT_ONCE, Chunk, Overlap, Pack, cut_heads
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape

@@ -21,19 +21,15 @@ from transformers.models.qwen2_audio import modeling_qwen2_audio
 from ds_hydra.costs.analytic import analytic_cost_table, model_shape
 from ds_hydra.costs.cost_table import TableFile, table_file_from_record
 from ds_hydra.engine.costs import job_memory
-from ds_hydra.images import content, shared, stage
+from ds_hydra.images import content, stage
 from ds_hydra.images import seam as seam_module
 from ds_hydra.images.content import Unit
-from ds_hydra.images.draws import UnitDraws
+from ds_hydra.images.exchange import taken
 from ds_hydra.images.find import Listener, Subject, subject_of
-from ds_hydra.images.load import Tower, image_tokens, loads_by, price_of, sharing_of, with_room
-from ds_hydra.images.measure import measured
+from ds_hydra.images.job import KINDS, ImageText, Trial, verdicts
+from ds_hydra.images.load import Tower, image_tokens, loads_by, measured, price_of, sharing_of, with_room
 from ds_hydra.images.seam import Seam, encoded
-from ds_hydra.images.shared import SHARED, Cut, SharedRows
-from ds_hydra.images.source import ImageText
-from ds_hydra.images.stage import ImageStage
-from ds_hydra.images.trial import KINDS, Trial, verdicts
-from ds_hydra.images.units import taken
+from ds_hydra.images.stage import SHARED, Cut, ImageStage, SharedRows, UnitDraws
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.models.refusals import find_layers
 from ds_hydra.pipe.rows import Seen
@@ -283,7 +279,7 @@ def _of_next_rank(self: Any, unit: Any, rows: int, of: Any = SharedRows._begin) 
     unit.stop = unit.start + count
 
 
-def _counted_twice(x: Tensor, pack: Any, of: Any = shared._together) -> Tensor:
+def _counted_twice(x: Tensor, pack: Any, of: Any = stage._together) -> Tensor:
     whole = of(x, pack)
     return 2 * whole - whole.detach()
 
@@ -318,9 +314,9 @@ MUTANTS = {
     "features' gradient is summed over tensor parallel ranks": (
         "llava", "tp2", _patch(stage._Everybodys, "backward", staticmethod(_over_tp))),
     "rows of a shared image are the next rank's": ("qwen2_vl", SHARED, _patch(SharedRows, "_begin", _of_next_rank)),
-    "gradients of a shared image count twice": ("qwen2_vl", SHARED, _patch(shared, "_together", _counted_twice)),
+    "gradients of a shared image count twice": ("qwen2_vl", SHARED, _patch(stage, "_together", _counted_twice)),
     "windows of a shared image see each other": (
-        "qwen2_5_vl", SHARED, _patch(shared, "pairwise", lambda ends: [(0, ends[-1])])),
+        "qwen2_5_vl", SHARED, _patch(stage, "pairwise", lambda ends: [(0, ends[-1])])),
     "a deepstack leaf stops one stage before": ("qwen3_vl", "pp4", _one_stage_off),
 }  # fmt: skip
 

@@ -20,8 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 from ds_hydra.pipe import wrappers
 from ds_hydra.pipe.models import causal_lm, flow, meta_copy
 from ds_hydra.pipe.models.adapted import base_of
-from ds_hydra.pipe.models.causal_lm import CausalLM
-from ds_hydra.pipe.models.facts import ModelFacts
+from ds_hydra.pipe.models.causal_lm import CausalLM, ModelFacts
 from ds_hydra.pipe.models.flow import LayerKinds
 from ds_hydra.pipe.models.token_rules import _Silent
 from ds_hydra.pipe.placement import place_pipeline

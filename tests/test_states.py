@@ -19,13 +19,11 @@ from transformers.models.bamba import modeling_bamba
 from ds_hydra.pipe.collectives import all_of_row
 from ds_hydra.pipe.contexts import Carried, Contexts
 from ds_hydra.pipe.model_plan import ParamSpec, ShardRule
-from ds_hydra.pipe.models import boxed_layers, causal_lm, find_boxes, recurrent_heads
-from ds_hydra.pipe.models import boxed_layers as running
-from ds_hydra.pipe.models.boxed_layers import StageBoxes
-from ds_hydra.pipe.models.boxes import State
-from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.models import boxes as running
+from ds_hydra.pipe.models import causal_lm, find_boxes, recurrent_heads
+from ds_hydra.pipe.models.boxes import StageBoxes, State
+from ds_hydra.pipe.models.causal_lm import CausalLM, ModelFacts
 from ds_hydra.pipe.models.draws import Draws
-from ds_hydra.pipe.models.facts import ModelFacts
 from ds_hydra.pipe.models.find_boxes import with_states
 from ds_hydra.pipe.models.recurrent_heads import HeadCut, head_cut
 from ds_hydra.pipe.placement import Strategy, place_pipeline
@@ -501,7 +499,7 @@ def parts_are_not_added_up() -> Any:
         start, stop = pack.local
         return x[start:stop]
 
-    return mock.patch.object(boxed_layers, "own_of_sum", own)
+    return mock.patch.object(running, "own_of_sum", own)
 
 
 def tokens_have_the_gradient_of_a_rank() -> Any:
@@ -518,7 +516,7 @@ def tokens_have_the_gradient_of_a_rank() -> Any:
             start, stop = ctx.pack.local
             return grad.narrow(ctx.dim, start, stop - start), None, None
 
-    return mock.patch.object(boxed_layers, "all_of_row", _Gathered.apply)
+    return mock.patch.object(running, "all_of_row", _Gathered.apply)
 
 
 def states_are_of_the_next_head() -> Any:

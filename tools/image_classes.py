@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ds_hydra.images.find import subject_of
-from ds_hydra.images.trial import KINDS, verdicts
+from ds_hydra.images.job import KINDS, verdicts
 from ds_hydra.zero_hetero.errors import ConfigError
 
 

@@ -44,8 +44,7 @@ from ds_hydra.host.three_calls import PendingLoss, ThreeCalls
 from ds_hydra.host.user_model import limits_of, make_whole
 from ds_hydra.pipe.loss import ScoreLoss, TokenFunction, TokenLoss
 from ds_hydra.pipe.models.adapted import base_of, is_peft_model
-from ds_hydra.pipe.models.causal_lm import CausalLM
-from ds_hydra.pipe.models.facts import ModelFacts
+from ds_hydra.pipe.models.causal_lm import CausalLM, ModelFacts
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.ranks.groups import CONNECTING, side_groups

@@ -24,9 +24,8 @@ from ds_hydra.host.optimizers import OptimizerRecipe, needs_whole
 from ds_hydra.host.user_model import DataTypes
 from ds_hydra.pipe.loss import TokenLoss
 from ds_hydra.pipe.models.adapted import base_of, has_adapters
-from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.models.causal_lm import CausalLM, ModelFacts
 from ds_hydra.pipe.models.experts import spreading_experts
-from ds_hydra.pipe.models.facts import ModelFacts
 from ds_hydra.pipe.models.layer_list import LayerList
 from ds_hydra.pipe.models.meta_copy import drawn_parameter, set_buffers, unset_buffers
 from ds_hydra.pipe.models.refusals import failing, refuse_shared_memory

@@ -18,9 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ds_hydra.images.audio import Audio, Entry, clip_rows, count_of, entry_of, with_tokens
 from ds_hydra.images.content import CLIP, Columns, columns_of, is_clip, patches_of, together
-from ds_hydra.images.draws import UnitDraws
 from ds_hydra.images.seam import (
     COUNT,
     ENCODE,
@@ -28,15 +26,21 @@ from ds_hydra.images.seam import (
     FORMS,
     GIVEN,
     VIDEO,
+    Audio,
+    Entry,
     Seam,
     arguments,
+    clip_rows,
+    count_of,
     encoded,
     encoder_of,
+    entry_of,
     leaves_of,
     numbered,
+    with_tokens,
 )
-from ds_hydra.images.shared import cut_of
 from ds_hydra.images.small import Maker, clip_columns, clips, makers, placeholder, small_model
+from ds_hydra.images.stage import UnitDraws, cut_of
 from ds_hydra.pipe.attention.interface import layer_type
 from ds_hydra.pipe.models.meta_copy import copy_to_meta
 from ds_hydra.pipe.models.refusals import failing, find_layers

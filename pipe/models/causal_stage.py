@@ -15,7 +15,7 @@ from ds_hydra.pipe.attention.interface import tell_pack
 from ds_hydra.pipe.collectives import all_rows, gather_last_dim
 from ds_hydra.pipe.expert_parallel import RowsComputed, spread_experts
 from ds_hydra.pipe.loss import HeadLoss, blockwise_loss, own_token_losses, scored_loss, token_losses, token_scores
-from ds_hydra.pipe.models.boxed_layers import StageBoxes
+from ds_hydra.pipe.models.boxes import StageBoxes
 from ds_hydra.pipe.models.cut import (
     Above,
     CutForward,

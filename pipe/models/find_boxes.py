@@ -35,8 +35,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ds_hydra.pipe.attention.interface import tell_pack
 from ds_hydra.pipe.contexts import Contexts
 from ds_hydra.pipe.model_plan import ParamSpec
-from ds_hydra.pipe.models.boxed_layers import BoxedLayers, call_on_slice
-from ds_hydra.pipe.models.boxes import Box, Boxes, Capture, Leaves, Run, State, is_plain
+from ds_hydra.pipe.models.boxes import Box, BoxedLayers, Boxes, Capture, Leaves, Run, State, call_on_slice, is_plain
 from ds_hydra.pipe.models.cut import hand_on
 from ds_hydra.pipe.models.flow import Attended, Door, Where, tensors_in
 from ds_hydra.pipe.models.recurrent_heads import HeadCut, gated_norm, head_cut, localized

@@ -45,11 +45,11 @@ from ds_hydra.pipe.adapters import adapter_rule, plain_name
 from ds_hydra.pipe.collectives import Group, copy_to_ranks, sum_over_ranks
 from ds_hydra.pipe.head_sharing import Boxes, BoxSize, HeadDegrees
 from ds_hydra.pipe.model_plan import Blocks, ParamSpec, ShardRule, share_of_rows
-from ds_hydra.pipe.models.boxes import Box
 from ds_hydra.pipe.stage import StagePlace
 from ds_hydra.pipe.wrappers import wrap
 
 if TYPE_CHECKING:
+    from ds_hydra.pipe.models.boxes import Box
     from ds_hydra.pipe.models.causal_lm import CausalLM
 
 

@@ -29,14 +29,13 @@ from ds_hydra.images import content
 from ds_hydra.images.content import Unit
 from ds_hydra.images.exchange import ImageExchange
 from ds_hydra.images.seam import encoded
-from ds_hydra.images.shared import SharedRows
+from ds_hydra.images.stage import SharedRows
 from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.planner.pipelines import loaded
 from ds_hydra.simulate.step import Simulator
 from ds_hydra.testing import float64_throughout, rank_environment, run_ranks, whole_gradients
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.emulated_job import emulated_job
-from tests.support.image_draws import drawing_images
 from tests.support.image_models import (
     AUDIO,
     FILM,
@@ -45,6 +44,7 @@ from tests.support.image_models import (
     VIDEO,
     ImageSample,
     batch_of,
+    drawing_images,
     image_model,
     plain_loss,
     sample,
