@@ -39,9 +39,9 @@ CAPABILITIES: Mapping[str, Capability] = {
         "ds_hydra/elastic/*.py tests/pure/test_membership.py "
         "tests/pure/test_elastic_*.py tests/pure/test_freeing.py tests/pure/test_aborting.py "
         "tests/pure/test_demo_elastic.py tests/gloo/test_going_on.py tests/gloo/test_agents.py "
-        "tests/gloo/test_freed.py tests/gloo/test_aborted.py tests/support/elastic_*.py "
+        "tests/gloo/test_freed.py tests/gloo/test_aborted.py tests/gloo/test_elastic_*.py tests/support/elastic_*.py "
         "tests/support/simulated_members.py tests/support/drawn_members.py tests/support/gone_ranks.py "
-        "tools/elastic/*.py tools/check_elastic.py tools/demo_elastic.py",
+        "tools/demo_elastic.py",
         Lines(3070, 2645, 1010),
         apart=True,
     ),

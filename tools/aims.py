@@ -158,7 +158,7 @@ SOCKETS = 5  # of a rank whose groups connect when they talk; a group that conne
 GROUPS, MEETINGS, PAIRS, GROUP_SOCKETS = 24, 24, 256, 64  # of a rank, or of all
 GPU_LEFT_OVER = 256 * 2**20  # bytes after an engine was destroyed: cuBLAS keeps workspaces
 
-# After a fault, by the clock: check_elastic, tests/gloo/.
+# After a fault, by the clock: tests/gloo/, tests/pure/test_elastic_resume.py.
 VIEW_MEDIAN_S, VIEW_WORST_S = 1.0, 3.0  # from a member's death to the others' next view, or from when it is frozen
 PLAN_MEDIAN_S, PLAN_WORST_S = 1.5, 3.5  # from a member's death to the plan of the next step of those that are left
 MATRIX_EVEN, MATRIX_EXPOSED = 1.1, 0.01  # an update by whole matrices on 64 devices: FLOPs of the busiest over even

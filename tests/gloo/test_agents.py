@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import statistics
 import subprocess
 import threading
 import time
@@ -21,6 +22,9 @@ from ds_hydra.elastic.view import Member, Report, View
 from ds_hydra.ranks.together import first_channel
 from ds_hydra.watchdog.host import Identity, host, listen, started, stopped
 from tests.support.ends import End, ends, mark_fault
+from tools import aims, machine
+
+FROZEN_S = 1.5  # after which a silent member counts as frozen
 
 
 def views(place: Path) -> dict[str, list[Any]]:
@@ -56,7 +60,7 @@ def run(
     until: int,
     *,
     joins: bool = False,
-    frozen_s: float = 1.5,
+    frozen_s: float = FROZEN_S,
 ) -> tuple[list[End], dict[str, list[Any]], float]:
     """Ranks that end so many seconds after the start, and in which way; views, and the time of the first end."""
 
@@ -120,6 +124,22 @@ def test_survivors_go_on_in_one_view(lost: int, how: str, tmp_path: Path) -> Non
     assert {number: report.layout_epoch for number, report in view.reports.items()} == dict.fromkeys(stay, 0)
     assert [end.code for end in found] == [(3 if how == "exit" else -9) if rank == lost else 0 for rank in range(4)]
     assert max(seen[str(rank)][-1][0] for rank in stay) - gone < (6.0 if how == "SIGSTOP" else 3.0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lost", [0, 1, 3])
+@pytest.mark.parametrize(("how", "repeats", "more_s"), [("SIGKILL", 34, 0.0), ("SIGSTOP", 10, FROZEN_S)])
+def test_the_next_view_is_there_soon(how: str, repeats: int, more_s: float, lost: int, tmp_path: Path) -> None:
+    """Seconds from a member's death, or from when it counts as frozen, until the last survivor has it."""
+    times, stay = list[float](), [rank for rank in range(4) if rank != lost]
+    for number in range(repeats):
+        place = tmp_path / str(number)
+        place.mkdir()
+        _, seen, gone = run(place, 4, {lost: (0.4 + 0.01 * number, how)}, until=3)
+        assert [one.id for one in same_last(seen, stay).members] == stay
+        times.append(max(seen[str(rank)][-1][0] for rank in stay) - gone - more_s)
+    assert statistics.median(times) <= machine.limit(aims.VIEW_MEDIAN_S, waits=True).here, times
+    assert max(times) <= machine.limit(aims.VIEW_WORST_S, waits=True).here, times
 
 
 @pytest.mark.parametrize(("second", "after"), [(1, 0.6), (1, 0.75), (4, 0.9)])

@@ -47,19 +47,28 @@ def test_the_others_go_on(cell: Cell, judge: Judge) -> None:
     assert judge.wrong(cell.course) == []
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("number", range(240))
+def test_the_others_go_on_in_drawn_cells(number: int, judge: Judge) -> None:
+    """Of the matrix of kinds, phases, places and modes; copies are kept on devices and on hosts in turns."""
+    course = drawn(number + 1)[number].course
+    assert judge.wrong(replace(course, redundancy="host" if number % 2 else "device")) == [], course.name
+
+
 _DRAWN = ("a second one while voted", "a second one while rebuilding", "a second one while taking",
                "a share and its copy")  # fmt: skip
 
 
 @pytest.mark.drawn
-@pytest.mark.parametrize("name", _DRAWN)
-def test_what_befalls_a_job(name: str, judge: Judge) -> None:
-    """`tools.check_elastic` has all courses, and two at once in its quick form."""
-    (course,) = (one for one in COURSES if one.name == name)
+@pytest.mark.parametrize(
+    "course",
+    [pytest.param(one, marks=() if one.name in _DRAWN else pytest.mark.long) for one in COURSES],
+    ids=lambda course: course.name,
+)
+def test_what_befalls_a_job(course: Course, judge: Judge) -> None:
     assert judge.wrong(course) == []
 
 
-@pytest.mark.drawn
 @pytest.mark.drawn
 @pytest.mark.parametrize(
     "course",

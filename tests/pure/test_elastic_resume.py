@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 
 from ds_hydra.elastic.view import Report, lacking, newest_layout, to_apply, usable
@@ -12,6 +13,7 @@ from ds_hydra.zero_hetero.errors import PlanError
 from ds_hydra.zero_hetero.layout import even_layout
 from ds_hydra.zero_hetero.norm_table import NormTable
 from ds_hydra.zero_hetero.transfer_plan import plan_transfer
+from tools import aims
 
 
 @pytest.mark.parametrize(
@@ -74,6 +76,19 @@ def test_of_ranks_that_leave_together_none_keeps_the_copy_of_another(num_ranks: 
             assert found
             check_nothing_lost(range(num_ranks), [one for one in range(num_ranks) if one not in found], shift)
     assert not may_leave((0,), num_ranks, 0), "without copies"
+
+
+@pytest.mark.parametrize("ranks", [64, 1024])
+@pytest.mark.parametrize("lost", [1, 8], ids=["one", "a node"])
+def test_of_a_large_model_few_shares_move_when_ranks_are_lost(ranks: int, lost: int) -> None:
+    """32B parameters with two moments each, in 60 buckets, on nodes of 8; in shares of a rank."""
+    numel, former = 32 * 10**9 // 60, range(ranks)
+    members = [rank for rank in former if not ranks // 2 <= rank < ranks // 2 + lost]
+    moved = plan_transfer(held_layout(numel, former, members, 8), even_layout(numel, len(members))).slices
+    far = moved.src != moved.dst
+    most = max(np.bincount(ends[far], moved.length[far], len(members)).max() for ends in (moved.dst, moved.src))
+    share = numel / len(members)
+    assert most + share <= aims.CUT_ANEW_SHARES * share, "what a rank sends or gets, and then its copy"
 
 
 def table(step: int, *words: float) -> NormTable:

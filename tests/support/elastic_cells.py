@@ -6,7 +6,6 @@ ranks, and restarted with those that were left, under the same plans.
 
 from __future__ import annotations
 
-import itertools
 import random
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +32,6 @@ PHASES = (
 )  # fmt: skip
 PLACES = {"coordinator": 0, "middle": 1, "last": 3}
 MODES = ("plain", "slices", "V", "phases", "token sharding", "LoRA", "dropout", "ahead")
-NOT_RUN = {"streams": "a job whose sequences are streamed is refused before step 0"}
 STEPS, FAULT_STEP, FROZEN_S = 4, 2, 3.0
 LOSS = 1e-5  # by which losses may differ: a step that the vote alone completes has them added in another order
 _AGAIN = ("rebuilding", "re-sharding")  # phases that only another loss, which comes first, brings about
@@ -112,24 +110,11 @@ class Cell:
                       ends_all)  # fmt: skip
 
 
-def all_cells() -> list[Cell]:
-    return [Cell(*one) for one in itertools.product(KINDS, PHASES, PLACES, MODES)]
-
-
 def drawn(count: int, seed: int = 0) -> list[Cell]:
     """So many cells, each value of each about equally often."""
     draw = random.Random(seed)
     decks = [_deck(draw, values) for values in (tuple(KINDS), PHASES, tuple(PLACES), MODES)]
     return [Cell(*(next(deck) for deck in decks)) for _ in range(count)]
-
-
-def not_run(cells: Sequence[Cell]) -> dict[str, list[str]]:
-    """Of all cells those that are not among these: by kind and phase, places and modes."""
-    left: dict[str, list[str]] = {}
-    for cell in all_cells():
-        if cell not in cells:
-            left.setdefault(f"{cell.kind} in {cell.phase}", []).append(f"{cell.place} {cell.mode}")
-    return left
 
 
 def _deck(draw: random.Random, values: Sequence[str]) -> Iterator[str]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -18,6 +17,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.support import small_job
 from tests.support.elastic_cells import PLAIN, Judge
@@ -62,25 +63,27 @@ COURSES = (
 )  # fmt: skip
 
 
-def hosts(quick: bool, missed: list[str]) -> list[dict[str, Any]]:
-    """A row for each course: who went on, and how long after it had happened the next step was made."""
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory: pytest.TempPathFactory) -> Judge:
+    return Judge(tmp_path_factory.mktemp("stopped"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("course", COURSES, ids=lambda course: f"{course.name}, {course.ranks}")
+def test_what_befalls_hosts(course: Course, judge: Judge, tmp_path: Path) -> None:
     if reason := why_not():
-        return [{"course": f"skipped: {reason}", "ranks": "", "ends": "", "s to the next step": ""}]
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        judge = Judge(Path(folder))
-        for number, course in enumerate(COURSES[:1] if quick else COURSES):
-            ends, result, seconds = run(course, Path(folder) / f"course{number}")
-            missed += [f"{course.name}: {what}" for what in wrong(course, ends, result, judge)]
-            rows.append({
-                "course": course.name, "ranks": "+".join(map(str, course.ranks)),
-                "ends": " ".join(",".join(map(str, of)) for of in ends), "s to the next step": seconds,
-            })  # fmt: skip
-    return rows
+        pytest.skip(reason)
+    ends, result = run(course, tmp_path / "job")
+    assert any([[code] * len(of) for code, of in zip(codes, ends, strict=True)] == ends for codes in course.ends), (
+        ends, result.told)  # fmt: skip
+    if result.digests:
+        legs = result.legs(sum(course.ranks), STEPS)
+        assert (len(legs) > 1) == (course.does != "flicker"), legs
+        assert result.digests == judge.of_legs("plain", legs)[0], "not what a stop and a restart come to"
 
 
-def run(course: Course, folder: Path) -> tuple[list[list[int | None]], Result, float | str]:
-    """Exit codes of each host's processes, what they came to, and the seconds to the end of the next step."""
+def run(course: Course, folder: Path) -> tuple[list[list[int | None]], Result]:
+    """Exit codes of each host's processes, and what they came to."""
     folder.mkdir()
     of_all = [*course.ranks, *((course.joiners,) if course.joiners else ())]
     small_job.find_before_forks()
@@ -88,7 +91,7 @@ def run(course: Course, folder: Path) -> tuple[list[list[int | None]], Result, f
         pids = [_forked(made[index], made[0].address, *life) for index, life in _lives(course, folder)]
         codes: list[int | None] = [None] * len(pids)
         try:
-            at = _befall(course, made, folder, lambda: _reap(pids, codes))
+            _befall(course, made, folder, lambda: _reap(pids, codes))
             deadline = time.monotonic() + LIMIT_S
             while None in codes and time.monotonic() < deadline:
                 time.sleep(0.02)
@@ -102,9 +105,7 @@ def run(course: Course, folder: Path) -> tuple[list[list[int | None]], Result, f
     for ranks in of_all:
         ends.append(codes[first : first + ranks])
         first += ranks
-    result = result_of(folder, codes, _told(folder))
-    after = [when for own in result.noted for epoch, when in own if epoch > 0]
-    return ends, result, min(after) - at if after else ""
+    return ends, result_of(folder, codes, _told(folder))
 
 
 def _lives(course: Course, folder: Path) -> Iterator[tuple[int, tuple[Callable[[], None], int, int, Path]]]:
@@ -125,13 +126,12 @@ def _lives(course: Course, folder: Path) -> Iterator[tuple[int, tuple[Callable[[
         yield len(course.ranks), (partial(life.join, number), 0, 1, place)
 
 
-def _noted(folder: Path, engine: Any) -> tuple[int, float]:
-    """The epoch in which a step has ended, and when, by `time.perf_counter`; the first rank tells how far they are."""
+def _noted(folder: Path, engine: Any) -> None:
+    """The first rank tells how far they are."""
     if engine.global_rank == 0:
         draft = folder / f"made.{os.getpid()}"
         draft.write_text(str(engine.global_steps))
         draft.replace(folder / "made")
-    return engine.going_on.agent.view.epoch, time.perf_counter()
 
 
 def _forked(host: Host, first: str, program: Callable[[], None], rank: int, num_ranks: int, place: Path) -> int:
@@ -160,38 +160,21 @@ def _reap(pids: list[int], codes: list[int | None]) -> None:
             codes[at] = os.waitstatus_to_exitcode(status) if done else None
 
 
-def _befall(course: Course, made: tuple[Host, ...], folder: Path, reap: Callable[[], None]) -> float:
-    """Do it when enough steps are made; when that was, by `time.perf_counter`."""
+def _befall(course: Course, made: tuple[Host, ...], folder: Path, reap: Callable[[], None]) -> None:
+    """Do it when enough steps are made."""
     deadline, progress = time.monotonic() + LIMIT_S, folder / "made"
     while not (progress.exists() and int(progress.read_text()) >= DONE):
         reap()
         if time.monotonic() > deadline:
             raise RuntimeError("a job on several hosts did not begin: " + "\n".join(_told(folder))[-3000:])
         time.sleep(0.005)
-    at, host = time.perf_counter(), made[course.of]
+    host = made[course.of]
     happens: dict[str, Callable[[], None]] = {"pull": host.pull, "flicker": host.pull, "die": host.die}
     happens.get(course.does, lambda: None)()
     if course.does == "flicker":
         time.sleep(1.0)
         host.plug()
-    return at
 
 
 def _told(folder: Path) -> list[str]:
     return [path.read_text() for path in sorted(folder.glob("*/stderr*"))]
-
-
-def wrong(course: Course, ends: list[list[int | None]], result: Result, judge: Judge) -> list[str]:
-    """What was not as it must be."""
-    if not any([[code] * len(of) for code, of in zip(codes, ends, strict=True)] == ends for codes in course.ends):
-        words = " | ".join(text.strip().splitlines()[-1][:300] for text in result.told if text.strip())
-        return [f"exit codes {ends}, not of {course.ends}: {words}"]
-    if not result.digests:
-        return []
-    legs = result.legs(sum(course.ranks), STEPS)
-    found = []
-    if (len(legs) > 1) != (course.does != "flicker"):
-        found.append(f"ranks changed as {legs} says (ranks, until which step)")
-    if result.digests != judge.of_legs("plain", legs)[0]:
-        found.append(f"not what a stop and a restart come to, as {legs} says (ranks, until which step)")
-    return found
