@@ -84,9 +84,8 @@ CAPABILITIES: Mapping[str, Capability] = {
         apart=True,
     ),
     "optimizers of whole parameters": Capability(
-        "ds_hydra/matrices/*.py tests/test_orthogonal.py tests/test_sums.py tests/gloo/test_muon*.py "
-        "tests/gloo/test_lamb_adafactor.py tests/support/muon_cases.py tests/support/sum_cases.py "
-        "tests/support/whole_jobs.py tools/bench_muon.py",
+        "ds_hydra/matrices/*.py tests/test_orthogonal.py tests/test_sums.py "
+        "tests/gloo/test_whole_parameters.py tests/support/matrix_cases.py tools/bench_muon.py",
         Lines(1900, 1180, 170),
         apart=True,
     ),

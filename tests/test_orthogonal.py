@@ -19,9 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ds_hydra.host.optimizers import optimizer_recipe
 from ds_hydra.matrices import exchange, muon, proof
-from ds_hydra.matrices.exchange import Exchange
+from ds_hydra.matrices.exchange import Exchange, Method, orthogonalized
 from ds_hydra.matrices.muon import Muon
-from ds_hydra.matrices.newton_schulz import Method, orthogonalized
 from ds_hydra.matrices.owners import (
     NEAR_EVEN,
     Kind,

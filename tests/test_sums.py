@@ -12,13 +12,10 @@ from torch import Tensor, nn
 from transformers.optimization import Adafactor as OfTransformers
 
 from ds_hydra.host.optimizers import optimizer_recipe
-from ds_hydra.matrices import lamb
-from ds_hydra.matrices.adafactor import Adafactor, Box, TorchAdafactor
-from ds_hydra.matrices.lamb import Lamb
-from ds_hydra.matrices.of_sums import OfSums
+from ds_hydra.matrices import lamb_adafactor
+from ds_hydra.matrices.lamb_adafactor import Adafactor, Box, Lamb, TorchAdafactor
 from ds_hydra.matrices.owners import MatrixParam
-from ds_hydra.matrices.prove_sums import prove_sums
-from ds_hydra.matrices.sums import Sums, Values
+from ds_hydra.matrices.sums import OfSums, Sums, Values, prove_sums
 from ds_hydra.zero_hetero.errors import ConfigError
 from ds_hydra.zero_hetero.layout import BucketSpec
 from ds_hydra.zero_hetero.masters import MasterShards
@@ -43,7 +40,7 @@ def test_small_parameters_show_that_it_is_what_one_process_makes(kind: Any, sett
     proven(kind, settings)
 
 
-GIVE, AROUND, HELD, OF, RATIO = Sums.give, Box.around, Values.held, Box.of.__func__, lamb.ratio  # type: ignore[attr-defined]
+GIVE, AROUND, HELD, OF, RATIO = Sums.give, Box.around, Values.held, Box.of.__func__, lamb_adafactor.ratio  # type: ignore[attr-defined]
 
 
 def of_an_interval(self: Sums, totals: Any) -> None:
@@ -87,7 +84,7 @@ MUTANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "a matrix transposed": (Adafactor, {"of": (Box, classmethod(as_it_lies))}),
     "moments of the wrong interval": (Lamb, {"held": (Values, of_other_elements)}),
     "squares of the wrong interval": (TorchAdafactor, {"held": (Values, of_other_elements)}),
-    "one ratio twice": (Lamb, {"ratio": (lamb, lambda norms, group: RATIO(norms, group) ** 2)}),
+    "one ratio twice": (Lamb, {"ratio": (lamb_adafactor, lambda norms, group: RATIO(norms, group) ** 2)}),
 }
 
 

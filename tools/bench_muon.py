@@ -17,8 +17,7 @@ import numpy as np
 from ds_hydra.commands.figures import figures_parser, finish, print_table, shipped
 from ds_hydra.costs.cost_table import read_table_file
 from ds_hydra.data.lengths import WEB_PAGES, read_lengths
-from ds_hydra.matrices.adafactor import TorchAdafactor
-from ds_hydra.matrices.lamb import Lamb
+from ds_hydra.matrices.lamb_adafactor import Lamb, TorchAdafactor
 from ds_hydra.matrices.owners import (
     Kind,
     MatrixParam,

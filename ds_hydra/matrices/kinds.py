@@ -1,4 +1,4 @@
-"""A user's choice of an optimizer that needs whole parameters in; groups and what makes it over masters out.
+"""Makes the optimizer of whole parameters that a user asked for, over masters.
 
 By a config's type: "Muon", "Lamb", and "Adafactor", which DeepSpeed takes to be torch's. By an object of `torch.optim`,
 transformers or DeepSpeed, which keeps its identity, for a scheduler that was made for it.
@@ -14,9 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ds_hydra.matrices import muon
-from ds_hydra.matrices.adafactor import Adafactor, TorchAdafactor
-from ds_hydra.matrices.lamb import Lamb
-from ds_hydra.matrices.of_sums import OfSums
+from ds_hydra.matrices.lamb_adafactor import Adafactor, Lamb, TorchAdafactor
+from ds_hydra.matrices.sums import OfSums
 from ds_hydra.zero_hetero.errors import ConfigError
 
 Group = tuple[tuple[str, ...], dict[str, Any]]  # names and settings

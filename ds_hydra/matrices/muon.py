@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
 from ds_hydra.config.checks import nearest
-from ds_hydra.matrices.exchange import Exchange, method_of
-from ds_hydra.matrices.newton_schulz import COEFFICIENTS, EPS, Coefficients
+from ds_hydra.matrices.exchange import COEFFICIENTS, EPS, Coefficients, Exchange, method_of
 from ds_hydra.matrices.owners import FEW_STEPS, NEAR_EVEN, deal, iteration_flops, loads, matrix_params
 from ds_hydra.matrices.proof import prove
 from ds_hydra.pipe.model_plan import ModelPlan

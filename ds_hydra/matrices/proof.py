@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_hydra.matrices.exchange import Exchange, local_scale, method_of, spectral_scale
-from ds_hydra.matrices.newton_schulz import orthogonalized
+from ds_hydra.matrices.exchange import Exchange, local_scale, method_of, orthogonalized, spectral_scale
 from ds_hydra.matrices.owners import MatrixParam, deal
 from ds_hydra.pipe.stage import to_flat
 from ds_hydra.zero_hetero.errors import ConfigError
