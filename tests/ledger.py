@@ -53,7 +53,7 @@ CAPABILITIES: Mapping[str, Capability] = {
     ),
     # Image-text models train on pixels: tower, projector and text. Plans count what the tower takes.
     "images": Capability(
-        "ds_hydra/images/*.py tests/test_image_seam.py tests/pure/test_spans.py tests/pure/test_image_loads.py "
+        "ds_hydra/images/*.py tests/test_image_seam.py tests/pure/test_image_loads.py "
         "tests/gloo/test_image*.py tests/support/image_*.py "
         "tools/image_classes.py tools/bench_images.py ds_hydra/commands/lengths.py",
         Lines(3590, 2185, 392),

@@ -104,7 +104,7 @@ EMULATED_MEDIAN, EMULATED_P90 = 0.01, 0.03  # of the simulator's step
 EMULATED_CHUNKED = 0.03  # the same, median, with chunks
 GROWTH_BYTES = 4 << 20  # of a rank, in the last two thirds of many steps
 
-# Equality with other programs: test_swapped.py, bench_deepspeed, bench_gpu, tests/gpu/; bench_costs.
+# Equality with other programs: test_swapped.py, bench_deepspeed, bench_gpu, tests/gpu/, test_kernels.py; bench_costs.
 SWAP_LOSS = 1e-6  # of FP32 losses, relative
 SWAP_WEIGHTS = 1e-4  # of FP32 weights: Adam makes a step of what rounding leaves of a gradient that is nearly zero
 FAMILIES_EQUAL = 160  # classes of models that are to be equal under all shapes

@@ -69,7 +69,8 @@ def _measured(name: str, minute: int, parts: Sequence[str], shows: str, if_not: 
 DEVICE = Row("device", 0, (*HOUR, "device"), "links, versions, FlashAttention 3, Triton's kernels; none else runs",
              "end other jobs; look for a device without NVLink in the matrix", on_cpu=(*HOUR, "device"), short=True,
              must=True, needs_s=20)  # fmt: skip
-TESTS = Row("tests", 1, ("-m", "pytest", "tests/gpu", "-m", "gpu", "-q"), "attention, times, BF16 against FP32 pass",
+TESTS = Row("tests", 1, ("-m", "pytest", "tests/gpu", "tests/test_kernels.py", "-m", "gpu", "-q"),
+            "attention, kernels, times, BF16 against FP32 pass",
             "a failure here is worth more than all below", must=True, needs_s=180,
             on_cpu=("-m", "pytest", "tests/test_on_gpus.py", "-q"))  # fmt: skip
 TURNS = (

@@ -1,4 +1,5 @@
-"""Attention with sinks by kernels that know none: against the whole score matrix, by the CPU's and the GPU's calls."""
+"""Attention with sinks, and with spans whose tokens see each other, by kernels that know neither: as the whole score
+matrix has it, by the CPU's and the GPU's calls."""
 
 from __future__ import annotations
 
@@ -16,48 +17,62 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ds_hydra.pipe.attention import backends
-from ds_hydra.pipe.attention.backends import OnGpu, Segments, per_sequence_sdpa, varlen_attention, with_sinks
+from ds_hydra.pipe.attention.backends import (
+    OnGpu,
+    Segments,
+    WithSpans,
+    per_sequence_sdpa,
+    varlen_attention,
+    with_sinks,
+)
 from ds_hydra.pipe.contexts import Contexts
-from ds_hydra.pipe.rows import Chunk, Pack
+from ds_hydra.pipe.rows import Chunk, Pack, Seen
+from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.flash_kernels import Flash
 
 FLOAT64 = torch.float64
 HEADS, WIDTH = 4, 6
 SCALE = 0.4
+Spans = tuple[tuple[int, int], ...]
 
 
-def inputs(tokens: int, kv_heads: int, seed: int) -> list[Tensor]:
-    """q, k, v, sinks of which one is none and one takes nearly all, and the gradient of the output."""
+def inputs(tokens: int, kv_heads: int, seed: int, *, sinks: bool = True) -> list[Tensor]:
+    """q, k, v, perhaps sinks, of which one is none and one takes nearly all, and the gradient of the output."""
     generator = torch.Generator().manual_seed(seed)
     shapes = ((tokens, HEADS, WIDTH), *[(tokens, kv_heads, WIDTH)] * 2, (HEADS,), (tokens, HEADS, WIDTH))
     found = [torch.randn(shape, generator=generator, dtype=FLOAT64) for shape in shapes]
     found[3][0], found[3][1] = float("-inf"), 40.0
-    return found
+    return found if sinks else [*found[:3], found[4]]
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, scores_of_sinks: Tensor, window: int | None) -> Tensor:
-    """One sequence, by its whole score matrix."""
-    k, v = (x.repeat_interleave(HEADS // x.shape[1], dim=1) for x in (k, v))
-    distance = torch.arange(len(q))[:, None] - torch.arange(len(q))[None]
-    hidden = (distance < 0) | (distance >= (window or len(q)))
-    scores = (torch.einsum("ihd,jhd->hij", q, k) * SCALE).masked_fill(hidden, float("-inf"))
-    scores = torch.cat((scores, scores_of_sinks[:, None, None].expand(-1, len(q), 1)), dim=-1)
-    return torch.einsum("hij,jhd->ihd", torch.softmax(scores, dim=-1)[..., :-1], v)
+def by_matrix(
+    lengths: tuple[int, ...], window: int | None, spans: Spans = (), whole: bool = False
+) -> Callable[..., Tensor]:
+    """All sequences of a row at once, by its whole score matrix; `whole`: a window bounds nothing of a span."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        k, v = (x.repeat_interleave(HEADS // x.shape[1], dim=1) for x in (k, v))
+        numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+        place, image = torch.arange(len(q)), torch.full((len(q),), -1)
+        for index, (start, stop) in enumerate(spans):
+            image[start:stop] = index
+        before = place[:, None] - place[None]
+        near, together = before < (window or len(q)), (image[:, None] == image[None]) & (image[:, None] >= 0)
+        seen = ((before >= 0) & near) | together if whole else ((before >= 0) | together) & near
+        seen &= numbers[:, None] == numbers[None]
+        scores = (torch.einsum("ihd,jhd->hij", q, k) * SCALE).masked_fill(~seen, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[:, None, None].expand(-1, len(q), 1)), dim=-1)
+        return torch.einsum("hij,jhd->ihd", torch.softmax(scores, dim=-1)[..., : len(q)], v)
+
+    return run
 
 
 def with_gradients(run: Callable[..., Tensor], given: list[Tensor]) -> list[Tensor]:
     """The output, and the gradients of queries, keys, values and sinks."""
-    leaves = [x.clone().requires_grad_() for x in given[:4]]
+    leaves = [x.clone().requires_grad_() for x in given[:-1]]
     out = run(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, given[4])]
-
-
-def by_sequence(lengths: tuple[int, ...], window: int | None) -> Callable[..., Tensor]:
-    def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-        rows = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
-        return torch.cat([plain(each_q, each_k, each_v, bias, window) for each_q, each_k, each_v in rows])
-
-    return run
+    return [out.detach(), *torch.autograd.grad(out, leaves, given[-1])]
 
 
 @settings(max_examples=40, deadline=None)
@@ -76,7 +91,7 @@ def test_sinks_are_those_of_the_whole_score_matrix(
         if blocks:
             patch.setattr(backends, "QUERY_BLOCK", 7)
         mine = with_gradients(run, given)
-    right = with_gradients(by_sequence(tuple(lengths), window), given)
+    right = with_gradients(by_matrix(tuple(lengths), window), given)
     torch.testing.assert_close(mine, right, rtol=0, atol=1e-12)
 
 
@@ -107,7 +122,7 @@ def test_sinks_in_slices_are_those_of_the_whole(seed: int, window: int | None, k
     whole = torch.empty_like(given[0])
     for rows, out in outs:
         whole[rows] = out.detach()
-    right = with_gradients(by_sequence((total, *beside), window), given)
+    right = with_gradients(by_matrix((total, *beside), window), given)
     torch.testing.assert_close([whole, *(x.grad for x in leaves)], right, rtol=0, atol=1e-12)
 
 
@@ -143,7 +158,7 @@ def test_no_probabilities_stand_in_memory() -> None:
 
 def test_bf16_is_as_near_as_the_probabilities_are() -> None:
     given = inputs(200, 2, 3)
-    right = with_gradients(by_sequence((200,), None), given)
+    right = with_gradients(by_matrix((200,), None), given)
     narrow = [x.bfloat16() for x in given]
 
     def error(run: Callable[..., Tensor]) -> list[float]:
@@ -171,7 +186,7 @@ def test_calls_of_the_kernel_for_gpus(monkeypatch: pytest.MonkeyPatch, window: i
     bounds = backends._bounds(Segments.whole(lengths), torch.device("cpu"))
     kernel = OnGpu(SCALE, bounds, window)
     mine = with_gradients(lambda q, k, v, bias: with_sinks(q, k, v, bias, kernel), given)
-    torch.testing.assert_close(mine, with_gradients(by_sequence(lengths, window), given), rtol=0, atol=1e-12)
+    torch.testing.assert_close(mine, with_gradients(by_matrix(lengths, window), given), rtol=0, atol=1e-12)
     assert flash.calls == ["_flash_attention_forward", "_flash_attention_backward"]
 
 
@@ -205,3 +220,66 @@ def test_a_kernel_is_tried_before_it_is_used(
     with torch.no_grad():
         assert backends.gpu_works.__wrapped__(torch.device("cpu"), torch.float32, 64) == (wrong is None)
     assert ("keeps probabilities in memory" in caplog.text) == (wrong is not None)
+
+
+def drawn(seed: int) -> tuple[tuple[int, ...], Spans]:
+    """Sequences, and spans in them: of one token too, side by side, and whole sequences."""
+    draw = random.Random(seed)
+    lengths, spans, begin = [], [], 0
+    for _ in range(draw.randint(1, 4)):
+        length = draw.randint(1, 30)
+        cuts = sorted(draw.sample(range(length + 1), min(length + 1, 2 * draw.randint(0, 3))))
+        spans += [(begin + a, begin + b) for a, b in zip(cuts[::2], cuts[1::2], strict=False)]
+        lengths.append(length)
+        begin += length
+    return tuple(lengths), tuple(spans)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([None, 1, 3, 50]), st.sampled_from([4, 2, 1]), st.booleans(),
+       st.booleans())  # fmt: skip
+def test_spans_are_those_of_the_whole_score_matrix(
+    seed: int, window: int | None, kv_heads: int, blocks: bool, whole: bool
+) -> None:
+    """`whole`: a window bounds nothing of a span."""
+    lengths, spans = drawn(seed)
+    seen = Seen(spans, whole=whole)
+    given, pack = inputs(sum(lengths), kv_heads, seed, sinks=False), Pack(lengths)
+    with pytest.MonkeyPatch.context() as patch:
+        if blocks:
+            patch.setattr(backends, "QUERY_BLOCK", 7)
+            patch.setattr(backends, "LEAST_BLOCK", 5)
+        mine = with_gradients(
+            lambda q, k, v: varlen_attention(q, k, v, pack, scale=SCALE, window=window, seen=seen), given
+        )
+    expected = with_gradients(by_matrix(lengths, window, spans, whole), given)
+    torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([None, 1, 3, 50]), st.sampled_from([4, 2, 1]))
+def test_two_calls_of_the_kernel_for_gpus(seed: int, window: int | None, kv_heads: int) -> None:
+    """One for the row, and one for all spans turned round; without spans that matter, one."""
+    lengths, spans = drawn(seed)
+    given, flash = inputs(sum(lengths), kv_heads, seed, sinks=False), Flash()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backends, "_aten", flash)
+        seen = Seen(spans).within(0, sum(lengths))
+        kernel = WithSpans.on_gpu(SCALE, Segments.whole(lengths), window, seen, torch.device("cpu"))
+        mine = with_gradients(lambda q, k, v: with_sinks(q, k, v, None, kernel), given)
+    expected = with_gradients(by_matrix(lengths, window, spans), given)
+    torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
+    assert len(flash.calls) == (4 if any(stop - start > 1 for start, stop in spans) else 2)
+
+
+def test_spans_in_slices_are_refused() -> None:
+    q, k, v, *_ = inputs(6, 2, 0)
+    pack = Pack((6,), chunk=Chunk(0, 6, None))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="see each other"):
+        varlen_attention(q, k, v, pack, seen=Seen(((1, 3),)))
+
+
+def test_a_span_beyond_a_window_is_refused_where_its_tokens_see_all_of_it() -> None:
+    seen = Seen(((1, 5),), whole=True)
+    with pytest.raises(ConfigError, match="4 tokens, which see each other, is longer than a window of 3"):
+        WithSpans.on_gpu(SCALE, Segments.whole((6,)), 3, seen, torch.device("cpu"))
