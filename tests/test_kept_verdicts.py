@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import itertools
 import os
-import sys
+import threading
+import types
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
+from transformers import LlamaConfig, get_cosine_schedule_with_warmup
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaMLP
 
-from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
+from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
+from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.self_check.cache import cache_folder, fingerprint, read_verdicts, write_verdicts
+from ds_hydra.self_check.check import check_strategies
 from ds_hydra.self_check.verdicts import Verdict
 from tests.support.checks import check
 from tests.support.families import build_model
+from tests.support.small_job import small_model
 
 ALONE = PipelineShape.of(ParallelScheme())
 
@@ -82,13 +96,79 @@ def test_what_a_verdict_depends_on_is_in_the_fingerprint() -> None:
         assert changed("") not in (plain, None)
 
 
-def test_methods_put_into_installed_classes_are_in_the_fingerprint() -> None:
-    model = build_model("llama", torch.float32)
-    mlp, plain = type(model.model.layers[0].mlp), fingerprint(model)
-    with mock.patch.object(mlp, "forward", lambda self, x: self.down_proj(self.up_proj(x))):
-        one = fingerprint(model)
-    with mock.patch.object(sys.modules[mlp.__module__], "apply_rotary_pos_emb", lambda q, k, *_: (q, k)):
-        two = fingerprint(model)
-    assert None not in (plain, one, two)
-    assert len({plain, one, two}) == 3
-    assert fingerprint(model) == plain
+def held(value: Any) -> Any:
+    """A model of transformers' whose MLP holds a value."""
+    model = small_model()
+    model.model.layers[1].mlp.held = value
+    return contextlib.nullcontext(model)
+
+
+def patched(target: Any, name: str, value: Any) -> Any:
+    """The same with something else under a name of its classes or files."""
+    return mock.patch.object(target, name, value, create=True)
+
+
+def in_a_cycle(lag: int) -> list[Any]:
+    value: list[Any] = [lag]
+    value.append(value)
+    return value
+
+
+VALUES: dict[str, Callable[[int], Any]] = {
+    "tensor": lambda lag: torch.tensor([lag]),
+    "set": lambda lag: {("lag", lag)},
+    "dict in a list": lambda lag: [{"by": lag}],
+    "config": lambda lag: LlamaConfig(num_hidden_layers=1 + lag),
+    "partial": lambda lag: functools.partial(nn.functional.pad, pad=(lag, 0)),
+    "method": lambda lag: LlamaConfig(num_hidden_layers=1 + lag).to_dict,
+    "closure": lambda lag: schedule_with(lag),
+    "class": lambda lag: (LlamaConfig, LlamaMLP)[lag],
+    "itself": in_a_cycle,
+}
+
+
+def schedule_with(lag: int) -> Any:
+    return get_cosine_schedule_with_warmup(torch.optim.SGD([torch.zeros(1)]), lag, 9).lr_lambdas[0]
+
+
+@pytest.mark.parametrize("of", VALUES.values(), ids=VALUES)
+def test_what_a_model_holds_is_told_by_value(of: Callable[[int], Any]) -> None:
+    texts = [fingerprint(held(of(lag)).enter_result) for lag in (0, 0, 1)]
+    assert texts[0] == texts[1] is not None
+    assert texts[0] != texts[2]
+
+
+@pytest.mark.parametrize("target", [LlamaMLP, modeling_llama])
+def test_variables_of_installed_classes_and_files_are_told(target: Any) -> None:
+    with patched(target, "lag", 1):
+        one = fingerprint(small_model())
+    assert None not in (one, fingerprint(small_model()))
+    assert one != fingerprint(small_model())
+
+
+@pytest.mark.parametrize(
+    "value", [torch.Generator(), threading.Lock(), itertools.count(), iter([1]), np.array([object()]), memoryview(b"1")]
+)
+def test_of_what_cannot_be_told_no_verdict_is_kept(value: Any) -> None:
+    assert fingerprint(held({"held": [value]}).enter_result) is None
+
+
+OWN = {
+    "an object": held(types.SimpleNamespace(call=lambda x: x)),
+    "a function": held([lambda x: x]),
+    "a method of an installed class": patched(LlamaMLP, "forward", lambda self, x: self.down_proj(self.up_proj(x))),
+    "a function of transformers": patched(modeling_llama, "apply_rotary_pos_emb", lambda q, k, *_: (q, k)),
+    "a function of torch": patched(nn.functional, "silu", lambda x, inplace=False: x.sigmoid()),
+}
+
+
+@pytest.mark.parametrize("of", OWN.values(), ids=OWN)
+def test_of_a_scripts_code_no_verdict_is_kept(of: Any) -> None:
+    with of as model:
+        assert fingerprint(model if isinstance(model, nn.Module) else small_model()) is None
+
+
+def test_what_the_engine_itself_leaves_in_transformers_changes_nothing() -> None:
+    before = fingerprint(small_model())
+    check_strategies(small_model(), [StrategyShape.parse("tp2")], StageOptions(functions="auto"), keep=False)
+    assert fingerprint(small_model()) == before is not None
