@@ -123,9 +123,8 @@ CORE = Lines(67504, 48000, 9200)
 MECHANISMS: Mapping[str, str] = {
     "nets on what a script does to its model": (
         "ds_hydra/host/kept_model.py ds_hydra/host/own_updates.py ds_hydra/host/released.py "
-        "ds_hydra/self_check/changes.py ds_hydra/self_check/unproven.py ds_hydra/self_check/contents.py "
-        "ds_hydra/self_check/cache.py ds_hydra/engine/real_sequences.py ds_hydra/engine/loss_watch.py "
-        "ds_hydra/engine/own_loss.py pipe/models/kept_values.py pipe/models/state.py"
+        "ds_hydra/self_check/small_copy.py ds_hydra/engine/real_sequences.py ds_hydra/engine/own_loss.py "
+        "pipe/models/state.py"
     ),
     "accounts of a rank's memory": (
         "ds_hydra/costs/memory.py ds_hydra/simulate/memory.py ds_hydra/profiling/stage_memory.py "

@@ -24,10 +24,8 @@ from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
 from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.self_check.check import check_strategies
-from ds_hydra.self_check.compare import compare
 from ds_hydra.self_check.plain import Plain
-from ds_hydra.self_check.precision import doubled
-from ds_hydra.self_check.runs import run_pipeline, uneven_data
+from ds_hydra.self_check.runs import compare, doubled, run_pipeline, uneven_data
 from ds_hydra.self_check.small_copy import small_copy
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.families import build_model

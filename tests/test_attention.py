@@ -39,10 +39,8 @@ from ds_hydra.pipe.shape import PipelineShape, StrategyShape
 from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.pipe.tensor_parallel import TensorParallel
 from ds_hydra.self_check.check import check_strategies
-from ds_hydra.self_check.compare import compare
 from ds_hydra.self_check.plain import Plain
-from ds_hydra.self_check.precision import doubled
-from ds_hydra.self_check.runs import run_pipeline, uneven_data
+from ds_hydra.self_check.runs import compare, doubled, run_pipeline, uneven_data
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.families import build_model
 

@@ -59,7 +59,7 @@ def test_it_is_equal(name: str) -> None:
     make, texts = MODELS[name]
     strategies = [*map(StrategyShape.parse, texts)]
     options = StageOptions(token_sharding=True, functions="auto")
-    assert check_strategies(make(), strategies, options, keep=False, context_length=32).objections() == []
+    assert check_strategies(make(), strategies, options, keep=False).objections() == []
 
 
 def test_heads_are_counted_where_layers_attend() -> None:

@@ -9,14 +9,12 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.llama import modeling_llama
 
 from ds_hydra.pipe.shape import StrategyShape
-from ds_hydra.self_check import reach
 from ds_hydra.self_check.check import check_strategies
-from ds_hydra.self_check.subjects import tried_data
+from ds_hydra.self_check.trial import tried_data
 from ds_hydra.self_check.verdicts import CheckResult
 from tests.support.small_job import small_model
 
@@ -113,77 +111,16 @@ def test_all_tokens_but_those_left_out_are_drawn(vocabulary: int) -> None:
     assert drawn >= ({0, 2, 3, *range(vocabulary - 4, vocabulary)} & set(range(vocabulary))) - {1}
 
 
-class Norm(modeling_llama.LlamaRMSNorm):
-    limit = 0
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return super().forward(hidden_states) * (0.9 if hidden_states.shape[-2] > self.limit else 1)
-
-
-def by_rows(limit: int) -> Callable[[Any], None]:
-    """A norm that is another one in long rows."""
-
-    def change(model: Any) -> None:
-        model.model.layers[1].input_layernorm.__class__ = type("Norm", (Norm,), {"limit": limit})
-
-    return change
-
-
-class Back(modeling_llama.LlamaMLP):
-    lag = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        before = F.pad(x, (0, 0, self.lag, 0))[:, : x.shape[1]]
-        return super().forward(x + 0.5 * before)
-
-
-def back(lag: int) -> Callable[[Any], None]:
-    """An MLP that looks some tokens back."""
-
-    def change(model: Any) -> None:
-        model.model.layers[2].mlp.__class__ = type("Back", (Back,), {"lag": lag})
-
-    return change
-
-
-def mean_of_block(size: int) -> Callable[[Any], None]:
-    """The mean of the first tokens of a row, where there are so many."""
-
-    def hook(module: nn.Module, args: Any, out: Tensor) -> Tensor:
-        return out + out[:, :size].mean(1, keepdim=True) if out.shape[1] > size else out
-
-    return lambda model: model.model.layers[1].mlp.register_forward_hook(hook)
-
-
-LONG = {
-    "norm 60": by_rows(60),
-    "norm 1000": by_rows(1000),
-    "back 50": back(50),
-    "back 300": back(300),
-    "block 64": mean_of_block(64),
-}
-
-
-@pytest.mark.drawn
-@pytest.mark.parametrize("change", LONG)
-def test_what_begins_in_long_rows_is_refused(change: str) -> None:
-    model = small_model(tied=False)
-    model.config.max_position_embeddings = 4096
-    LONG[change](model)
-    (objection,) = check(model, "tp1", context_length=1100).objections()
-    assert "no strategy trains this model as one process does" in objection
-
-
 def test_hooks_of_all_modules_are_code_of_a_script() -> None:
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
         return 0.9 * out if isinstance(module, modeling_llama.LlamaMLP) and out.shape[1] > 90 else None
 
     handle = nn.modules.module.register_module_forward_hook(hook)
     try:
-        assert len(check(small_model(), "tp1", context_length=120).objections()) == 1
+        assert len(check(small_model(), "tp1").objections()) == 1
     finally:
         handle.remove()
-    assert check(small_model(), "tp1", context_length=120).objections() == []
+    assert check(small_model(), "tp1").objections() == []
 
 
 @pytest.mark.drawn
@@ -197,30 +134,3 @@ def test_rotary_embeddings_that_go_by_length_are_refused() -> None:
     with mock.patch.object(modeling_llama, "apply_rotary_pos_emb", turned):
         assert len(check(small_model(), "tp1", "sp2").objections()) == 2
     assert check(small_model(), "tp1").objections() == []
-
-
-@pytest.mark.drawn
-def test_the_last_token_of_a_large_vocabulary_is_tried() -> None:
-    model = small_model(tied=False)
-    model.resize_token_embeddings(5000)
-    harmless = model.model.embed_tokens.register_forward_hook(
-        lambda module, args, out: out * (args[0] < 4998)[..., None]
-    )
-    assert check(model, "tp2").objections() == []
-    harmless.remove()
-    model.model.embed_tokens.register_forward_hook(
-        lambda module, args, out: out * (1 + (args[0] == 4999).cumsum(-1)[..., None])
-    )
-    (objection,) = check(model, "tp2").objections()
-    assert "with the last tokens of the vocabulary in a pack the loss is" in objection
-
-
-@pytest.mark.drawn
-def test_code_of_a_script_that_was_not_tried_at_full_length_is_told() -> None:
-    model = small_model(tied=False)
-    model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: 2 * out)
-    assert check(model, "tp1", context_length=200).notes == ()
-    with mock.patch.object(reach, "LONGEST", 100):
-        (note,) = check(model, "tp1", context_length=200).notes
-    assert "sequences of up to 100 tokens; the job's may have 200" in note
-    assert "tokens" not in check(small_model(), "tp1", context_length=99999).notes

@@ -30,10 +30,8 @@ from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.profiling.stage_memory import kept_bytes
 from ds_hydra.profiling.stage_timer import StageTimer
 from ds_hydra.self_check.check import check_strategies
-from ds_hydra.self_check.compare import compare
 from ds_hydra.self_check.plain import Plain
-from ds_hydra.self_check.precision import doubled
-from ds_hydra.self_check.runs import run_pipeline, uneven_data
+from ds_hydra.self_check.runs import compare, doubled, run_pipeline, uneven_data
 from tests.support.checks import check
 from tests.support.families import VOCAB, build_model, reference_model
 

@@ -37,8 +37,7 @@ from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
 from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.pipe.tensor_parallel import usual_plan
 from ds_hydra.pipe.ulysses import AllToAll
-from ds_hydra.self_check.precision import doubled
-from ds_hydra.self_check.runs import run_pipeline
+from ds_hydra.self_check.runs import doubled, run_pipeline
 from ds_hydra.self_check.schemes import uneven_pipeline
 from ds_hydra.self_check.shrink import rotary_sections
 from ds_hydra.zero_hetero.errors import ConfigError

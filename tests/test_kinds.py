@@ -315,10 +315,10 @@ UNLIKE: dict[str, Callable[[], Any]] = {
 def test_a_layer_that_mixes_sequences_is_found_wherever_it_is(name: str) -> None:
     """It runs once for each sequence; packed, the self-check would refuse it."""
     with mock.patch.object(causal_lm, "may_mix_beside", return_value=False):
-        result = check_strategies(UNLIKE[name](), [StrategyShape.parse("tp1")], keep=False, context_length=32)
+        result = check_strategies(UNLIKE[name](), [StrategyShape.parse("tp1")], keep=False)
     (objection,) = result.objections()
     assert "no strategy trains this model as one process does" in objection
-    result = check_strategies(UNLIKE[name](), [StrategyShape.parse("tp1")], keep=False, context_length=32)
+    result = check_strategies(UNLIKE[name](), [StrategyShape.parse("tp1")], keep=False)
     assert not result.objections()
 
 

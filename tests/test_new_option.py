@@ -22,7 +22,7 @@ from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.pipe.stage import StageModule, StagePlace
 from ds_hydra.pipe.stage_options import StageOptions
-from ds_hydra.self_check import subjects
+from ds_hydra.self_check import trial
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.small_job import small_model
 
@@ -53,7 +53,7 @@ class Source(CausalLM):
 def added(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (hydra_block, job_fingerprint):
         monkeypatch.setattr(module, "StageOptions", Options)
-    for module in (jobs, subjects):
+    for module in (jobs, trial):
         monkeypatch.setattr(module, "CausalLM", Source)
 
 

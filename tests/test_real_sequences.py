@@ -15,9 +15,9 @@ from ds_hydra.data.tokens import TokenSequence
 from ds_hydra.engine.real_sequences import stages_of_few
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.stage_options import StageOptions
-from ds_hydra.self_check.few_layers import with_layers
 from ds_hydra.self_check.real import OwnModel, RealData, difference_on
 from ds_hydra.self_check.runs import run_stage
+from ds_hydra.self_check.small_copy import with_layers
 from tests.support.families import build_model, kept_in_fp32, vocab_size
 
 CPU = torch.device("cpu")
@@ -90,35 +90,49 @@ def counts_pairs(model: Any) -> None:
     embedding.forward = marked
 
 
-class Limited(nn.Module):
-    """A norm that does something else in rows of more than 80 tokens."""
+def norm_of_rows(limit: int) -> Callable[[Any], None]:
+    """A norm that does something else in long rows."""
 
-    def __init__(self, norm: nn.Module):
-        super().__init__()
-        self.norm = norm
+    def scaled(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return 0.7 * out if out.shape[1] > limit else out
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.norm(x)
-        return 0.7 * y if x.shape[1] > 92 else y
+    return lambda model: model.model.norm.register_forward_hook(scaled)
 
 
-def by_length(model: Any) -> None:
-    model.model.norm = Limited(model.model.norm)
+def looks_back(lag: int) -> Callable[[Any], None]:
+    def shifted(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return out + 0.5 * nn.functional.pad(args[0], (0, 0, lag, 0))[:, : out.shape[1]]
+
+    return lambda model: model.model.layers[1].mlp.register_forward_hook(shifted)
 
 
-def looks_back(model: Any) -> None:
-    mlp = model.model.layers[1].mlp
-    before = mlp.forward
-    mlp.forward = lambda x: before(x) + 0.5 * nn.functional.pad(x, (0, 0, 50, 0))[:, : x.shape[1]]
+def mean_of_block(size: int) -> Callable[[Any], None]:
+    """The mean of the first tokens of a row, where there are so many."""
+
+    def hook(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return out + out[:, :size].mean(1, keepdim=True) if out.shape[1] > size else out
+
+    return lambda model: model.model.layers[1].mlp.register_forward_hook(hook)
+
+
+ATTACKS: dict[str, tuple[Callable[[Any], None], tuple[int, ...]]] = {
+    "pairs": (counts_pairs, (7, 90)),
+    "norm 92": (norm_of_rows(92), (7, 90)),
+    "norm 1000": (norm_of_rows(1000), (7, 900, 200)),
+    "back 50": (looks_back(50), (7, 90, 7)),
+    "back 300": (looks_back(300), (7, 310, 7)),
+    "block 64": (mean_of_block(64), (7, 90, 7)),
+}
 
 
 @pytest.mark.drawn
-@pytest.mark.parametrize("attack", [counts_pairs, by_length, looks_back])
+@pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_packing_changes_is_found(attack: Callable[[Any], None], dtype: torch.dtype) -> None:
+def test_what_packing_changes_is_found(attack: str, dtype: torch.dtype) -> None:
     model = build_model("llama", torch.float32)
-    attack(model)
-    told = difference(model, dtype)
+    change, lengths = ATTACKS[attack]
+    change(model)
+    told = difference(model, dtype, lengths)
     assert told is not None
     assert "where rounding explains" in told
 

@@ -126,11 +126,10 @@ def halve_loss(model: Any) -> None:
 def test_a_loss_of_the_models_own_is_refused_unless_one_is_given(own: str) -> None:
     model = build_model("llama", torch.float32)
     globals()[own](model)
-    settings = {"keep": False, "context_length": 32}
-    for objection in check(model, "tp1", "pp2", **settings).objections():
+    for objection in check(model, "tp1", "pp2", keep=False).objections():
         assert re.search(r"a loss of its own \(.* whose cross entropy is .*\), .*: pass loss_fn", objection)
-    assert len(check(model, "tp1", "pp2", **settings).objections()) == 2
-    assert check(model, "tp1", "pp2", loss_given=True, **settings).objections() == []
+    assert len(check(model, "tp1", "pp2", keep=False).objections()) == 2
+    assert check(model, "tp1", "pp2", loss_given=True, keep=False).objections() == []
 
 
 def test_a_rank_that_draws_for_the_features_of_another_is_refused() -> None:
@@ -270,11 +269,6 @@ def mix_tokens(model: Any) -> None:
     model.model.layers[1].register_forward_hook(lambda module, args, out: out + out.roll(1, dims=1))
 
 
-def grow_long_rows(model: Any) -> None:
-    """Beyond what a sequence of the job can have."""
-    model.model.layers[1].register_forward_hook(lambda module, args, out: out * (1.1 if out.shape[1] > 300 else 1.0))
-
-
 def blind_last(model: Any) -> None:
     """The last token of a row, which has a target where a slice ends."""
     model.lm_head.register_forward_hook(lambda module, args, out: torch.cat((out[:, :-1], 0 * out[:, -1:]), dim=1))
@@ -286,7 +280,6 @@ REFUSED = [
     ("llama", count_calls, "the plain model differs from itself when it runs twice"),
     ("llama", write_to_parameter, r"the model's forward changes model\.norm\.weight"),
     ("mixtral", drop_in_experts, r"draws random numbers \(dropout 0\.2\) for rows that are not the tokens"),
-    ("llama", grow_long_rows, r"the loss is .* off.*model\.layers\.1 is the first.*; no strategy"),
     ("llama", mix_tokens, r"the loss is .* off.*model\.layers\.1 is the first.*; no strategy"),
 ]
 
@@ -296,7 +289,7 @@ REFUSED = [
 def test_what_no_stage_could_do_alike_is_refused(family: str, change: Callable[[Any], None], told: str) -> None:
     model = build_model(family, torch.float32)
     change(model)
-    (objection,) = check(model, "tp1", keep=False, context_length=100, tokens_per_step=400).objections()
+    (objection,) = check(model, "tp1", keep=False).objections()
     assert re.search(f"tp1 trains otherwise than one process: .*{told}", objection), objection
 
 

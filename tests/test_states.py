@@ -34,10 +34,8 @@ from ds_hydra.profiling import stage_memory
 from ds_hydra.profiling.stage_memory import measure_activations
 from ds_hydra.profiling.stage_timer import hollow_source
 from ds_hydra.self_check.check import check_strategies
-from ds_hydra.self_check.compare import compare
 from ds_hydra.self_check.plain import Plain
-from ds_hydra.self_check.precision import doubled
-from ds_hydra.self_check.runs import Data, Outcome, run_pipeline, uneven_data
+from ds_hydra.self_check.runs import Data, Outcome, compare, doubled, run_pipeline, uneven_data
 from ds_hydra.self_check.shrink import shrunk_config
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tests.support.families import BOXED, build_model, hf_config

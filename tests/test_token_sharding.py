@@ -33,10 +33,8 @@ from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.profiling.stage_memory import kept_bytes
 from ds_hydra.profiling.stage_timer import StageTimer
 from ds_hydra.self_check.check import check_strategies
-from ds_hydra.self_check.compare import compare
 from ds_hydra.self_check.plain import Plain
-from ds_hydra.self_check.precision import doubled
-from ds_hydra.self_check.runs import Outcome, run_pipeline, uneven_data
+from ds_hydra.self_check.runs import Outcome, compare, doubled, run_pipeline, uneven_data
 from ds_hydra.self_check.schemes import uneven_pipeline
 from ds_hydra.step import batching
 from ds_hydra.testing.drawing import drawing

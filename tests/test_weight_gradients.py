@@ -31,8 +31,7 @@ from ds_hydra.pipe.shape import PipelineShape
 from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.pipe.weight_gradients import WeightGradients, add_to_sum
 from ds_hydra.profiling.stage_memory import Allocations
-from ds_hydra.self_check.compare import compare
-from ds_hydra.self_check.runs import Data, Outcome, run_pipeline, uneven_data
+from ds_hydra.self_check.runs import Data, Outcome, compare, run_pipeline, uneven_data
 from ds_hydra.self_check.schemes import uneven_pipeline
 from tests.support.families import build_model
 

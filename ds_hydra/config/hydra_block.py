@@ -405,8 +405,8 @@ class HydraConfig:
     self_check: str = setting(choice("on", "off", "full"), "on")
     """Before step 0 a small copy of the model is trained under the strategies' schemes and compared with one process:
     "on" with few layers and ranks, in at most a minute of CPU time; "full" with all stages and ranks of each scheme.
-    "off": no such copy. Only where a model has code of a script, or modules of other models, it is still tried whether
-    sequences that are packed together train as each does alone."""
+    "off": no such copy. Only a model that has code of a script is still tried on sequences of the job: whether those
+    that are packed together train as each does alone."""
     chunks: str = setting(choice("auto", "off"), "auto")
     """"auto": sequences are cut into slices where that is faster, or nothing holds them whole, and the model allows it,
     which the self-check tells. It needs pipelines of the schedule "list" and a cost table with measured shares. "off":

@@ -15,15 +15,11 @@ from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.ranks.together import Texts
 from ds_hydra.ranks.world import World
 from ds_hydra.self_check.check import check_strategies
-from ds_hydra.self_check.schemes import BASE
 from ds_hydra.self_check.trial import told_boxes
-from ds_hydra.self_check.unproven import unproven
 from ds_hydra.self_check.verdicts import CheckResult, Verdict
 from ds_hydra.zero_hetero.errors import ConfigError
 
 logger = logging.getLogger(__name__)
-
-_ONE_RANK = StrategyShape((BASE,))
 
 
 def listed_for_others(job: Job) -> list[StrategyShape]:
@@ -60,32 +56,26 @@ def check_candidates(job: Job, world: World, candidates: Sequence[StrategyShape]
     off = job.config.self_check == "off"
     if job.checked is not None and (off or job.checked.knows(candidates)):
         return job.checked, source
-    candidates = [*candidates, *listed_for_others(job)]
-
-    parts = unproven(job.model) if off else ()
-    if off and not parts:
+    if off:
         return CheckResult({}), source
+    candidates = [*candidates, *listed_for_others(job)]
 
     def check(options: StageOptions) -> CheckResult:
         found = check_strategies(
             job.model,
-            [_ONE_RANK] if off else candidates,
+            candidates,
             options,
-            mode="on" if off else job.config.self_check,
-            context_length=job.config.context_length,
-            tokens_per_step=job.config.tokens_per_step,
+            mode=job.config.self_check,
             loss_given=isinstance(source, CausalLM) and source.token_loss is not None,
             channel=world.channel,
             node_size=world.node_size,
         )
         if found.boxed:
             _refuse_other_ways(found, source)
-        return _of_packs(found, candidates, parts, world) if off else found
+        return found
 
     asked = source.options
-    if off or not any(
-        stage.sp > 1 for shape in candidates for pipeline in shape.pipelines for stage in pipeline.stages
-    ):
+    if not any(stage.sp > 1 for shape in candidates for pipeline in shape.pipelines for stage in pipeline.stages):
         asked = replace(asked, sp_overlap=False)  # without effect
     checked = check(asked)
     objections, others = checked.objections(), asked.fallbacks()
@@ -119,23 +109,3 @@ def _refuse_other_ways(found: CheckResult, source: ModelSource) -> None:
             "own limit (a chunk, a block, a budget of tokens) in its config so that no sequence reaches it, and "
             'hydra.self_check to "off"'
         )
-
-
-def _of_packs(
-    found: CheckResult, candidates: Sequence[StrategyShape], parts: Sequence[str], world: World
-) -> CheckResult:
-    """What a check of one rank alone says of all candidates where hydra.self_check is "off": whether packs train the
-    model as one sequence at a time does, on which each of them rests."""
-    verdict = found.verdicts[BASE]
-    named = ", ".join(parts[:3]) + (f" and {len(parts) - 3} more" if len(parts) > 3 else "")
-    if verdict.state == "refused":
-        pipelines = {pipeline for strategy in candidates for pipeline in strategy.pipelines}
-        return replace(found, verdicts=dict.fromkeys(pipelines, verdict))
-    if world.rank == 0:
-        tried = "only that packs keep sequences apart was tried"
-        if verdict.state == "unchecked":
-            tried = f"whether packs keep sequences apart could not be tried either ({verdict.reason})"
-        logger.warning(
-            "hydra.self_check is \"off\", and %s is code that is not the model's own class's: %s", named, tried
-        )
-    return replace(found, verdicts={})

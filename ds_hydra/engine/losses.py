@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from ds_hydra.data.columns import IGNORE_INDEX
 from ds_hydra.data.tokens import Float64Array, TokenSequence
-from ds_hydra.engine.loss_watch import Watch, names_of, refuse_leaves
+from ds_hydra.engine.own_loss import Watch, names_of, refuse_leaves
 from ds_hydra.pipe.loss import CANDIDATES, LOG_PROB, Objective, ScoreLoss
 from ds_hydra.pipe.rows import SEQUENCE, TEMPERATURE, Field, FieldLayout
 from ds_hydra.zero_hetero.errors import ConfigError

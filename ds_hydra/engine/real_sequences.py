@@ -1,4 +1,4 @@
-"""The sequences of a job in; an error where a stage does not train the longest of them as the user's model does.
+"""Compares the packed stages with the user's own model on real sequences of the job: an error where they differ.
 
 See [Note: real sequences]. Training data whose lengths are known are tried before step 0, others as they come: the
 first, and then each that is twice as long as any before.
@@ -9,24 +9,30 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from ds_hydra.data.tokens import Sequences, TokenSequence
 from ds_hydra.engine.job import Job
+from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.models.causal_lm import CausalLM
-from ds_hydra.pipe.models.refusals import failing
+from ds_hydra.pipe.models.layer_list import LayerList
+from ds_hydra.pipe.models.positions import special_tokens
+from ds_hydra.pipe.models.refusals import failing, known_tokens
+from ds_hydra.pipe.models.whose_code import own_code
 from ds_hydra.pipe.placement import Strategy
 from ds_hydra.plan.step_plan import Phase, StepPlan
 from ds_hydra.ranks.together import agree
 from ds_hydra.ranks.world import World
-from ds_hydra.self_check.few_layers import with_layers
 from ds_hydra.self_check.layer_kinds import kept_layers
 from ds_hydra.self_check.real import OwnModel, RealData, difference_on
+from ds_hydra.self_check.small_copy import few_entries, with_layers
 from ds_hydra.step.delivery import runners
 from ds_hydra.step.model_masters import ModelMasters
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -36,7 +42,17 @@ logger = logging.getLogger(__name__)
 # What the four runs on one rank may take: operations of one, and memory.
 _OPERATIONS = {"cpu": 3e9, "cuda": 1e14}
 _BYTES = 4 * 2**30
+_ENDS = 4  # tokens at each end of the vocabulary that are tried
 _LIVE = 40  # numbers of a token and a feature that a layer keeps, about
+
+
+class _Few(NamedTuple):
+    """What is tried of a model: all of its layers, or one of each kind."""
+
+    names: Mapping[str, str]  # by path of a parameter: its name among the masters
+    most: int  # tokens of a sequence that one rank can compute
+    made: Callable[[], tuple[Any, CausalLM | LayerList]]  # the model in these layers, and its stages
+    fewer: bool = True
 
 
 class RealSequences:
@@ -45,8 +61,10 @@ class RealSequences:
     def __init__(self, job: Job, world: World, masters: ModelMasters, hidden: int):
         self._job, self._world, self._masters, self._hidden = job, world, masters, hidden
         self._tried = 0  # tokens of the longest
-        # None: nothing is tried. A layer list has no forward but its layers' own.
-        self._source = job.source if isinstance(job.source, CausalLM) and job.config.self_check != "off" else None
+        # None: nothing is tried. Code of a script is, whatever is asked for: each strategy rests on packs.
+        known = isinstance(job.source, CausalLM | LayerList)
+        tried = known and (job.config.self_check != "off" or own_code(job.model))
+        self._source = cast("CausalLM | LayerList", job.source) if tried else None
 
     def before_training(self) -> None:
         """Try the longest and the shortest of training data whose lengths are known."""
@@ -55,8 +73,9 @@ class RealSequences:
             return
         used = [int(index) for index in data.lengths.argsort(kind="stable") if data.lengths[index]]
         self._try(
-            self._source, [int(data.lengths[index]) for index in used], 0, lambda at: data.load_sequence(used[at])
-        )
+            self._source, [int(data.lengths[index]) for index in used], self._job.config.tokens_per_step or 0, 0,
+            lambda at: data.load_sequence(used[at]),
+        )  # fmt: skip
         self._tried = int(data.lengths.max())  # no longer one comes
 
     def before_step(self, plan: StepPlan, data: Sequences, strategy_of: Callable[[Phase], Strategy]) -> None:
@@ -67,46 +86,59 @@ class RealSequences:
         ranks = runners(plan, [strategy_of(phase) for phase in plan.phases])
         who = min(ranks[by_length[-1]])
         here = [position for position in by_length if who in ranks[position]]
-        self._try(self._source, [plan.lengths[at] for at in here], who,
+        self._try(self._source, [plan.lengths[at] for at in here], sum(plan.lengths), who,
                   lambda at: data.load_sequence(plan.sequence_ids[here[at]]))  # fmt: skip
         self._tried = max(plan.lengths)
 
-    def _try(self, source: CausalLM, lengths: Sequence[int], who: int, load: Callable[[int], TokenSequence]) -> None:
-        """Try the first of sequences that are sorted by length, and the last that one rank can compute."""
-        kept, most = self._extent(source, lengths[-1])
-        fitting = sum(length <= most for length in lengths)
+    def _try(
+        self, source: CausalLM | LayerList, lengths: Sequence[int], row: int, who: int,
+        load: Callable[[int], TokenSequence],
+    ) -> None:  # fmt: skip
+        """Try the first of sequences that are sorted by length, the last that one rank can compute, and others that
+        fill a row of `row` tokens with them."""
+        few = self._few(source, lengths[-1])
+        fitting = sum(length <= few.most for length in lengths)
         if fitting < len(lengths) and self._world.rank == 0:
             told = f"the longest tried has {lengths[fitting - 1]}" if fitting else "none is tried"
             logger.info("self-check: sequences of up to %d tokens, of which one rank can compute %d in seconds: %s",
-                        lengths[-1], most, told)  # fmt: skip
+                        lengths[-1], few.most, told)  # fmt: skip
         if not fitting:
             return
-        path, num_layers = source.layers_path, source.plan.num_layers
-        everywhere = [name for name, _ in self._job.model.named_parameters(remove_duplicate=False)]
-        names = {few: name for name in everywhere if (few := _in_few(name, path, kept)) is not None}
-        wanted = {source.aliases[whole] for whole in names.values()}
-        values = self._masters.gather(self._world.group, wanted, [who])
+        values = self._masters.gather(self._world.group, set(few.names.values()), [who])
         mine: Exception | None = None
         if self._world.rank == who:
             try:
-                with torch._C.DisableTorchFunctionSubclass():  # to it a released parameter is one of the meta device
-                    few = with_layers(self._job.model, path, kept)
                 # The shortest on both sides: what stands before a sequence may change it, and what comes after another.
-                data = RealData.of([load(at)._replace(images=None) for at in (0, fitting - 1, 0)])
-                given = {name: values[source.aliases[whole]] for name, whole in names.items()}
-                stages = partial(
-                    copy.copy if len(kept) == num_layers else partial(stages_of_few, few, path, kept), source
-                )
-                mine = self._difference(lambda: OwnModel(few, given, stages()), data, len(kept) < num_layers)
+                picked, left = [0, fitting - 1], min(row, few.most) - lengths[fitting - 1] - 2 * lengths[0]
+                for at in range(fitting - 2, 0, -1):
+                    if left < lengths[1]:
+                        break
+                    if lengths[at] <= left:
+                        picked, left = [*picked, at], left - lengths[at]
+                given = [load(at)._replace(images=None) for at in (*picked, 0)]
+                if special := self._special(source):
+                    given.insert(1, special)
+                mine = self._difference(few, values, RealData.of(given))
             except Exception as raised:  # the other ranks wait for this one
                 mine = raised
         agree(self._world.channel, mine, "comparing real sequences", alike=True)
 
-    def _difference(self, own: Callable[[], OwnModel], data: RealData, in_few: bool) -> ConfigError | None:
-        began, where = time.process_time(), " (in one layer of each kind)" if in_few else ""
+    def _special(self, source: CausalLM | LayerList) -> TokenSequence | None:
+        """A sequence of the tokens that count as special, and of both ends of the vocabulary, each twice."""
+        if isinstance(source, LayerList):  # it does not say how many tokens it knows
+            return None
+        known = known_tokens(self._job.model)
+        ends = (*special_tokens(self._job.model), *range(_ENDS), *range(known - _ENDS, known))
+        tokens = 2 * [one for one in dict.fromkeys(ends) if 0 <= one < known and one not in source.uncounted]
+        return TokenSequence(np.array(tokens), np.array([*tokens[1:], IGNORED])) if tokens else None
+
+    def _difference(self, few: _Few, values: Mapping[str, Tensor], data: RealData) -> ConfigError | None:
+        began, where = time.process_time(), " (in one layer of each kind)" if few.fewer else ""
         try:
             with torch.random.fork_rng(devices=[]), torch.enable_grad():
-                what = difference_on(own(), data, self._job.types.compute, self._world.device)
+                model, stages = few.made()
+                given = {path: values[name] for path, name in few.names.items()}
+                what = difference_on(OwnModel(model, given, stages), data, self._job.types.compute, self._world.device)
         except Exception as raised:
             # Such as a type or an attention that the model's own forward does not know on this device.
             logger.warning("self-check: real sequences could not be tried: %s", failing(raised))
@@ -122,18 +154,31 @@ class RealSequences:
             "changes: take that out"
         )
 
-    def _extent(self, source: CausalLM, longest: int) -> tuple[list[int], int]:
-        """The layers that are tried, and the tokens that one rank can compute with them."""
+    def _few(self, source: CausalLM | LayerList, longest: int) -> _Few:
+        """All layers, or where one rank cannot compute the longest sequence with them, one of each kind."""
         plan, model = source.plan, self._job.model
-        layers = model.get_submodule(source.layers_path)
+        total = sum(param.numel for bucket in plan.buckets for param in bucket.params)
+        if (most := self._most_tokens(total, plan.num_layers)) >= longest:
+            return _Few(source.aliases, most, lambda: (model, copy.copy(source)), fewer=False)
+        if isinstance(source, LayerList):
+            with torch._C.DisableTorchFunctionSubclass():
+                fewer, paths = few_entries(model, source.options)
+            numel = sum(param.numel for bucket in fewer.plan.buckets for param in bucket.params)
+            most = self._most_tokens(numel, fewer.plan.num_layers)
+            return _Few({path: source.aliases[whole] for path, whole in paths.items()}, most, lambda: (None, fewer))
+        path, layers = source.layers_path, model.get_submodule(source.layers_path)
         params = {param.name: param for bucket in plan.buckets for param in bucket.params}
         per_layer = sum(params[name].numel for names in plan.layers for name in names) / plan.num_layers
-        ends = sum(param.numel for param in params.values()) - per_layer * plan.num_layers
-        everything = list(range(plan.num_layers))
-        if self._most_tokens(ends + per_layer * plan.num_layers, plan.num_layers) >= longest:
-            return everything, longest
         kept, _ = kept_layers(model, layers, min(2, plan.num_layers))
-        return kept, self._most_tokens(ends + per_layer * len(kept), len(kept))
+        most = self._most_tokens(total + per_layer * (len(kept) - plan.num_layers), len(kept))
+        names = {few: name for whole, name in source.aliases.items() if (few := _in_few(whole, path, kept)) is not None}
+
+        def made() -> tuple[Any, CausalLM]:
+            with torch._C.DisableTorchFunctionSubclass():  # to it a released parameter is one of the meta device
+                few = with_layers(model, path, kept)
+            return few, stages_of_few(few, path, kept, source)
+
+        return _Few(names, most, made)
 
     def _most_tokens(self, weights: float, num_layers: int) -> int:
         """Tokens of a sequence that can be computed with so many weights."""
@@ -142,8 +187,10 @@ class RealSequences:
         width = 8 if self._job.types.compute in (torch.float32, torch.float64) else 4
         vocabulary = self._job.source.vocab_size or 1
         heads = self._job.source.plan.num_heads or 1
-        flow, config = getattr(self._job.source, "flow", None), self._job.model.config.get_text_config()
-        eager = config._attn_implementation == "eager" or bool(flow and flow.attention_dropout)
+        source, eager = self._source, False
+        if isinstance(source, CausalLM):
+            own = self._job.model.config.get_text_config()._attn_implementation
+            eager = own == "eager" or bool(source.flow.attention_dropout)
 
         def fits(tokens: int) -> bool:
             of_layers = _LIVE * self._hidden * tokens + eager * 3 * heads * tokens**2

@@ -36,11 +36,10 @@ from transformers import GenerationConfig, PretrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ds_hydra.pipe.models.kept_values import inside
 from ds_hydra.pipe.models.meta_copy import copy_to_meta, parameter_hooks, replace_parameters
 from ds_hydra.pipe.models.positions import special_tokens
 from ds_hydra.pipe.models.refusals import failing, known_tokens, refuse_own_attention
-from ds_hydra.pipe.models.state import refuse_counting
+from ds_hydra.pipe.models.state import inside, refuse_counting
 from ds_hydra.pipe.models.whose_code import GLOBAL_HOOKS, HOOKS, TORCHS
 from ds_hydra.step.update import ModelNow
 from ds_hydra.zero_hetero.errors import ConfigError

@@ -45,7 +45,7 @@ from ds_hydra.pipe.attention.interface import layer_type
 from ds_hydra.pipe.models.meta_copy import copy_to_meta
 from ds_hydra.pipe.models.refusals import failing, find_layers
 from ds_hydra.pipe.rows import Seen
-from ds_hydra.self_check.precision import doubled
+from ds_hydra.self_check.runs import doubled
 from ds_hydra.zero_hetero.errors import ConfigError
 
 logger = logging.getLogger(__name__)

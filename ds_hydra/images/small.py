@@ -14,7 +14,7 @@ from torch import Tensor
 from ds_hydra.images.content import CLIP, Columns
 from ds_hydra.images.seam import COUNT
 from ds_hydra.pipe.models.meta_copy import run_experts_one_by_one
-from ds_hydra.self_check.precision import doubled
+from ds_hydra.self_check.runs import doubled
 from ds_hydra.self_check.shrink import rotary_sections, shrunk_config, usual
 from ds_hydra.zero_hetero.errors import ConfigError
 

@@ -17,10 +17,8 @@ from ds_hydra.pipe.shape import PipelineShape, StrategyShape
 from ds_hydra.pipe.stage_options import AS_WRITTEN, StageOptions
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.self_check.cache import fingerprint, read_verdicts, write_verdicts
-from ds_hydra.self_check.reach import Extent, extent_of
 from ds_hydra.self_check.schemes import BASE, bare, shapes_to_run, stand_in, teams
-from ds_hydra.self_check.subjects import make_subject
-from ds_hydra.self_check.trial import Trial, UntryableError
+from ds_hydra.self_check.trial import Trial, UntryableError, make_subject
 from ds_hydra.self_check.verdicts import CheckResult, Verdict
 from ds_hydra.zero_hetero.nodes import NodeSize
 from ds_hydra.zero_hetero.told import message_of
@@ -40,8 +38,6 @@ def check_strategies(
     options: StageOptions = AS_WRITTEN,
     *,
     mode: str = "on",
-    context_length: int | None = None,
-    tokens_per_step: int | None = None,
     loss_given: bool = False,
     channel: Channel | None = None,
     node_size: NodeSize | None = None,
@@ -51,9 +47,8 @@ def check_strategies(
 
     `mode` is hydra.self_check: "off" says nothing, "full" runs schemes with all their stages and ranks. Of `options`
     happens what the copy is found to allow, as the model was; sequence parallel ranks then exchange heads in groups
-    however few the tokens. `context_length` is the longest sequence's and `tokens_per_step` the longest row's, so far
-    is tried what the model has [Note: code of a script]. With `loss_given` a loss of the user's own is trained on, and
-    the model's counts for nothing. `channel` shares the runs out over its ranks, all of which must call this and get
+    however few the tokens. With `loss_given` a loss of the user's own is trained on, and the model's counts for
+    nothing. `channel` shares the runs out over its ranks, all of which must call this and get
     the same result; `node_size` says which of them share a node (None: all). `keep` uses the cache. Nothing of `model`
     is changed or kept, nor are torch's random numbers.
     """
@@ -62,13 +57,12 @@ def check_strategies(
         return CheckResult({})
     channel = channel or Channel(None, 0, 1)
     run = shapes_to_run(strategies, whole=mode == "full")
-    extent = extent_of(model, context_length, tokens_per_step)
-    name = fingerprint(model, mode, *astuple(options), *extent, loss_given, sorted(map(str, run))) if keep else None
+    name = fingerprint(model, mode, *astuple(options), loss_given, sorted(map(str, run))) if keep else None
     known = _shared(read_verdicts(name) if channel.rank == 0 else {}, channel)
     missing = [scheme for scheme in run if scheme not in known]
     found = _try_in_teams(
         model, run, missing, channel, node_size or channel.num_ranks,
-        mode=mode, options=options, extent=extent, loss_given=loss_given,
+        mode=mode, options=options, loss_given=loss_given,
     )  # fmt: skip
     if missing and channel.rank == 0:
         write_verdicts(name, known | found)
@@ -80,8 +74,6 @@ def check_strategies(
     result = CheckResult(whole, time.perf_counter() - began, len(run) - len(missing), no_slices, alone.boxed)
     if channel.rank == 0:
         logger.info("self-check: %s", result)
-        for note in result.notes:
-            logger.warning("self-check: %s", note)
     return result
 
 
@@ -112,7 +104,6 @@ def _try(
     options: StageOptions,
     began: float,
     memory_bytes: float,
-    extent: Extent,
     loss_given: bool,
 ) -> dict[PipelineShape, Verdict]:
     """Verdicts on `mine`, some of all schemes to `run`; `began` is the process's CPU time when it began."""
@@ -134,7 +125,6 @@ def _try(
         run,
         options=options,
         memory_bytes=memory_bytes if mode == "on" else float("inf"),
-        extent=extent,
     )
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.default_generator.manual_seed(0)  # `torch.manual_seed` would change those of GPUs too, for good

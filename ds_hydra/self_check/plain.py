@@ -15,8 +15,7 @@ from ds_hydra.pipe.loss import IGNORED, TokenLoss
 from ds_hydra.pipe.models.draws import DROPOUTS, FROM_UNIFORM, Draws, Keys, Place, dropout_of, of_attention
 from ds_hydra.pipe.models.experts import Balancing
 from ds_hydra.pipe.rows import Pack
-from ds_hydra.self_check.precision import doubled
-from ds_hydra.self_check.runs import Data, Outcome
+from ds_hydra.self_check.runs import Data, Outcome, doubled
 from ds_hydra.self_check.shrink import POSITIONS
 
 

@@ -3,9 +3,10 @@
 [Note: real sequences]
 The self-check compares every strategy with one process, exactly, but on small widths and drawn tokens. Whatever a model
 does on the job's own tokens alone, it cannot see: a token that counts separators, a limit beyond the sequences that it
-tries. So the longest and the shortest sequence at hand run once more, in one pack through a stage on one rank and one
-by one through the model's own forward, with the values and in the type that the job has. Where not all layers can be
-computed in seconds, one of each kind is.
+tries. So the longest, the shortest and as many others as fill a row run once more, in one pack through a stage on one
+rank, and one by one through the model's own forward, with the values and in the type that the job has. A layer list,
+which has no forward but its layers' own, runs one by one through a stage. Where not all layers can be computed in
+seconds, one of each kind is.
 
 In BF16 two right runs differ. How much, the model itself tells: it runs in a wider type too, and a stage may be four
 times as far from the model as the model is from itself (right ones were 0.5 of that apart at most, over 40 families).
@@ -16,7 +17,7 @@ no choice changes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -29,10 +30,10 @@ from torch import Tensor
 from ds_hydra.data.tokens import TokenSequence
 from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.models.layer_list import LayerList
 from ds_hydra.pipe.models.meta_copy import copy_to_meta, give_values, parameter_hooks, place_on, run_experts_one_by_one
 from ds_hydra.self_check.plain import Plain
-from ds_hydra.self_check.precision import doubled
-from ds_hydra.self_check.runs import Data, run_stage
+from ds_hydra.self_check.runs import Data, doubled, run_stage
 
 _TIMES = 4.0  # the distance of the model from itself
 _SCATTER = 3.0  # times that, where the wider type agrees
@@ -65,9 +66,9 @@ class RealData(Data):
 class OwnModel(NamedTuple):
     """The user's model, whole or in few layers, on the meta device; and its values, by its own names."""
 
-    model: Any
+    model: Any  # None: a layer list
     values: Mapping[str, Tensor]
-    source: CausalLM  # of its stages; its values are set here
+    source: CausalLM | LayerList  # of its stages; its values are set here
 
 
 class Ran(NamedTuple):
@@ -96,12 +97,16 @@ def difference_on(own: OwnModel, data: RealData, dtype: torch.dtype, device: tor
         path: value.to(dtype) if value.is_floating_point() and path not in own_wide else value
         for path, value in own.values.items()
     }
-    alone = partial(_alone, own, source, rounded, data, factor, device)
+    source.values = {name: rounded[path] for path, name in source.aliases.items()}
     staged = partial(run_stage, source, data, factor=factor, device=device)
+    if isinstance(source, CausalLM):
+        alone: Callable[[torch.dtype], Ran] = partial(_alone, own, source, rounded, data, factor, device)
+    else:
+        apart = data.packed([(sequence,) for sequence in range(len(data.sequences))])
+        alone = lambda dtype: Ran(*run_stage(source, apart, factor=factor, device=device, dtype=dtype))  # noqa: E731
     narrow = alone(dtype)
     if not narrow.finite:
         raise FloatingPointError("the model's own loss or gradients of it are not finite")
-    source.values = {name: rounded[path] for path, name in source.aliases.items()}
     stage = Ran(*staged(dtype=dtype))
     # Right runs in FP32 are 1e-6 apart: only where they are further the model has to tell what rounding explains.
     if dtype == torch.float32 and _Allowed.by(narrow, _ROUNDED).difference(narrow, stage) is None:

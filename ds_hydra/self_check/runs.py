@@ -1,18 +1,20 @@
-"""One training step and one evaluation by all ranks of a pipeline, in one process."""
+"""Runs one training step and one evaluation by all ranks of a pipeline in one process, in FP64, and compares two."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from ds_hydra.costs.cost_table import SchemeCost
 from ds_hydra.costs.shares import Shares
@@ -39,7 +41,6 @@ from ds_hydra.pipe.stage import (
 )
 from ds_hydra.plan.simulate import batches_of
 from ds_hydra.plan.step_plan import MicroBatchPlan, PipelinePlan, Span
-from ds_hydra.self_check.precision import doubled
 from ds_hydra.self_check.schemes import BASE, uneven_pipeline
 from ds_hydra.step.batching import RankBatches, build_batches
 from ds_hydra.watchdog import Activity
@@ -328,3 +329,135 @@ def _over_nodes(batch: MicroBatch) -> MicroBatch:
 def _fill(buffer: Tensor, pieces: Iterable[Piece], values: Tensor) -> None:
     for start, stop, offset in pieces:
         buffer[offset : offset + stop - start] = values[start:stop]
+
+
+# ---- How far two outcomes of one step are apart, and where. ----
+
+
+class Tolerance(NamedTuple):
+    """Largest deviations that count as rounding."""
+
+    of_itself: float  # of a loss, or of a gradient by its largest entry
+    of_largest: float  # of a gradient by the largest of all: one may be zero but for rounding
+
+
+# Two right runs in FP64 differ by 1e-12 at most. Where a model asks for BF16 or an FP32 that cannot be widened, they
+# differ by up to 2e-6 of a gradient's largest entry, and a gradient that is zero by 2e-8 of the largest gradient.
+EXACT, ROUNDED = Tolerance(1e-9, 1e-12), Tolerance(1e-5, 1e-6)
+
+
+class Difference(NamedTuple):
+    """The worst deviation, relative to the largest entry, and the first thing that differs (None: nothing does)."""
+
+    worst: float
+    what: str | None
+    forward: Literal["training", "evaluation"] | None = None  # whose forward differs already
+    tolerance: float = EXACT.of_itself  # what it was held to
+
+
+def compare(right: Outcome, other: Outcome) -> Difference:
+    """What of `other` is not what `right` says: the losses first, then gradients in the order of the parameters."""
+    allowed = EXACT if right.exact and other.exact else ROUNDED
+    training, evaluation = _relative(right.loss, other.loss), _relative(right.eval_loss, other.eval_loss)
+    largest = max((_peak(gradient) for gradient in right.gradients.values()), default=0.0)
+    gradients = {n: _deviation(g, other.gradients.get(n), largest, allowed) for n, g in right.gradients.items()}
+    worst = 0.0
+    for off in (training, evaluation, *gradients.values()):
+        worst = off if off != off or off > worst else worst  # not a number counts as largest
+    found = partial(Difference, worst, tolerance=allowed.of_itself)
+    if training != training and right.loss == right.loss:
+        return found("the loss is not a number, as where a parameter is read before the stage waits for it", "training")
+    if not training <= allowed.of_itself:
+        return found(f"the loss is {training:.1e} off", "training")
+    if not evaluation <= allowed.of_itself:
+        return found(f"the loss of an evaluation is {evaluation:.1e} off", "evaluation")
+    differing = [name for name, off in gradients.items() if not off <= allowed.of_itself]
+    if not differing:
+        return found(None)
+    more = f" (and those of {len(differing) - 1} more)" if len(differing) > 1 else ""
+    return found(f"the gradient of {differing[0]} is {gradients[differing[0]]:.1e} off{more}")
+
+
+def _relative(right: float, other: float) -> float:
+    return abs(right - other) / max(abs(right), 1e-300)
+
+
+def _deviation(right: Tensor, other: Tensor | None, largest: float, allowed: Tolerance) -> float:
+    """Largest deviation over the largest entry; entries that are zero but for rounding do not count."""
+    if other is None or other.shape != right.shape:
+        return float("inf")
+    apart = float((right - other).abs().max()) if right.numel() else 0.0
+    if apart <= allowed.of_largest * largest and not apart <= allowed.of_itself * _peak(right):
+        return 0.0
+    return apart / max(_peak(right), 1e-300)
+
+
+def _peak(values: Tensor) -> float:
+    return float(values.abs().max()) if values.numel() else 0.0
+
+
+def finite(outcome: Outcome) -> bool:
+    """Whether an outcome can be compared at all."""
+    numbers = [torch.tensor([outcome.loss, outcome.eval_loss]), *outcome.gradients.values()]
+    return all(bool(torch.isfinite(values).all()) for values in numbers)
+
+
+# ---- What a model computes in FP32, in FP64: then two right runs agree but for the rounding of FP64. ----
+
+Tensors = Tensor | Sequence[Tensor]
+_NARROW = frozenset({torch.float32, torch.float16, torch.bfloat16})
+
+
+class Doubles(TorchFunctionMode):
+    """Within it, a function that is asked for FP32 returns FP64.
+
+    Hugging Face's norms, routers and softmaxes go down to FP32 in a model of any dtype, by `x.float()`,
+    `x.to(torch.float32)` or `dtype=torch.float32`. Rounded so, two right runs differ by 1e-7, and errors below that
+    could not be told from rounding. `exact` is False once a function returned a narrower number all the same (a model
+    may ask for BF16). A thread of its own must enter the same mode by itself.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.exact = True
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (Tensor.backward, torch.autograd.backward):
+            return self._backward(*args, **kwargs)
+        if func is Tensor.float:
+            func = Tensor.double
+        if any(value is torch.float32 for value in (*args, *kwargs.values())):
+            args = tuple(_wide(value) for value in args)
+            kwargs = {key: _wide(value) for key, value in kwargs.items()}
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor) and result.dtype in _NARROW:
+            self.exact = False
+        return result
+
+    def _backward(self, tensors: Tensors, given: Tensors | None = None, **kwargs: Any) -> None:
+        """A mode is off while it handles a call; but in this one layers may be recomputed, and must find it on."""
+        gradient = next((kwargs[key] for key in ("gradient", "grad_tensors") if kwargs.get(key) is not None), given)
+        outs = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+        grads = (gradient,) * len(outs) if gradient is None or isinstance(gradient, Tensor) else tuple(gradient)
+        grads = tuple(torch.ones_like(o) if g is None else g for o, g in zip(outs, grads, strict=True))
+        with self:
+            torch.autograd.Variable._execution_engine.run_backward(
+                outs, grads, False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
+
+
+def _wide(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
+
+
+@contextmanager
+def doubled() -> Iterator[Doubles]:
+    """Within it, this thread computes in FP64, and tensors of no given dtype are made in FP64."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with Doubles() as mode:
+            yield mode
+    finally:
+        torch.set_default_dtype(before)

@@ -18,7 +18,7 @@ class Verdict:
     """What came of running one scheme on a small copy of the model."""
 
     state: State
-    reason: str = ""  # of a refusal, or why it was not checked: a clause, and what to do; if equal, what to know
+    reason: str = ""  # of a refusal, or why it was not checked: a clause, and what to do
     difference: float = 0.0  # largest of a loss or gradient, relative to its largest entry
     no_slices: str = ""  # of one rank alone, if equal: why no sequence may be cut into slices; empty: it may
     seconds: float = 0.0  # of CPU time of the run; 0 where the verdict was known
@@ -54,11 +54,6 @@ class CheckResult:
         told = f"{len(equal)} of {len(self.verdicts)} kinds of pipelines train as one process does"
         whole = f"; its sequences are not cut into slices: {self.no_slices}" if self.no_slices else ""
         return f"{told}; {self.seconds:.1f} s, {self.from_cache} runs known from earlier jobs{whole}"
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What a user should know though all is equal, each once."""
-        return tuple(dict.fromkeys(v.reason for v in self.verdicts.values() if v.state == "equal" and v.reason))
 
     def allows(self, shape: ParallelScheme | PipelineShape) -> bool:
         """Whether a pipeline may be used, as far as those that were checked tell: equal kinds of stages fail alike."""

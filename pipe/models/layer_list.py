@@ -35,6 +35,7 @@ class LayerList:
     valued = False
     notes: tuple[str, ...] = ()
     balances = False  # its loss is its own
+    wide: frozenset[str] = frozenset()  # of parameters that compute in a wider type
 
     def __init__(self, model: Any, options: StageOptions = AS_WRITTEN):
         """Reads specs, buffers and values of the layers that this rank has built.

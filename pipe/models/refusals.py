@@ -21,8 +21,7 @@ from ds_hydra.pipe.adapters import head_of, trained_copy
 from ds_hydra.pipe.attention.interface import CHUNKED
 from ds_hydra.pipe.model_plan import ParamSpec
 from ds_hydra.pipe.models.adapted import refuse_adapters
-from ds_hydra.pipe.models.kept_values import leaves_of
-from ds_hydra.pipe.models.state import held_by
+from ds_hydra.pipe.models.state import held_by, leaves_of
 from ds_hydra.pipe.models.whose_code import (
     HOOKS,
     called_by,

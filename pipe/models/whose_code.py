@@ -124,12 +124,6 @@ def own_functions(value: Any) -> tuple[types.FunctionType, ...]:
     return tuple(one for one in run if not is_of_package(one.__code__.co_filename))
 
 
-def holds_own(function: types.FunctionType) -> bool:
-    """Whether a function, or one that it wraps or closes over, is a script's, whatever it calls."""
-    held = [function, getattr(function, "__wrapped__", None), *map(_contents, function.__closure__ or ())]
-    return any(one is not None and not is_of_package(one.__code__.co_filename) for one in map(function_of, held))
-
-
 def called_by(module: nn.Module) -> tuple[types.FunctionType, ...]:
     """The functions that run as a module's class computes: its forward, and what this calls by name."""
     kind = type(module)

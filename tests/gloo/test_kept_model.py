@@ -13,6 +13,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from tools.edits.kind import KINDS
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
@@ -32,7 +33,6 @@ from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.families import build_model
 from tests.support.small_job import small_engine, small_model, whole_state
 from tools.edits.job import EDITED, STEPS, fresh_job
-from tools.edits.kind import KINDS
 
 
 def kept(model: nn.Module, steps_differ: bool = False, dtype: torch.dtype = torch.float32) -> KeptModel:

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ds_hydra
-from ds_hydra.engine import prepare
+from ds_hydra.engine import prepare, real_sequences
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.self_check.cache import cache_folder
 from ds_hydra.self_check.check import check_strategies
-from ds_hydra.self_check.layer_lists import short_layer_list
+from ds_hydra.self_check.small_copy import short_layer_list
 from ds_hydra.self_check.verdicts import CheckResult
 from ds_hydra.testing import rank_environment, run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -47,11 +47,12 @@ def test_ranks_share_the_runs_and_get_the_same_verdicts() -> None:
     assert len(list(cache_folder().iterdir())) == 1
 
 
-def start(model: Any, strategies: list[str] | str) -> Any:
-    """An engine on 2 ranks, as a user's script would make it."""
+def start(model: Any, strategies: list[str] | str, **hydra: Any) -> Any:
+    """An engine, as a user's script would make it."""
     logging.getLogger("ds_hydra").setLevel(logging.ERROR)
     rank_environment(dist.get_rank())
     block = {"tokens_per_step": 64, "strategies": strategies, "steps_file": None, "planner": {"ahead": 0}}
+    block |= hydra
     config = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}, "hydra": block}
     return ds_hydra.initialize(model=model, training_data=[[3] * 20, [5] * 40] * 4, config=config)[0]
 
@@ -116,6 +117,26 @@ def test_layer_lists(block: type[Block], depth: int) -> None:
             assert objection is not None
             assert "the loss is" in objection
             assert "no strategy trains this model" in objection
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("depth", [4, 40])
+def test_a_layer_list_is_tried_on_real_sequences(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its layers, one sequence at a time; where it has many, in some of them."""
+    monkeypatch.setattr(logging.getLogger("ds_hydra.engine.real_sequences"), "info", lambda *told: heard.append(told))
+    if depth > 4:
+        monkeypatch.setitem(real_sequences._OPERATIONS, "cpu", 2e7)
+
+    def program(rank: int) -> list[Any]:
+        start(layer_list(Block, depth), ["tp1"], self_check="off").destroy()
+        with pytest.raises(ConfigError, match="the model is not trained as by its own forward") as refused:
+            start(layer_list(Leaky, depth), ["tp1"], self_check="off")
+        assert ("in one layer of each kind" in str(refused.value)) == (depth > 4)
+        return [told[0] for told in heard]
+
+    heard: list[Any] = []
+    (told,) = run_ranks(program, 1)
+    assert len(told) == 1
 
 
 def test_of_many_equal_layers_few_are_kept() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import ds_hydra.engine.real_sequences
 from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.small_job import small_config, small_engine, small_model
-from tests.test_real_sequences import PAIR, counts_pairs
+from tests.test_real_sequences import PAIR, counts_pairs, norm_of_rows
 
 
 def tokens(length: int, pair: bool) -> Tensor:
@@ -61,6 +62,32 @@ def test_known_data_are_tried_before_step_0(operations: float | None, monkeypatc
     assert first == second
     assert "on real sequences of 4 and 60 tokens" in first
     assert ("one layer of each kind" in first) is (operations is not None)
+
+
+def counts_last_token(model: Any) -> None:
+    """Of the vocabulary, which the data have nowhere."""
+    model.model.embed_tokens.register_forward_hook(
+        lambda module, args, out: out * (1 + (args[0] == 96).cumsum(-1)[..., None])
+    )
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("change", [norm_of_rows(100), counts_last_token])
+@pytest.mark.parametrize("self_check", ["on", "off"])
+def test_a_row_is_filled_and_has_special_tokens(change: Callable[[Any], Any], self_check: str) -> None:
+    def job(rank: int) -> str:
+        model = small_model()
+        change(model)
+        with pytest.raises(ConfigError) as told:
+            small_engine(
+                rank, model, small_config(2, self_check=self_check, strategies=["pp2"], tokens_per_step=130),
+                data=[tokens(n, False) for n in (4, 60, 9, 30, 31)],
+            )  # fmt: skip
+        return str(told.value)
+
+    first, second = run_ranks(job, 2)
+    assert first == second
+    assert "on real sequences of 4 and 60 tokens the model is not trained as by its own forward" in first
 
 
 def handed_in(rank: int) -> list[str]:

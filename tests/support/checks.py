@@ -15,9 +15,5 @@ def strategies(*texts: str) -> list[StrategyShape]:
 
 
 def check(model: Any, *texts: str, **settings: Any) -> CheckResult:
-    """Verdicts on a model under strategies.
-
-    One with code of a script is tried on sequences of 96 tokens, beyond all that its small copy has, unless they are
-    said to be longer.
-    """
-    return check_strategies(model, strategies(*texts), **{"context_length": 96, **settings})
+    """Verdicts on a model under strategies."""
+    return check_strategies(model, strategies(*texts), **settings)

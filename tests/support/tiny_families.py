@@ -23,12 +23,10 @@ from ds_hydra.pipe.models.positions import special_tokens
 from ds_hydra.pipe.placement import Strategy, place_pipeline
 from ds_hydra.pipe.shape import PipelineShape
 from ds_hydra.pipe.stage_options import StageOptions
-from ds_hydra.self_check.compare import compare, finite
 from ds_hydra.self_check.plain import Plain
-from ds_hydra.self_check.precision import doubled
-from ds_hydra.self_check.runs import Data, Outcome, run_pipeline
+from ds_hydra.self_check.runs import Data, Outcome, compare, doubled, finite, run_pipeline
 from ds_hydra.self_check.shrink import shrunk_config
-from ds_hydra.self_check.subjects import tried_data
+from ds_hydra.self_check.trial import tried_data
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tests.support.case import UNUSUAL
 from tests.support.changed_models import CHANGED, CHANGED_LINEARS
