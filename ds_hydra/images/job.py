@@ -35,8 +35,7 @@ from ds_hydra.pipe.stage import StageModule, StagePlace
 from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.plan.step_plan import MicroBatchPlan
 from ds_hydra.profiling.stage_timer import hollow_model
-from ds_hydra.self_check.precision import doubled
-from ds_hydra.self_check.runs import Data, Outcome, run_pipeline
+from ds_hydra.self_check.runs import Data, Outcome, doubled, run_pipeline
 from ds_hydra.self_check.schemes import uneven_pipeline
 from ds_hydra.zero_hetero.errors import ConfigError
 

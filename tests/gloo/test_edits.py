@@ -1,4 +1,11 @@
-"""The trial of users' edits: it tells what trains as one process does from what does not."""
+"""What users do to their model, data and loss: trained as one process of plain torch does it, or refused.
+
+Each trial takes an edit, made before `initialize` or between two steps, and trains the edited job by the whole engine
+on two ranks, under two strategies in turn, whole or in slices. Losses and parameters after three steps must be those of
+one process that runs the same script with plain transformers, one sequence at a time, or the engine must have refused
+on all ranks, before it made a wrong update. It must not train otherwise without a word, end in an error of its own,
+stand still, or end differently on two ranks.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +14,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ds_hydra.engine import checked
-from tools.check_edits import TRIALS
-from tools.edits.job import Outcome
-from tools.edits.kind import KINDS
-from tools.edits.trial import STRATEGIES, Trial, distance, draw_trials, try_edit
+from ds_hydra.engine.real_sequences import RealSequences
+from tools import aims
+from tools.edits.added import added
+from tools.edits.edits import KINDS, SAME
+from tools.edits.job import EDITED, Outcome
+from tools.edits.trial import ROUNDING, STRATEGIES, Trial, distance, draw_trials, effects, try_edit
+
+TRIALS = list(draw_trials())
+USUAL = ("forward hook before", "look back 2 tokens before", "padding before a label before")
 
 
-def test_every_edit_is_drawn_before_or_after_under_every_strategy() -> None:
-    drawn = list(draw_trials(TRIALS, seed=1))
-    assert {trial.edit for trial in drawn} == set(KINDS)
-    assert {name for trial in drawn for name in trial.strategies} == set(STRATEGIES)
-    assert {(trial.late, trial.slices) for trial in drawn} == {(a, b) for a in (False, True) for b in (False, True)}
+def test_every_edit_is_tried_under_every_strategy() -> None:
+    assert {trial.edit for trial in TRIALS} == set(KINDS)
+    assert {name for trial in TRIALS for name in trial.strategies} == set(STRATEGIES)
+    assert {(trial.late, trial.slices) for trial in TRIALS} == {(a, b) for a in (False, True) for b in (False, True)}
 
 
 def test_outcomes_are_as_far_apart_as_their_losses_or_parameters() -> None:
@@ -30,17 +40,19 @@ def test_outcomes_are_as_far_apart_as_their_losses_or_parameters() -> None:
 
 @pytest.mark.drawn
 @pytest.mark.parametrize(
-    ("edit", "late", "strategies", "state"),
-    [
-        ("forward hook", False, ("tp2", "pp2/v"), "equal"),
-        ("look back 2 tokens", False, ("2*tp1",), "equal"),
-        pytest.param("items of a stage", False, ("2*tp1",), "equal", marks=pytest.mark.long),
-        ("padding before a label", False, ("2*tp1",), "refused"),
-    ],
+    "trial",
+    [pytest.param(one, id=str(one), marks=[] if str(one).startswith(USUAL) else pytest.mark.long) for one in TRIALS],
 )
-def test_an_edit_is_trained_as_it_is_or_refused(edit: str, late: bool, strategies: tuple[str, ...], state: str) -> None:
-    found = try_edit(Trial(edit, late, strategies, slices=False))
-    assert found.state == state, found
+def test_an_edit_is_trained_as_it_is_or_refused(trial: Trial) -> None:
+    found = try_edit(trial)
+    assert found.state in ("equal", "refused"), found
+    assert found.steps <= trial.late * EDITED, found
+
+
+@pytest.mark.long
+def test_every_edit_has_an_effect() -> None:
+    """One without would prove nothing."""
+    assert {name for name, apart in effects(sorted(KINDS)).items() if apart <= ROUNDING} == SAME
 
 
 @pytest.mark.drawn
@@ -56,12 +68,19 @@ def test_an_edit_is_trained_as_it_is_or_refused(edit: str, late: bool, strategie
 def test_packs_are_tried_with_the_self_check_off(edit: str, state: str) -> None:
     found = try_edit(Trial(edit, late=False, strategies=("tp2", "2*tp1"), slices=False), check="off")
     assert found.state == state, found
-    assert state == "equal" or "trains otherwise than one process" in found.words
+    assert state == "equal" or "the model is not trained as by its own forward" in found.words
 
 
 def test_what_trains_otherwise_is_told_from_what_is_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing is tried the engine trains a model that counts tokens over a pack."""
-    monkeypatch.setattr(checked, "unproven", lambda model: ())
+    monkeypatch.setattr(RealSequences, "_try", lambda *_: None)
     found = try_edit(Trial("count token 3", late=False, strategies=("2*tp1",), slices=False), check="off")
     assert found.state == "silent"
     assert found.apart > 1e-3
+
+
+@pytest.mark.long
+def test_what_looks_at_a_job_takes_little_beside_the_self_check_and_a_step() -> None:
+    of_start, of_step = added(steps=8).shares
+    assert of_start <= aims.EDITS_AT_START
+    assert of_step <= aims.EDITS_IN_STEP

@@ -7,8 +7,10 @@ the step's targets.
 from __future__ import annotations
 
 import logging
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,7 +74,7 @@ class Outcome:
     words: str = ""
 
 
-Edit = Callable[[Job], None]
+Edit = Callable[[Job], Any]
 
 
 def fresh_job(family: str = "llama") -> Job:
@@ -142,7 +144,6 @@ def on_ranks(
     import ds_hydra
     from ds_hydra.plan.step_plan import StepPlan
     from ds_hydra.testing import rank_environment
-    from tools.edits.slices import replay_in_slices
 
     rank_environment(rank)
     logging.getLogger("ds_hydra").setLevel(logging.ERROR)
@@ -174,3 +175,18 @@ def on_ranks(
         return Outcome("ran", tuple(losses), tuple(steps), parameters if rank == 0 else {})
     except (ds_hydra.ConfigError, ds_hydra.PlanError) as error:
         return Outcome("refused", tuple(losses), words=str(error))
+
+
+def replay_in_slices(engine: Any, steps: int) -> None:
+    """Plan the next steps of an engine, cut most long sequences of them, as the planner would from measured costs, and
+    let it replay these plans."""
+    from ds_hydra.planner import save_plans
+    from tests.support.planner_cases import in_slices, num_slices, replaying
+
+    plans = engine.crew.plans
+    made = [in_slices(plans.next(step).plan, plans.table) for step in range(steps)]
+    assert any(map(num_slices, made)), "some sequences are long"
+    with tempfile.TemporaryDirectory() as folder:
+        file = str(Path(folder, "plans.jsonl"))
+        save_plans(made, file)
+        engine.crew.plans = replaying(engine, file)

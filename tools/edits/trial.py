@@ -13,14 +13,9 @@ import deepspeed  # noqa: F401  (before forking: the ranks share it)
 import torch
 
 import ds_hydra.engine.engine  # noqa: F401  (the same)
-import tools.edits.held
-import tools.edits.kinds
-import tools.edits.kinds_of_attention
-import tools.edits.kinds_of_layers
-import tools.edits.losses_and_data  # noqa: F401  (they enter their edits)
 from ds_hydra.testing import run_ranks
+from tools.edits.edits import KINDS
 from tools.edits.job import LENGTHS, STEPS, Edit, Outcome, on_ranks, one_process
-from tools.edits.kind import KINDS
 
 RANKS = 2
 STRATEGIES = ("tp2", "sp2", "pp2", "2*tp1", "pp2/v", "pp2/list")
@@ -46,23 +41,22 @@ class Trial:
 @dataclass(frozen=True)
 class Verdict:
     """How a trial ended: equal, refused, silent (other results without a word), crashed, standing or uneven (not all
-    ranks said the same). `apart` is the largest relative difference of losses and parameters."""
+    ranks said the same). `apart` is the largest relative difference of losses and parameters; `steps` were trained
+    before the engine refused."""
 
     trial: Trial
     state: str
     apart: float
     words: str = ""
+    steps: int = 0
 
 
-def draw_trials(count: int, seed: int) -> Iterator[Trial]:
-    """Edits in turn, so that each is drawn about equally often, the rest by chance."""
-    draw = random.Random(seed)
-    possible = [(name, when == "after") for name, kind in KINDS.items() for when in kind.when]
-    pool: list[tuple[str, bool]] = []
-    for _ in range(count):
-        pool = pool or draw.sample(possible, len(possible))
-        name, late = pool.pop()
-        yield Trial(name, late, tuple(draw.sample(STRATEGIES, draw.choice((1, 2)))), draw.random() < 0.3)
+def draw_trials() -> Iterator[Trial]:
+    """Each edit wherever it can be made, strategies and slices by chance."""
+    draw = random.Random(1)
+    for name, kind in KINDS.items():
+        for when in kind.when:
+            yield Trial(name, when == "after", tuple(draw.sample(STRATEGIES, 2)), draw.random() < 0.3)
 
 
 def try_edit(trial: Trial, check: str = "on") -> Verdict:
@@ -88,7 +82,7 @@ def try_edit(trial: Trial, check: str = "on") -> Verdict:
     if len({one.state for one in found}) > 1:
         return Verdict(trial, "uneven", float("nan"), words)
     if found[0].state == "refused":
-        return Verdict(trial, "refused", float("nan"), words)
+        return Verdict(trial, "refused", float("nan"), words, len(found[0].losses))
     plain = _alone(kind.family, kind.edit, trial.late, found[0].steps)
     apart = distance(plain, found[0])
     return Verdict(trial, "equal" if apart <= ROUNDING else "silent", apart)
