@@ -50,7 +50,6 @@ from ds_hydra.pipe.collectives import (
     all_rows,
     gather_last_dim,
     gather_rows,
-    own_rows,
     scatter_rows,
     sharers,
     start_gather,
@@ -174,17 +173,6 @@ def with_blocks(
         if block is not None:
             found.setdefault(name, set()).add(block)
     return dict(found)
-
-
-def enter_with_own_rows(layer: nn.Module, key: int | str, group: Group) -> None:
-    """Let a layer run on this rank's rows of the hidden states that it is handed, at position or keyword `key`."""
-
-    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        if isinstance(key, int):
-            return (*args[:key], own_rows(args[key], group), *args[key + 1 :]), kwargs
-        return args, kwargs | {key: own_rows(kwargs[key], group)}
-
-    layer.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
 
 
 class _Columns(NamedTuple):

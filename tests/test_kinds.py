@@ -103,63 +103,33 @@ class Doubled(nn.Linear):
     """Not of torch, and yet with its forward."""
 
 
-def own_forward(layer: Any) -> None:
-    layer.mlp.forward = types.MethodType(LlamaMLP.forward, layer.mlp)
-
-
-def renamed(layer: Any) -> None:
-    layer.mlp.up_proj.__class__ = Doubled
-
-
-def hook(layer: Any) -> None:
-    layer.mlp.register_forward_hook(lambda *_: None)
-
-
-def hook_of_gradient(layer: Any) -> None:
-    layer.mlp.up_proj.weight.register_hook(lambda dy: dy)
-
-
-def buffer(layer: Any) -> None:
-    layer.mlp.register_buffer("mask", torch.ones(3))
-
-
-def frozen(layer: Any) -> None:
-    layer.mlp.up_proj.weight.requires_grad_(False)
-
-
-def shorter(layer: Any) -> None:
-    linear = layer.mlp.down_proj
-    layer.mlp.down_proj = nn.Linear(linear.in_features, linear.out_features, bias=True)
-
-
-def epsilon(layer: Any) -> None:
-    layer.input_layernorm.variance_epsilon = 1e-5
-
-
-def held(layer: Any) -> None:
-    layer.mlp.said = [{"scale": -0.0}]
-
-
-def object_of_its_own(layer: Any) -> None:
-    layer.mlp.said = object()
-
-
-EDITS = [own_forward, renamed, hook, hook_of_gradient, buffer, frozen, shorter, epsilon, held, object_of_its_own]
+# What a layer has otherwise than the others, each of which has a buffer "mask" and an attribute "said" in its MLP.
+EDITS: dict[str, Callable[[Any], Any]] = {
+    "a forward of its own": lambda mlp: setattr(mlp, "forward", types.MethodType(LlamaMLP.forward, mlp)),
+    "a class": lambda mlp: setattr(mlp.up_proj, "__class__", Doubled),
+    "a hook": lambda mlp: mlp.register_forward_hook(lambda *_: None),
+    "a hook of a gradient": lambda mlp: mlp.up_proj.weight.register_hook(lambda dy: dy),
+    "a buffer": lambda mlp: mlp.mask.fill_(1.0),
+    "a frozen weight": lambda mlp: mlp.up_proj.weight.requires_grad_(False),
+    "a bias": lambda mlp: setattr(mlp.down_proj, "bias", nn.Parameter(torch.zeros(mlp.down_proj.out_features))),
+    "a number": lambda mlp: setattr(mlp.up_proj, "in_features", 65),
+    "a number in a container": lambda mlp: setattr(mlp, "said", [{"scale": -0.0}]),
+    "an object": lambda mlp: setattr(mlp, "said", object()),
+}
 
 
 @pytest.mark.drawn
-@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: str(edit.__name__))
-def test_a_layer_that_differs_is_of_no_others_kind(edit: Callable[[Any], None]) -> None:
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_layer_that_differs_is_of_no_others_kind(edit: str) -> None:
     model = small_model()
     for layer in model.model.layers:
         layer.mlp.said = [{"scale": 0.0}]
-        if edit is buffer:
-            layer.mlp.register_buffer("mask", torch.zeros(3))
-    edit(model.model.layers[2])
-    with mock.patch.object(flow, "own_code", return_value=()) if edit is renamed else mock.MagicMock():
+        layer.mlp.register_buffer("mask", torch.zeros(3))
+    EDITS[edit](model.model.layers[2].mlp)
+    with mock.patch.object(flow, "own_code", return_value=()) if edit == "a class" else mock.MagicMock():
         firsts = CausalLM(model).kinds.firsts
     assert firsts in ((0, 0, 2, 0), ALONE)
-    assert edit not in (hook, hook_of_gradient) or firsts == ALONE, "a script's code may go by anything"
+    assert "hook" not in edit or firsts == ALONE, "a script's code may go by anything"
 
 
 class ByNumber(LlamaMLP):
@@ -335,24 +305,8 @@ def test_numbers_of_every_layer_make_no_kinds() -> None:
 # --- What stands around the forwards of a stage's modules, in one order, told as text.
 _NUMBER = re.compile(r"[.]\d+(?=[.]|$)")
 
-# Family, pipeline, options -> chains of the last stage's modules, with layers that have the same.
-TOLD: dict[tuple[str, str, StageOptions], str] = {
-    ("llama", "tp2pp2", StageOptions()): """
-1 : tensor parallel: one copy for its columns
-1 lm_head: tensor parallel: column <- summed
-2 model.layers.*.mlp.down_proj: tensor parallel: row <- summed
-2 model.layers.*.mlp.gate_proj: tensor parallel: column <- summed
-2 model.layers.*.mlp.up_proj: tensor parallel: column <- summed
-2 model.layers.*.mlp: tensor parallel: one copy for its columns
-2 model.layers.*.self_attn.k_proj: tensor parallel: column <- summed
-2 model.layers.*.self_attn.o_proj: tensor parallel: row <- summed
-2 model.layers.*.self_attn.q_proj: tensor parallel: column <- summed
-2 model.layers.*.self_attn.v_proj: tensor parallel: column <- summed
-2 model.layers.*.self_attn: tensor parallel: one copy for its columns
-2 model.layers.*: handed on
-2 model.layers.*: recomputed
-""",
-    ("llama", "tp2pp2/zb-h1", ALL): """
+# Chains of the modules of a last stage, with how many there are.
+TOLD = """
 1 : tensor parallel: one copy for its columns
 1 lm_head: tensor parallel: column <- summed
 4 model.layers.*.input_layernorm: function: norm
@@ -371,102 +325,18 @@ TOLD: dict[tuple[str, str, StageOptions], str] = {
 2 model.layers.*: handed on
 2 model.layers.*: recomputed
 1 model.norm: function: norm
-""",
-    ("longrope", "pp2", StageOptions(functions="auto")): """
-1 lm_head: summed
-4 model.layers.*.input_layernorm: function: norm
-2 model.layers.*.mlp.down_proj: summed
-2 model.layers.*.mlp.gate_proj: packed: one of several <- summed
-2 model.layers.*.mlp.up_proj: packed: one of several <- summed
-2 model.layers.*.mlp: function: gated MLP
-2 model.layers.*.mlp: packed: forgets <- function: gated MLP
-4 model.layers.*.post_attention_layernorm: function: norm
-2 model.layers.*.self_attn.k_proj: packed: one of several <- summed
-2 model.layers.*.self_attn.o_proj: summed
-2 model.layers.*.self_attn.q_proj: packed: one of several <- summed
-2 model.layers.*.self_attn.v_proj: packed: one of several <- summed
-2 model.layers.*.self_attn: function: rotary
-2 model.layers.*.self_attn: packed: forgets <- function: rotary
-2 model.layers.*: handed on
-2 model.layers.*: recomputed
-1 model.norm: function: norm
-1 model.rotary_emb: by length
-""",
-    ("dropout (Phi)", "tp2", StageOptions()): """
-1 : tensor parallel: one copy for its columns
-1 lm_head: tensor parallel: column <- summed
-1 model.embed_dropout: draws
-1 model.embed_tokens: tensor parallel: vocabulary <- summed: rows
-4 model.layers.*.mlp.fc1: tensor parallel: column <- summed
-4 model.layers.*.mlp.fc2: tensor parallel: row <- summed
-4 model.layers.*.mlp: tensor parallel: one copy for its columns
-4 model.layers.*.resid_dropout: draws
-4 model.layers.*.self_attn.dense: tensor parallel: row <- summed
-4 model.layers.*.self_attn.k_proj: tensor parallel: column <- summed
-4 model.layers.*.self_attn.q_proj: tensor parallel: column <- summed
-4 model.layers.*.self_attn.v_proj: tensor parallel: column <- summed
-4 model.layers.*.self_attn: tensor parallel: one copy for its columns <- draws
-4 model.layers.*: recomputed <- draws
-""",
-    ("lora", "tp2", ALL): """
-1 : tensor parallel: one copy for its columns
-1 lm_head: tensor parallel: column <- summed
-1 model.embed_tokens: tensor parallel: vocabulary <- summed: rows
-4 model.layers.*.input_layernorm: function: norm
-4 model.layers.*.mlp.down_proj.base_layer: tensor parallel: part of a row <- summed
-4 model.layers.*.mlp.down_proj.lora_A.default: summed
-4 model.layers.*.mlp.down_proj.lora_B.default: summed
-4 model.layers.*.mlp.down_proj: tensor parallel: row
-4 model.layers.*.mlp.gate_proj.base_layer: tensor parallel: column of shared tokens <- summed
-4 model.layers.*.mlp.gate_proj.lora_A.default: summed
-4 model.layers.*.mlp.gate_proj.lora_B.default: tensor parallel: all rows <- summed
-4 model.layers.*.mlp.gate_proj.lora_dropout.default: tensor parallel: own rows
-4 model.layers.*.mlp.up_proj.base_layer: tensor parallel: column of shared tokens <- summed
-4 model.layers.*.mlp.up_proj.lora_A.default: summed
-4 model.layers.*.mlp.up_proj.lora_B.default: tensor parallel: all rows <- summed
-4 model.layers.*.mlp.up_proj.lora_dropout.default: tensor parallel: own rows
-4 model.layers.*.mlp: tensor parallel: block of shared tokens
-4 model.layers.*.post_attention_layernorm: function: norm
-4 model.layers.*.self_attn.k_proj.base_layer: tensor parallel: column of shared tokens <- summed
-4 model.layers.*.self_attn.k_proj.lora_A.default: summed
-4 model.layers.*.self_attn.k_proj.lora_B.default: tensor parallel: all rows <- summed
-4 model.layers.*.self_attn.k_proj.lora_dropout.default: tensor parallel: own rows
-4 model.layers.*.self_attn.o_proj.base_layer: tensor parallel: part of a row <- summed
-4 model.layers.*.self_attn.o_proj.lora_A.default: summed
-4 model.layers.*.self_attn.o_proj.lora_B.default: summed
-4 model.layers.*.self_attn.o_proj: tensor parallel: row
-4 model.layers.*.self_attn.q_proj.base_layer: tensor parallel: column of shared tokens <- summed
-4 model.layers.*.self_attn.q_proj.lora_A.default: summed
-4 model.layers.*.self_attn.q_proj.lora_B.default: tensor parallel: all rows <- summed
-4 model.layers.*.self_attn.q_proj.lora_dropout.default: tensor parallel: own rows
-4 model.layers.*.self_attn.v_proj.base_layer: tensor parallel: column of shared tokens <- summed
-4 model.layers.*.self_attn.v_proj.lora_A.default: summed
-4 model.layers.*.self_attn.v_proj.lora_B.default: tensor parallel: all rows <- summed
-4 model.layers.*.self_attn.v_proj.lora_dropout.default: tensor parallel: own rows
-4 model.layers.*.self_attn: tensor parallel: block of shared tokens <- function: rotary
-4 model.layers.*: recomputed
-1 model.norm: function: norm
-""",
-}
+"""
 
 
-def told(family: str, shape: str, options: StageOptions) -> str:
-    source = CausalLM(base_of(build_model(family, torch.float32)), options)
-    pipeline = place_pipeline(PipelineShape.parse(shape), 0, source.plan.num_layers)
-    rank = pipeline.ranks[-1]
+def test_a_stage_tells_what_stands_around_its_modules() -> None:
+    source = CausalLM(build_model("llama", torch.float32), ALL)
+    pipeline = place_pipeline(PipelineShape.parse("tp2pp2/zb-h1"), 0, source.plan.num_layers)
     place = StagePlace.all_of(
-        pipeline, rank, lambda ranks: _Silent(ranks.index(rank), len(ranks)) if len(ranks) > 1 else None,
-        token_sharding=source.plan.token_sharding,
-    )[0]  # fmt: skip
+        pipeline, 3, lambda ranks: _Silent(ranks.index(3), len(ranks)) if len(ranks) > 1 else None, token_sharding=True
+    )[0]
     chains = source.build(place, torch.device("cpu"), torch.float32).chains
     counts = Counter(f"{_NUMBER.sub('.*', path)}: {chain}" for path, chain in chains.items())
-    return "\n" + "".join(f"{count} {line}\n" for line, count in sorted(counts.items()))
-
-
-@pytest.mark.drawn
-@pytest.mark.parametrize("row", TOLD, ids=lambda row: f"{row[0]} {row[1]}")
-def test_a_stage_tells_what_stands_around_its_modules(row: tuple[str, str, StageOptions]) -> None:
-    assert told(*row) == TOLD[row]
+    assert "\n" + "".join(f"{count} {line}\n" for line, count in sorted(counts.items())) == TOLD
 
 
 def test_another_order_is_refused() -> None:

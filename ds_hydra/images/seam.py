@@ -40,6 +40,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hydra.images.content import Columns, Images, Unit, is_clip, is_video
+from ds_hydra.pipe.models.cut import Ended
 from ds_hydra.pipe.rows import Seen
 
 logger = logging.getLogger(__name__)
@@ -67,14 +68,6 @@ class Audio:
         return [max(1, round(self.tokens * one)) for one in held]
 
 
-class _Begun(BaseException):
-    """Ends a forward where its text begins. Not an `Exception`: a model's own handlers must not swallow it."""
-
-    def __init__(self, embeddings: Tensor):
-        super().__init__()
-        self.embeddings = embeddings
-
-
 def clip_rows(model: Any, audio: Audio, columns: Columns, rows: int) -> Tensor:
     """The rows (rows, width) of clips that are put together. Raises what the model does where they have others."""
     values, text = columns[audio.columns[0]], model.get_submodule(audio.entry)
@@ -89,17 +82,18 @@ def clip_rows(model: Any, audio: Audio, columns: Columns, rows: int) -> Tensor:
                     stack.enter_context(_called(table, _nothing(table, values)))
             stack.enter_context(_called(text, _begin))
             model(**given)
-    except _Begun as begun:
-        if begun.embeddings.shape[:2] != ids.shape:
-            raise ValueError(f"{rows} placeholders have become {begun.embeddings.shape[1]} tokens") from None
-        return begun.embeddings[0]
+    except Ended as ended:
+        embeddings: Tensor = ended.value
+        if embeddings.shape[:2] != ids.shape:
+            raise ValueError(f"{rows} placeholders have become {embeddings.shape[1]} tokens") from None
+        return embeddings[0]
     raise ValueError("its forward does not come to its text")
 
 
 def _begin(*args: Any, inputs_embeds: Tensor | None = None, **_: Any) -> Any:
     if inputs_embeds is None:
         raise ValueError("its text is handed no embeddings")
-    raise _Begun(inputs_embeds)
+    raise Ended(inputs_embeds)
 
 
 def _nothing(table: nn.Embedding, values: Tensor) -> Callable[..., Tensor]:

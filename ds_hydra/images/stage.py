@@ -449,7 +449,7 @@ class ImageStage(CausalStage):
             self._shared = SharedRows(self.module, source.seam.cut, place)
         if place.is_first:
             layers: Any = self.module.get_submodule(source.layers_path)
-            layers[0].register_forward_pre_hook(self._tied, with_kwargs=True, prepend=True)
+            self._doors[0].enter_by(layers[0], self._tied)
 
     def forward(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
         out = super().forward(hidden, batch)
@@ -558,14 +558,9 @@ class ImageStage(CausalStage):
     def _placed(self, column: Tensor) -> Tensor:
         return column.to(self._device, self._dtype if column.is_floating_point() else None)
 
-    def _tied(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _tied(self, hidden: Tensor) -> Tensor:
         """What enters the first layer depends on the rows of all ranks, also where it holds no token of an image."""
-        if self._tie is None:
-            return None
-        key = self._doors[0].key
-        if isinstance(key, int):
-            return (*args[:key], args[key] + self._tie, *args[key + 1 :]), kwargs
-        return args, {**kwargs, key: kwargs[key] + self._tie}
+        return hidden if self._tie is None else hidden + self._tie
 
 
 def _alike(units: Iterable[ShownUnit], *, alone: bool) -> list[list[ShownUnit]]:

@@ -54,7 +54,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ds_hydra.pipe.attention.interface import attending_by, packed_configs
 from ds_hydra.pipe.collectives import all_of_row, own_of_sum
 from ds_hydra.pipe.contexts import Carried
-from ds_hydra.pipe.models.cut import CutForward
+from ds_hydra.pipe.models.cut import CutForward, Ended, hand_on
 from ds_hydra.pipe.models.draws import Draws, Keys
 from ds_hydra.pipe.models.flow import Door, Flow, tensors_in
 from ds_hydra.pipe.models.recurrent_heads import OwnHeads
@@ -195,10 +195,6 @@ class Boxes:
         return f"run once for each sequence of a pack, as it is: {', '.join(paths)}; {slices}"
 
 
-class Reached(BaseException):
-    """Ends a capture. Not an `Exception`: a model's own handlers must not swallow it."""
-
-
 @dataclass
 class Capture:
     """What layers are called with when one sequence runs alone."""
@@ -270,7 +266,7 @@ class BoxedLayers:
         self._capture, self._wanted = Capture(), wanted
         try:
             yield self._capture
-        except Reached:
+        except Ended:
             pass
         finally:
             self._capture = None
@@ -282,14 +278,13 @@ class BoxedLayers:
                 args, kwargs = self._as_captured(index, args, kwargs)
             return forward(*args, **kwargs)
         door = self._doors[index]
-        hidden = args[door.key] if isinstance(door.key, int) else kwargs[door.key]
         if self._capture.entered is None:
-            self._capture.entered = hidden
+            self._capture.entered = door.hidden(args, kwargs)
         if index in self._wanted:
             self._capture.layers[index] = tree_flatten((args, kwargs))[0]
         if index >= max(self._wanted, default=0):
-            raise Reached
-        return hidden if door.returned is None else door.returned[0]((hidden, *[None] * (door.returned[1] - 1)))
+            raise Ended
+        return hand_on(door)(*args, **kwargs)
 
     def _as_captured(self, index: int, args: Any, kwargs: Any) -> Any:
         """What a layer is handed where nothing was computed for the row, but for what Python's values tell: a mask may
@@ -518,7 +513,7 @@ class StageBoxes:
         """After all else that stands around the layers: let the first one be handed what entered it."""
         self._cut, self._configs = cut, packed_configs(cut.model)
         if self._is_first and not self._boxes.packed:
-            layers[0].register_forward_pre_hook(self._replace_row, with_kwargs=True, prepend=True)
+            self._doors[0].enter_by(layers[0], self._replace_row)
 
     def again(self) -> AbstractContextManager[None]:
         """Within it, layers are computed again as they are now."""
@@ -540,14 +535,11 @@ class StageBoxes:
             finally:
                 self._row = None
 
-    def _replace_row(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _replace_row(self, hidden: Tensor) -> Tensor:
         if self._row is None:  # a capture
-            return None
+            return hidden
         self._cut.leave()
-        key = self._doors[0].key
-        if isinstance(key, int):
-            return (*args[:key], self._row, *args[key + 1 :]), kwargs
-        return args, kwargs | {key: self._row}
+        return self._row
 
     def captured(self, batch: MicroBatch, keys: Keys | None) -> Run:
         """A micro-batch with what each of its sequences' layers are handed; none of these may be computed again."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from ds_hydra.pipe.adapters import ends_of
 from ds_hydra.pipe.attention.interface import tell_pack
-from ds_hydra.pipe.collectives import all_rows, gather_last_dim
+from ds_hydra.pipe.collectives import all_rows, gather_last_dim, own_rows
 from ds_hydra.pipe.expert_parallel import RowsComputed, spread_experts
 from ds_hydra.pipe.loss import HeadLoss, blockwise_loss, own_token_losses, scored_loss, token_losses, token_scores
 from ds_hydra.pipe.models.boxes import StageBoxes
@@ -35,7 +36,7 @@ from ds_hydra.pipe.rows import MicroBatch, Pack
 from ds_hydra.pipe.stage import StageModule, StagePlace
 from ds_hydra.pipe.tensor_parallel import TensorParallel
 from ds_hydra.pipe.tiles import install_tiles
-from ds_hydra.pipe.token_sharding import TokenSharding, enter_with_own_rows, with_blocks
+from ds_hydra.pipe.token_sharding import TokenSharding, with_blocks
 from ds_hydra.pipe.weight_gradients import PackedLinears
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class CausalStage(StageModule):
             self._boxes.enter(layers, self._cut)
             self._share_heads(self._boxes, source, names)
         if shards and place.is_first:
-            enter_with_own_rows(layers[0], self._doors[0].key, place.tp_group)
+            self._doors[0].enter_by(layers[0], partial(own_rows, group=place.tp_group))
         if place.is_last:
             path = next(name for name, module in model.named_modules() if module is head)
             self._end_with(source, model, plain_head, specs.get(f"{path}.weight"))

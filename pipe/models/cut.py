@@ -192,23 +192,21 @@ _COLLECTIVES = dist.all_reduce.__module__
 _QUESTIONS = frozenset({"size", "dim", "numel", "stride", "element_size", "__len__", "is_floating_point", "nelement"})
 
 
-class _Reached(BaseException):
-    """Ends a forward where the stage ends. Not an `Exception`: a model's own handlers must not swallow it."""
+class Ended(BaseException):
+    """Ends a model's forward with what was wanted of it. Not an `Exception`: a model's own handlers must not swallow
+    it."""
 
-    def __init__(self, value: Any):
+    def __init__(self, value: Any = None):
         super().__init__()
         self.value = value
 
 
 class Placeholders(TorchFunctionMode):
-    """Within it, whatever is computed with a parameter on the meta device is a real tensor of its shape.
+    """Within it, whatever is computed with a parameter on the meta device is a real tensor of its shape, of zeros."""
 
-    `filling` is what the placeholders hold: zeros in training; with NaN one that leaks into a layer shows.
-    """
-
-    def __init__(self, device: torch.device, filling: float = 0.0):
+    def __init__(self, device: torch.device):
         super().__init__()
-        self.device, self.filling = device, filling
+        self.device = device
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -240,8 +238,7 @@ class Placeholders(TorchFunctionMode):
     def _real(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.is_meta:
             return value
-        filling = self.filling if value.is_floating_point() else 0
-        return torch.full(value.shape, filling, dtype=value.dtype, device=self.device)
+        return torch.zeros(value.shape, dtype=value.dtype, device=self.device)
 
 
 class CutForward:
@@ -274,8 +271,8 @@ class CutForward:
                 self._placeholders = Placeholders(torch.device("meta") if hollow else self._device)
                 self._placeholders.__enter__()
             self.model(**{**inputs, **self.beside})
-        except _Reached as reached:
-            return reached.value
+        except Ended as ended:
+            return ended.value
         finally:
             self.leave()
             self._received = None
@@ -308,7 +305,7 @@ def hand_on(door: Door, replaced: Callable[[Any], Any] | None = None) -> Callabl
     """The forward of a layer that does nothing: it hands on what it is given, or what takes its place."""
 
     def stand_in(*args: Any, **kwargs: Any) -> Any:
-        hidden = args[door.key] if isinstance(door.key, int) else kwargs[door.key]
+        hidden = door.hidden(args, kwargs)
         hidden = hidden if replaced is None else replaced(hidden)
         if door.returned is None:
             return hidden
@@ -319,7 +316,7 @@ def hand_on(door: Door, replaced: Callable[[Any], Any] | None = None) -> Callabl
 
 
 def _reach(module: nn.Module, args: Any, out: Any) -> None:
-    raise _Reached(out)
+    raise Ended(out)
 
 
 def _clear_hooks(module: nn.Module) -> None:

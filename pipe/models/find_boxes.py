@@ -94,8 +94,7 @@ class Mixers:
             flat, spec = tree_flatten((args, kwargs))
             kept.append(flat)
             if not path:
-                door = self.doors[index]
-                hidden = args[door.key] if isinstance(door.key, int) else kwargs[door.key]
+                hidden = self.doors[index].hidden(args, kwargs)
                 foreign = [is_plain(value) or value is hidden or id(value) in handed_on for value in flat]
                 own[index] = tuple(0 if out else id(value) for value, out in zip(flat, foreign, strict=True))
             if (index, path) in calls:
@@ -379,17 +378,12 @@ def _shares(alone: Mixers, index: int, box: Box, calls: Calls) -> bool:
     draw = torch.Generator().manual_seed(6)
     like = call.flat[box.rows]
     hidden = torch.randn(like.shape, generator=draw, dtype=torch.float64).to(like)
-    trial = _HeadTrial(module, cut, replace_in(call, box.rows, hidden))
+    trial = _HeadTrial(module, cut, replace(call, flat=_with(call.flat, box.rows, hidden)))
     try:
         with torch.no_grad():
             return all(trial.equal(tp) for tp in set(cut.tried))
     except Exception:  # of the module's own forward, or of a norm that is another
         return False
-
-
-def replace_in(call: Call, place: int, value: Any) -> Call:
-    """The call with another argument."""
-    return replace(call, flat=[*call.flat[:place], value, *call.flat[place + 1 :]])
 
 
 class _HeadTrial:

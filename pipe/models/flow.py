@@ -340,6 +340,24 @@ class Door:
         """Features of a token."""
         return torch.Size(self.shape).numel()
 
+    def hidden(self, args: Any, kwargs: Any) -> Tensor:
+        """The hidden states among a layer's arguments."""
+        found: Tensor = args[self.key] if isinstance(self.key, int) else kwargs[self.key]
+        return found
+
+    def given(self, hidden: Tensor, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """A layer's arguments with other hidden states."""
+        if isinstance(self.key, int):
+            return (*args[: self.key], hidden, *args[self.key + 1 :]), kwargs
+        return args, kwargs | {self.key: hidden}
+
+    def enter_by(self, layer: nn.Module, change: Callable[[Tensor], Tensor]) -> Any:
+        """Let a layer run on what `change` makes of the hidden states that it is handed. Returns the hook's handle."""
+        return layer.register_forward_pre_hook(
+            lambda _, args, kwargs: self.given(change(self.hidden(args, kwargs)), args, kwargs),
+            with_kwargs=True, prepend=True,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Flow:
@@ -540,9 +558,7 @@ def _watch_layer(layer: nn.Module, index: int, record: _Record, watch: _Watch, t
         record.entries[index] = leaf
         shape = (*hidden.shape[: dims[0]], *hidden.shape[dims[0] + 1 :])
         record.doors[index] = Door(key, shape, dims[0], None)
-        if isinstance(key, int):
-            return (*args[:key], leaf, *args[key + 1 :]), kwargs
-        return args, kwargs | {key: leaf}
+        return record.doors[index].given(leaf, args, kwargs)
 
     def leave(_: nn.Module, __: Any, out: Any) -> Any:
         watch.part = ("after", index)
@@ -558,8 +574,7 @@ def _watch_layer(layer: nn.Module, index: int, record: _Record, watch: _Watch, t
         if isinstance(out, Tensor):
             return leaf
         record.handed_on |= {id(tensor): (index, tensor) for tensor in tensors_in(list(out[1:]))}
-        door = record.doors[index]
-        record.doors[index] = Door(door.key, door.shape, door.token_dim, (type(out), len(out)))
+        record.doors[index] = replace(record.doors[index], returned=(type(out), len(out)))
         return type(out)((leaf, *out[1:]))
 
     layer.register_forward_pre_hook(enter, with_kwargs=True)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hydra.pipe.attention.interface import NotPackedError, tell_pack
+from ds_hydra.pipe.models.cut import Ended
 from ds_hydra.pipe.models.flow import tensors_in
 from ds_hydra.pipe.models.refusals import known_tokens
 from ds_hydra.pipe.pinned import on_device
@@ -88,14 +89,6 @@ def counts_padding(model: Any, layers_path: str, start: int) -> bool:
     return not _same_rows([alone[:1]], [part[..., before:, :] for part in padded], (length,))
 
 
-class _Entered(BaseException):
-    """Ends a forward at the first layer's door."""
-
-    def __init__(self, tensors: list[Tensor]):
-        super().__init__()
-        self.tensors = tensors
-
-
 def first_position(model: Any, layers_path: str) -> int:
     """What the model counts as a sequence's first position when it is given none: 0, or padding_idx + 1 (RoBERTa).
 
@@ -137,7 +130,7 @@ def _entering(
 
     def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
         found = [tensor.detach().clone() for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point()]
-        raise _Entered(found)
+        raise Ended(found)
 
     handle = model.get_submodule(layers_path)[0].register_forward_pre_hook(enter, with_kwargs=True)
     given |= {} if positions is None else {"position_ids": positions}
@@ -146,8 +139,8 @@ def _entering(
     try:
         with torch.no_grad():
             model.eval()(input_ids=ids, use_cache=False, **given)
-    except _Entered as entered:
-        return entered.tensors
+    except Ended as ended:
+        return ended.value  # type: ignore[no-any-return]
     finally:
         handle.remove()
         model.train(training)

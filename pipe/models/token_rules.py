@@ -47,7 +47,7 @@ from torch.overrides import TorchFunctionMode
 from ds_hydra.pipe.adapters import plain_name
 from ds_hydra.pipe.attention.interface import tell_pack
 from ds_hydra.pipe.model_plan import ShardRule, end_of_slots
-from ds_hydra.pipe.models.cut import hidden_in
+from ds_hydra.pipe.models.cut import Ended, hidden_in
 from ds_hydra.pipe.models.flow import arguments, keep_stack, tensors_in
 from ds_hydra.pipe.models.meta_copy import (
     are_few,
@@ -556,32 +556,20 @@ def _token_wise(returned: Returned) -> Callable[..., Any]:
     return forward
 
 
-class _BelowHead(BaseException):
-    """Ends a forward before its head. Not an `Exception`: a model's own handlers must not swallow it."""
-
-    def __init__(self, hidden: Tensor):
-        super().__init__()
-        self.hidden = hidden
-
-
 def _below_head(source: CausalLM, model: Any, hidden: Tensor, layers: TorchFunctionMode) -> Tensor:
     """What the layers and what follows them make of some of the tokens, when the model is called with 6 of them; they
     run within the mode `layers`."""
-    key = source.flow.doors[0].key
-
     within = ExitStack()
 
-    def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
+    def enter(_: Tensor) -> Tensor:
         within.enter_context(layers)
-        if isinstance(key, int):
-            return (*args[:key], hidden, *args[key + 1 :]), kwargs
-        return args, kwargs | {key: hidden}
+        return hidden
 
     def leave(_: nn.Module, __: Any, out: Any) -> None:
-        raise _BelowHead(hidden_in(out))
+        raise Ended(hidden_in(out))
 
     handles = [
-        model.get_submodule(source.layers_path)[0].register_forward_pre_hook(enter, with_kwargs=True),
+        source.flow.doors[0].enter_by(model.get_submodule(source.layers_path)[0], enter),
         model.get_submodule(source.flow.body).register_forward_hook(leave),
     ]
     ids = torch.arange(3, 9)[None]
@@ -590,8 +578,8 @@ def _below_head(source: CausalLM, model: Any, hidden: Tensor, layers: TorchFunct
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             model(input_ids=ids, position_ids=positions, use_cache=False)
-    except _BelowHead as reached:
-        return reached.hidden
+    except Ended as ended:
+        return ended.value  # type: ignore[no-any-return]
     finally:
         within.close()
         for handle in handles:

@@ -67,21 +67,25 @@ AttentionInterface.register("dense", dense_attention)
 
 
 # --- Models that are not plain decoders, tiny: each breaks an assumption that an engine might make.
+VOCAB = 97
+HEADS, KV_HEADS, LAYERS = 8, 4, 4
 COMMON: dict[str, Any] = {
-    "vocab_size": 97,
+    "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
     "max_position_embeddings": 1024,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": None,
 }
+# With attention that looks somewhere, so that the gradients of queries and keys count.
+_SIZES: dict[str, Any] = COMMON | {"initializer_range": 0.1}
 _BERT = COMMON | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "pad_token_id": 0}
 _OPT = COMMON | {"ffn_dim": 96, "attention_dropout": 0.0, "dropout": 0.0, "pad_token_id": 1}
-_GPT2 = {"vocab_size": 97, "n_embd": 64, "n_layer": 4, "n_head": 8, "n_positions": 1024, "attn_pdrop": 0.0}
+_GPT2 = {"vocab_size": VOCAB, "n_embd": 64, "n_layer": LAYERS, "n_head": HEADS, "n_positions": 1024, "attn_pdrop": 0.0}
 _LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -143,18 +147,8 @@ def hard_model(name: str) -> Any:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings))
 
 
-def drawn_anew(model: Any, seed: int) -> Any:
-    """The model with other values of its parameters."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    return model
-
-
 # --- Tiny mixtures of experts for what FAMILIES has none for: by name; and routers whose choice no rounding
 # changes.
-_SIZES = COMMON | {"initializer_range": 0.1}
 _WIDE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
 SURE = "mixtral, sure of its experts"
 
@@ -398,74 +392,52 @@ WITH_EXPERTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 # HARD_MODELS, of CHANGED and CHANGED_LINEARS (a Llama that was changed), of ADAPTED, ADAPTED_BY_HEADS,
 # ADAPTED_STACKS and ADAPTED_WITHOUT_TP (a model with PEFT's adapters), "layer_list" for a DeepSpeed
 # `PipelineModule` with a tied layer, or the path of a Hugging Face config file.
-VOCAB = 97
-HEADS, KV_HEADS, LAYERS = 8, 4, 4
 LAYER_LIST = "layer_list"
 OTHER_SIZES = frozenset({"llama_3_layers", "llama_8_layers", "llama_1_key_head", "llama_8_key_heads"})
 
-_COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS,
-    "max_position_embeddings": 1024,
-    "initializer_range": 0.1,  # so that attention looks somewhere, and the gradients of queries and keys count
-    "pad_token_id": None,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_GPT2_LIKE: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "n_embd": 64,
-    "n_layer": LAYERS,
-    "n_head": HEADS,
-    "n_positions": 1024,
-}
 _NO_DROPOUT = {"attention_dropout": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 
 # Name -> (model type of Hugging Face, settings beside or in place of the common ones).
 FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "llama": ("llama", _COMMON),
-    "llama_tied": ("llama", _COMMON | {"tie_word_embeddings": True}),
-    "llama_3_layers": ("llama", _COMMON | {"num_hidden_layers": 3}),
-    "llama_8_layers": ("llama", _COMMON | {"num_hidden_layers": 8, "tie_word_embeddings": True}),
-    "llama_1_key_head": ("llama", _COMMON | {"num_key_value_heads": 1}),
-    "llama_8_key_heads": ("llama", _COMMON | {"num_key_value_heads": HEADS}),
-    "qwen2": ("qwen2", _COMMON),
-    "qwen3": ("qwen3", _COMMON | {"head_dim": 16}),
-    "mistral": ("mistral", _COMMON | {"sliding_window": 6}),
-    "gemma2": ("gemma2", _COMMON | {"head_dim": 16, "sliding_window": 8}),  # tied, softcaps in attention and head
-    "gemma3_text": ("gemma3_text", _COMMON | {"head_dim": 16, "sliding_window": 8}),
-    "phi": ("phi", _COMMON | _NO_DROPOUT),
-    "phi3": ("phi3", _COMMON),
-    "granite": ("granite", _COMMON | {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5}),
-    "mixtral": ("mixtral", _COMMON | {"num_local_experts": 4}),
-    "qwen3_moe": ("qwen3_moe", _COMMON | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}),
-    "olmo2": ("olmo2", _COMMON),
-    "cohere": ("cohere", _COMMON),
-    "gpt_neox": ("gpt_neox", _COMMON),
-    "starcoder2": ("starcoder2", _COMMON | _NO_DROPOUT | {"residual_dropout": 0.0, "embedding_dropout": 0.0}),
-    "glm4": ("glm4", _COMMON | {"head_dim": 8}),
-    "smollm3": ("smollm3", _COMMON),
-    "gpt_oss": ("gpt_oss", _COMMON | {"num_local_experts": 4, "head_dim": 16, "sliding_window": 8}),  # attention sinks
-    "gpt2": ("gpt2", _GPT2_LIKE | {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
+    "llama": ("llama", _SIZES),
+    "llama_tied": ("llama", _SIZES | {"tie_word_embeddings": True}),
+    "llama_3_layers": ("llama", _SIZES | {"num_hidden_layers": 3}),
+    "llama_8_layers": ("llama", _SIZES | {"num_hidden_layers": 8, "tie_word_embeddings": True}),
+    "llama_1_key_head": ("llama", _SIZES | {"num_key_value_heads": 1}),
+    "llama_8_key_heads": ("llama", _SIZES | {"num_key_value_heads": HEADS}),
+    "qwen2": ("qwen2", _SIZES),
+    "qwen3": ("qwen3", _SIZES | {"head_dim": 16}),
+    "mistral": ("mistral", _SIZES | {"sliding_window": 6}),
+    "gemma2": ("gemma2", _SIZES | {"head_dim": 16, "sliding_window": 8}),  # tied, softcaps in attention and head
+    "gemma3_text": ("gemma3_text", _SIZES | {"head_dim": 16, "sliding_window": 8}),
+    "phi": ("phi", _SIZES | _NO_DROPOUT),
+    "phi3": ("phi3", _SIZES),
+    "granite": ("granite", _SIZES | {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5}),
+    "mixtral": ("mixtral", _SIZES | {"num_local_experts": 4}),
+    "qwen3_moe": ("qwen3_moe", _SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}),
+    "olmo2": ("olmo2", _SIZES),
+    "cohere": ("cohere", _SIZES),
+    "gpt_neox": ("gpt_neox", _SIZES),
+    "starcoder2": ("starcoder2", _SIZES | _NO_DROPOUT | {"residual_dropout": 0.0, "embedding_dropout": 0.0}),
+    "glm4": ("glm4", _SIZES | {"head_dim": 8}),
+    "smollm3": ("smollm3", _SIZES),
+    "gpt_oss": ("gpt_oss", _SIZES | {"num_local_experts": 4, "head_dim": 16, "sliding_window": 8}),  # attention sinks
+    "gpt2": ("gpt2", _GPT2 | {"resid_pdrop": 0.0, "embd_pdrop": 0.0}),
 }
 # Models whose routers have a loss, which counts enough to be felt in every gradient.
 _ROUTER_LOSS = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 BALANCED: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "mixtral, balanced": ("mixtral", _COMMON | {"num_local_experts": 4} | _ROUTER_LOSS),
+    "mixtral, balanced": ("mixtral", _SIZES | {"num_local_experts": 4} | _ROUTER_LOSS),
     "qwen3_moe, balanced": (
         "qwen3_moe",
-        _COMMON | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48} | _ROUTER_LOSS,
+        _SIZES | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48} | _ROUTER_LOSS,
     ),
-    "olmoe, balanced": ("olmoe", _COMMON | {"num_experts": 4, "num_experts_per_tok": 2} | _ROUTER_LOSS),
+    "olmoe, balanced": ("olmoe", _SIZES | {"num_experts": 4, "num_experts_per_tok": 2} | _ROUTER_LOSS),
 }
 # Critics: a head of one output for each token.
 _OF_VALUES = {"num_labels": 1, "classifier_dropout": 0.0}
 VALUED: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "llama, values": ("llama", _COMMON | _OF_VALUES),
+    "llama, values": ("llama", _SIZES | _OF_VALUES),
     "qwen3_moe, values": ("qwen3_moe", {**FAMILIES["qwen3_moe"][1], **_OF_VALUES}),
     "gpt2, values": ("gpt2", {**FAMILIES["gpt2"][1], **_OF_VALUES}),
 }
