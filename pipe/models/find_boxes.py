@@ -58,6 +58,11 @@ class Call:
     returned_spec: Any = None
     times: int = 1
 
+    def of(self, function: Callable[..., Any], flat: Leaves) -> Leaves:
+        """What a function returns of these values, called so."""
+        args, kwargs = tree_unflatten(flat, self.spec)
+        return tree_flatten(function(*args, **kwargs))[0]
+
 
 Calls = dict[tuple[int, str], Call]
 
@@ -77,7 +82,7 @@ class Mixers:
         sizes = {size for parameter in model.parameters() for size in parameter.shape}
         self.tokens = next(count for count in _COUNTS if count not in sizes)
         self.device = next(model.parameters()).device
-        self._noise = torch.Generator().manual_seed(3)
+        self._draw = _drawn(3)
 
     def ids(self, length: int, first: int = FIRST) -> Tensor:
         """Token ids (1, length)."""
@@ -145,7 +150,7 @@ class Mixers:
             if source is None and len(dims) == 1 and value.is_floating_point():
                 value = value.clone()
                 row = value.select(dims[0], at)
-                row += torch.randn(row.shape, generator=self._noise, dtype=torch.float64).to(row)
+                row += _noise(row, self._draw)
             changed.append(value)
         try:
             one, other = (called(module, call, flat) for flat in (call.flat, changed))
@@ -215,10 +220,27 @@ def _copied(value: Any) -> Any:
 
 
 def called(module: nn.Module, call: Call, flat: Leaves) -> Leaves:
-    """What a module returns of these values, called as it was."""
-    args, kwargs = tree_unflatten([_copied(value) for value in flat], call.spec)
+    """What a module returns of copies of these values, called as it was, without a graph."""
     with torch.no_grad():
-        return tree_flatten(module(*args, **kwargs))[0]
+        return call.of(module, [_copied(value) for value in flat])
+
+
+def _noise(like: Tensor, draw: torch.Generator) -> Tensor:
+    """Random numbers, the same ones in any type and on any device."""
+    return torch.randn(like.shape, generator=draw, dtype=torch.float64).to(like)
+
+
+def _drawn(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _off(found: Tensor | None, right: Tensor, *, floor: float = 0.0, eps: float = 0.0) -> str:
+    """How far a result is off, in a clause; empty if by rounding: of the largest number, or `floor` where that is
+    smaller, in the result's type, or in a wider one's `eps`."""
+    peak, near = float(right.abs().max()), max(eps, torch.finfo(right.dtype).eps) ** 0.5
+    same_shape = found is not None and found.shape == right.shape
+    apart = float((found - right).abs().max()) if found is not None and same_shape else float("inf")
+    return "" if apart <= near * max(floor, peak) else f"off by {apart:.2g} of {peak:.2g}"
 
 
 def _dims(value: Any, tokens: int) -> tuple[int, ...]:
@@ -241,6 +263,7 @@ def _others_change(before: Leaves, after: Leaves, at: int, tokens: int) -> bool:
     return not seen
 
 
+_FP32 = torch.finfo(torch.float32).eps  # models compute parts of heads so, whatever their type
 _LEAST = 1e-6  # of the largest gradient: what is less may be rounding
 
 
@@ -287,11 +310,8 @@ class _StateTrial:
         assert box.rows is not None, "asked before"
         self._module, self._box, self._call, self._tokens, self._rows = module, box, call, tokens, box.rows
         self._dim = box.handed[box.rows][0]
-        draw = torch.Generator().manual_seed(5)
-        self._hidden, self._weights = (
-            torch.randn(like.shape, generator=draw, dtype=torch.float64).to(like)
-            for like in (call.flat[box.rows], call.returned[0])
-        )
+        draw = _drawn(5)
+        self._hidden, self._weights = (_noise(like, draw) for like in (call.flat[box.rows], call.returned[0]))
 
     def place(self) -> int | None:
         """Where among its arguments it takes a cache: what is none, and is asked for states when it is there."""
@@ -333,8 +353,7 @@ class _StateTrial:
         return self._found(torch.cat(outs, out_dim), hidden), carries
 
     def _run(self, flat: Leaves) -> Leaves:
-        args, kwargs = tree_unflatten(flat, self._call.spec)
-        return tree_flatten(self._module(*args, **kwargs))[0]
+        return self._call.of(self._module, flat)
 
     def _found(self, out: Tensor, hidden: Sequence[Tensor]) -> Mapping[str, Tensor]:
         found = {name: p.grad for name, p in self._module.named_parameters() if p.grad is not None}
@@ -352,13 +371,9 @@ def _with(flat: Leaves, place: int, value: Any) -> Leaves:
 
 def _difference(right: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> str:
     """What slices compute otherwise; empty if nothing."""
-    peaks = {name: float(value.abs().max()) for name, value in right.items()}
-    for name, value in right.items():
-        near = torch.finfo(value.dtype).eps ** 0.5 * max(peaks[name], _LEAST * max(peaks.values()))
-        apart = float((value - other[name]).abs().max()) if name in other else float("inf")
-        if not apart <= near:
-            return f"{name} is off by {apart:.2g} of {peaks[name]:.2g}"
-    return ""
+    floor = _LEAST * max(float(value.abs().max()) for value in right.values())
+    told = ((name, _off(other.get(name), value, floor=floor)) for name, value in right.items())
+    return next((f"{name} is {off}" for name, off in told if off), "")
 
 
 def with_heads(alone: Mixers, boxes: Boxes, calls: Calls) -> Boxes:
@@ -375,10 +390,7 @@ def _shares(alone: Mixers, index: int, box: Box, calls: Calls) -> bool:
     if not box.path or box.rows is None or box.state is None or (cut := head_cut(module)) is None:
         return False
     call = calls[index, box.path]
-    draw = torch.Generator().manual_seed(6)
-    like = call.flat[box.rows]
-    hidden = torch.randn(like.shape, generator=draw, dtype=torch.float64).to(like)
-    trial = _HeadTrial(module, cut, replace(call, flat=_with(call.flat, box.rows, hidden)))
+    trial = _HeadTrial(module, cut, call, _with(call.flat, box.rows, _noise(call.flat[box.rows], _drawn(6))))
     try:
         with torch.no_grad():
             return all(trial.equal(tp) for tp in set(cut.tried))
@@ -389,14 +401,14 @@ def _shares(alone: Mixers, index: int, box: Box, calls: Calls) -> bool:
 class _HeadTrial:
     """A module that runs as a whole, or in the parts that ranks have of it."""
 
-    def __init__(self, module: nn.Module, cut: HeadCut, call: Call):
-        self._module, self._cut, self._call = module, cut, call
+    def __init__(self, module: nn.Module, cut: HeadCut, call: Call, flat: Leaves):
+        self._module, self._cut, self._call, self._flat = module, cut, call, flat
 
     def equal(self, tp: int) -> bool:
         """Whether what `tp` ranks return adds up to what the whole module does."""
         with self._without_norm(tp):
             whole, parts = self._run({}), [self._part(rank, tp) for rank in range(tp)]
-        return _near(torch.stack(parts).sum(0), whole)
+        return not _off(torch.stack(parts).sum(0), whole, eps=_FP32)
 
     def _part(self, rank: int, tp: int) -> Tensor:
         own = {}
@@ -413,8 +425,10 @@ class _HeadTrial:
                 setattr(owner, name, number)
 
     def _run(self, parameters: dict[str, Tensor]) -> Tensor:
-        args, kwargs = tree_unflatten(self._call.flat, self._call.spec)
-        (out,) = tree_flatten(functional_call(self._module, parameters, args, kwargs))[0]
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return functional_call(self._module, parameters, args, kwargs)
+
+        (out,) = self._call.of(run, self._flat)
         return out  # type: ignore[no-any-return]
 
     @contextmanager
@@ -424,26 +438,20 @@ class _HeadTrial:
             yield
             return
         norm: Any = self._module.get_submodule(self._cut.norm)
-        draw = torch.Generator().manual_seed(7)
+        draw = _drawn(7)
         hidden, gate = (torch.randn(3, len(norm.weight), generator=draw).to(norm.weight) for _ in range(2))
         first = slice(norm.group_size)
         of_group = SimpleNamespace(
             weight=norm.weight[first], group_size=norm.group_size, variance_epsilon=norm.variance_epsilon
         )
         own = gated_norm(of_group, 1, 0, 1, (), hidden[:, first], gate[:, first])
-        if not _near(own, norm(hidden, gate)[:, first]):
+        if _off(own, norm(hidden, gate)[:, first], eps=_FP32):
             raise ValueError("the norm is another than that of transformers")
         norm.forward = lambda hidden, gate: hidden * torch.sigmoid(gate)
         try:
             yield
         finally:
             del norm.forward
-
-
-def _near(found: Tensor, right: Tensor) -> bool:
-    """Whether two results differ by rounding, in 32 bit at least: models compute parts of it so."""
-    eps = max(torch.finfo(right.dtype).eps, torch.finfo(torch.float32).eps)
-    return float((found - right).abs().max()) <= eps**0.5 * float(right.abs().max())
 
 
 _PART = 5  # tokens of the first and the last of three sequences
@@ -592,7 +600,7 @@ class _Trial:
         if len(places) != 1:  # it uses what another layer made of the same tokens: nothing to try it with
             return ""
         at, hidden = places[0], call.flat[places[0]]
-        noise = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64).to(hidden)
+        noise = _noise(hidden, _drawn(4))
         try:
             with torch.no_grad():
                 right = []
@@ -606,10 +614,8 @@ class _Trial:
                     row = called(packed or alone.layers[index], call, _with(given, at, noise))[0]
         except Exception as error:  # of the model's own forward
             return f"{type(error).__name__}: {error}"
-        expected = torch.cat(right, door.token_dim)
-        near = torch.finfo(expected.dtype).eps ** 0.5 * max(1.0, float(expected.abs().max()))
-        worst = float((row - expected).abs().max()) if row.shape == expected.shape else float("inf")
-        return "" if worst <= near else f"its result is off by {worst:.2g} of {float(expected.abs().max()):.2g}"
+        off = _off(row, torch.cat(right, door.token_dim), floor=1.0)
+        return off and f"its result is {off}"
 
     def end(self) -> None:
         """Take the boxes out again."""
