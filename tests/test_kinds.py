@@ -65,7 +65,7 @@ def test_one_layer_of_each_kind_tells_what_all_do(family: str) -> None:
     for one in ("plan", "specs", "unnamed", "tokens", "functions", "flow", "balancing", "options", "notes"):
         assert getattr(by_kinds, one) == getattr(by_all, one), one
     assert list(by_kinds.functions.norms) == list(by_all.functions.norms)
-    told = ModelFacts.from_json(by_kinds.facts.to_json())
+    told = ModelFacts.from_text(by_kinds.facts.to_text())
     assert told == by_kinds.facts
     from_facts = CausalLM(base_of(build_model(family, torch.float64)), ALL, facts=told)
     assert (from_facts.plan, from_facts.options) == (by_kinds.plan, by_kinds.options)

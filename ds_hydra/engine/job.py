@@ -167,13 +167,13 @@ def look_once(
     name = _name(model, options)
     if channel.rank != 0:
         of, _, text = channel.tell(None).partition("\n")
-        return partial(make, ModelFacts.from_json(text) if text and of == name else None)
+        return partial(make, ModelFacts.from_text(text) if text and of == name else None)
     try:
         source = make(None)
     except Exception:
         channel.tell("")
         return partial(make, None)  # which fails again
-    channel.tell(f"{name}\n{source.facts.to_json()}" if name and isinstance(source, CausalLM) else "")
+    channel.tell(f"{name}\n{source.facts.to_text()}" if name and isinstance(source, CausalLM) else "")
     return lambda: source
 
 

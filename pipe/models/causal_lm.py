@@ -21,11 +21,12 @@ values of parameters: of ranks that have the same model by its fingerprint one r
 
 from __future__ import annotations
 
+import base64
 import copy
-import json
 import logging
+import pickle
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -37,13 +38,12 @@ from ds_hydra.pipe.attention import interface as attention
 from ds_hydra.pipe.loss import TokenLoss, loss_of_values
 from ds_hydra.pipe.model_plan import BY_WIDTH, WIDE, ModelPlan, ParamSpec, ShardRule, make_buckets
 from ds_hydra.pipe.models.adapted import with_stack_rules
-from ds_hydra.pipe.models.boxes import Box, Boxes
+from ds_hydra.pipe.models.boxes import Boxes
 from ds_hydra.pipe.models.causal_stage import CausalStage
 from ds_hydra.pipe.models.cut import hand_on
-from ds_hydra.pipe.models.draws import Place
 from ds_hydra.pipe.models.experts import STYLE, Balancing, Experts, asks_for_balance, find_balancing
 from ds_hydra.pipe.models.find_boxes import Mixers, find_boxes
-from ds_hydra.pipe.models.flow import Door, Flow, find_kinds, trace
+from ds_hydra.pipe.models.flow import Flow, find_kinds, trace
 from ds_hydra.pipe.models.meta_copy import (
     copy_to_meta,
     devices_to_run_on,
@@ -62,7 +62,7 @@ from ds_hydra.pipe.models.positions import (
     refuse_dynamic_rotary,
     uncounted_tokens,
 )
-from ds_hydra.pipe.models.recognise import Functions, Gate, Norm, find_functions
+from ds_hydra.pipe.models.recognise import Functions, find_functions
 from ds_hydra.pipe.models.recurrent_heads import box_sizes, shared_heads
 from ds_hydra.pipe.models.refusals import (
     failing,
@@ -108,48 +108,16 @@ class ModelFacts:
     functions: Functions
     boxes: Boxes
 
-    def to_json(self) -> str:
-        """A text from which `from_json` makes an equal object, in an equal order."""
-        return json.dumps(_to_plain(self))
+    def to_text(self) -> str:
+        """A text from which `from_text` makes an equal object, in a rank of the same job."""
+        return base64.b64encode(pickle.dumps(self)).decode()
 
     @classmethod
-    def from_json(cls, text: str) -> ModelFacts:
-        """From the text of `to_json`, of the same version of this file."""
-        facts = _from_plain(json.loads(text))
+    def from_text(cls, text: str) -> ModelFacts:
+        """From the text of `to_text`."""
+        facts = pickle.loads(base64.b64decode(text))
         assert isinstance(facts, cls), "the text is that of a model's facts"
         return facts
-
-
-_KINDS: Mapping[str, Any] = {
-    kind.__name__: kind
-    for kind in (ModelFacts, Boxes, Box, Flow, Door, Place, UnnamedRules, ShardRule, TokenRules, Functions, Norm, Gate,
-                 tuple, list, frozenset, dict)
-}  # fmt: skip
-
-
-def _to_plain(value: Any) -> Any:
-    """Objects of _KINDS as their name and parts; JSON alone would make lists of all of them."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, type):
-        return {"kind": value.__name__}
-    if is_dataclass(value):
-        parts = [getattr(value, field.name) for field in fields(value)]
-    elif isinstance(value, frozenset):
-        parts = sorted(value)
-    else:
-        parts = list(value.items() if isinstance(value, dict) else value)
-    return {"kind": type(value).__name__, "parts": [_to_plain(part) for part in parts]}
-
-
-def _from_plain(raw: Any) -> Any:
-    if not isinstance(raw, dict):
-        return raw
-    kind = _KINDS[raw["kind"]]
-    if "parts" not in raw:
-        return kind
-    parts = [_from_plain(part) for part in raw["parts"]]
-    return kind(parts) if kind in (tuple, list, frozenset, dict) else kind(*parts)
 
 
 _QUERY_MODULES = ("q_proj", "q_b_proj", "kv_b_proj", "o_proj", "out_proj", "dense", "query_key_value")
