@@ -13,12 +13,10 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from tools.edits.kind import KINDS
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
-import tools.edits.trial  # noqa: F401  (enters all edits)
 from ds_hydra.engine.costs import job_memory
 from ds_hydra.host import kept_model
 from ds_hydra.host.kept_model import KeptModel, Twin
@@ -32,6 +30,7 @@ from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.families import build_model
 from tests.support.small_job import small_engine, small_model, whole_state
+from tools.edits.edits import KINDS
 from tools.edits.job import EDITED, STEPS, fresh_job
 
 
