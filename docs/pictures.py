@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ds_hydra.commands import beside
+from ds_hydra.commands import pages
 from ds_hydra.commands.demo import shipped_gains
 from ds_hydra.commands.demo_cluster import FIXED, STRATEGIES, draw_both, planned
 from ds_hydra.costs.analytic import ModelShape
@@ -58,7 +58,7 @@ def draw(folder: Path) -> None:
 
 def _gains(figure: Any) -> None:
     axes, gain = figure.subplots(), shipped_gains()[0]
-    beside.draw_means(axes, {what: [ms] for what, ms in gain.mean_ms.items()})
+    pages.draw_means(axes, {what: [ms] for what, ms in gain.mean_ms.items()})
     axes.set_title(gain.lengths)
 
 

@@ -107,12 +107,12 @@ CAPABILITIES: Mapping[str, Capability] = {
     # Its cells are run as they stand, without Jupyter.
     "notebook": Capability("tests/test_notebook.py tests/support/notebooks.py", Lines(0, 162, 0)),
     "comparison, previews and pages": Capability(
-        "ds_hydra/rivals/*.py ds_hydra/commands/beside.py ds_hydra/commands/preview.py "
-        "ds_hydra/commands/preview_page.py ds_hydra/commands/init.py ds_hydra/commands/init_job.py "
-        "ds_hydra/commands/planned_block.py ds_hydra/commands/demo.py tests/pure/test_rivals.py "
+        "ds_hydra/rivals/*.py ds_hydra/commands/pages.py ds_hydra/commands/preview.py "
+        "ds_hydra/commands/init.py ds_hydra/commands/init_job.py "
+        "ds_hydra/commands/translated.py ds_hydra/commands/demo.py tests/pure/test_rivals.py "
         "tests/pure/test_systems.py tests/pure/test_init.py tools/systems/*.py tools/bench_systems.py "
         "tools/check_gains.py benchmarks/rivals/*.py "
-        "ds_hydra/report/plots.py ds_hydra/report/web_page.py ds_hydra/commands/report.py "
+        "ds_hydra/report/plots.py ds_hydra/commands/report.py "
         "ds_hydra/commands/simulate.py",
         Lines(4090, 1390, 2550),
         apart=True,

@@ -33,8 +33,7 @@ from transformers import Qwen2Config
 from ds_hydra.commands.figures import figures_parser, finish, print_table
 from ds_hydra.commands.init import Times
 from ds_hydra.commands.init_job import Job, device_here
-from ds_hydra.commands.planned_block import Setting
-from ds_hydra.commands.translated import OwnLayout
+from ds_hydra.commands.translated import OwnLayout, Setting
 from ds_hydra.costs.shape_costs import RECOMPUTED_WORK, least_work, less_work_recomputed
 from ds_hydra.engine.costs import within_memory
 from ds_hydra.rivals.preview import ONE

@@ -12,7 +12,6 @@ with the default settings, unless an option says otherwise. Exits with 1 when a 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -87,7 +86,3 @@ def run(args: argparse.Namespace, name: str) -> int:
     )  # fmt: skip
     figures = {"rows": rows, "no_slices": result.no_slices}
     return finish(name, f"{equal}, checked in {result.seconds:.1f} s; next: {after}", figures, missed, args.json)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

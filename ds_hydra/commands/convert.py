@@ -11,7 +11,6 @@ loader; from-deepspeed runs DeepSpeed's own converter (ds_to_universal), which r
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -41,7 +40,3 @@ def run(args: argparse.Namespace) -> int:
         convert = universal.from_deepspeed if args.direction == "from-deepspeed" else universal.from_universal
         print(convert(args.source, args.target, tag, step=args.step))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

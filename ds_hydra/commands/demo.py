@@ -16,7 +16,6 @@ is computed, and writes them.
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import Any, NamedTuple
 
 from ds_hydra.commands.figures import FOLDER, OURS, figures_parser, finish, guarded, ours, print_bars
 from ds_hydra.commands.moving import moving
-from ds_hydra.commands.on_cpus import on_cpus
+from ds_hydra.commands.train_tiny import equal, on_cpus
 
 FIGURES = FOLDER / "demo_gains.json"
 TOKENS, CONTEXT = 200_000, 32_768
@@ -126,7 +125,6 @@ def main(arguments: Sequence[str] | None = None, *, name: str = "ds-hydra demo")
         times = _first_part(args.recompute)
         with moving("loading torch and DeepSpeed"):  # which have to know the device first
             from ds_hydra.commands.demo_cluster import STEPS, cluster
-            from ds_hydra.commands.tiny import equal
         rates = cluster(args.picture, 4 if args.quick else STEPS)
         losses = equal()
         fixed, ours = rates.values()
@@ -155,7 +153,3 @@ def _first_part(recompute: bool) -> dict[str, Any]:
     with moving("planning 60 steps, ours and those of others; the first time also compiling the planner", 300.0):
         gain = computed(gain.model, gain.lengths)
     return print_gain(gain, "computed now")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""
+"""Write the block for a job that runs on DeepSpeed now, and say what gain to expect.
 
   ds-hydra init train.py ds_config.json --model my_model/ --gpus 64 --lengths lengths.txt
       [--script-args FILE] [--cost-table FILE | --device NAME] [--device-memory GIB] [--tokens N] [--out FILE]
@@ -15,7 +15,6 @@ import argparse
 import json
 import math
 import re
-import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -25,12 +24,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ds_hydra.commands.figures import LITTLE, CommandParser, guarded, new_file, shipped
 from ds_hydra.commands.moving import moving
-from ds_hydra.commands.planned_block import RECOMPUTED, Asked, Setting, planned, written
 from ds_hydra.commands.scripts import Span, Swap, TrainingArgs, diff_of, renamed, swap_of, training_args
-from ds_hydra.commands.translated import Translated, config_of, translated
+from ds_hydra.commands.translated import RECOMPUTED, Asked, Setting, Translated, config_of, planned, translated, written
 from ds_hydra.config.hosts import HOSTS, TRAINER
 from ds_hydra.config.hydra_block import BLOCK
-from ds_hydra.data.lengths import LengthSample, read_lengths
+from ds_hydra.data.lengths import LengthSample, all_lengths
 from ds_hydra.rivals.preview import BALANCED
 from ds_hydra.zero_hetero.errors import ConfigError
 
@@ -263,17 +261,18 @@ def run(args: argparse.Namespace) -> int:
     if model is None:
         raise ConfigError("give --model: the script loads none from a folder of this machine")
     from ds_hydra.commands.init_job import Job, device_here, gpus_here, memory_here
-    from ds_hydra.commands.refusals import refuse_all
+    from ds_hydra.commands.job_config import refuse_all
 
     gpus = args.gpus or gpus_here()
     if not gpus:
         raise ConfigError("give --gpus: there are none on this machine")
     refuse_all({**found.config, BLOCK: found.block}, host, gpus)
-    pictured = bool(read_lengths(shipped(args.lengths), 2**40).patches)
-    block = {"images": True, **found.block} if pictured else found.block
+    spec = shipped(args.lengths)
+    every = all_lengths(spec)
+    block = {"images": True, **found.block} if every.patches else found.block
     job = Job.of(model, {**said.precise(found.config), BLOCK: block}, gpus, args.gpus_per_node,
                  args.device_memory or memory_here() or _GPU_GIB)  # fmt: skip
-    sample = read_lengths(shipped(args.lengths), min(job.positions, found.block.get("context_length") or job.positions))
+    sample = every.within(min(job.positions, found.block.get("context_length") or job.positions), spec)
     job = replace(job, patches=sample.patches)
     costs = args.cost_table or device_here(args.device)
     settings = planned(swap, said, found, sample, Asked(gpus, args.tokens, args.lengths, args.cost_table))
@@ -314,7 +313,3 @@ def _write(args: argparse.Namespace, result: Result, job: Job, costs: str) -> in
         print(f"\n{args.script}, which uses {result.swap.kind}, needs no change")
     print(f"\nStart it: {command_of(result, args.script, out, job.gpus, job.node_size)}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

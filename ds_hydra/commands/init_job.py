@@ -15,8 +15,7 @@ import torch
 
 from ds_hydra.commands.init import Times
 from ds_hydra.commands.job_config import JobConfig, job_of
-from ds_hydra.commands.planned_block import Setting, now_ms
-from ds_hydra.commands.translated import OwnLayout
+from ds_hydra.commands.translated import OwnLayout, Setting, now_ms
 from ds_hydra.config.hydra_block import HydraConfig
 from ds_hydra.costs.analytic import ASSUMED, AssumedDevice, ModelShape, analytic_cost_table, assumed_device, model_shape
 from ds_hydra.costs.cost_table import MOST_TOKENS, CostTable, TableFile, peak_tflops, read_table_file, told

@@ -1,8 +1,8 @@
-"""A job's config file in; the "hydra" block and the dtypes, for the commands, out."""
+"""A job's config, read as the job itself reads it: its types and options, all that it refuses, and its simulation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +11,20 @@ from torch.optim import Optimizer
 
 from ds_hydra.config.checks import read_config
 from ds_hydra.config.hosts import TRAINER, filled_in
-from ds_hydra.config.hydra_block import OPTIMIZER, HydraConfig, parse_config
+from ds_hydra.config.hydra_block import BLOCK, OPTIMIZER, HydraConfig, parse_config
+from ds_hydra.costs.cost_table import TableFile
+from ds_hydra.engine.costs import job_memory
 from ds_hydra.engine.plugs import plugged
+from ds_hydra.entry import accept
 from ds_hydra.host.optimizers import needs_whole, optimizer_of_block
 from ds_hydra.pipe.models.causal_lm import CausalLM
-from ds_hydra.pipe.shape import StrategyShape
-from ds_hydra.pipe.stage_options import StageOptions
+from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
+from ds_hydra.pipe.stage_options import AS_WRITTEN, StageOptions
 from ds_hydra.profiling.stage_timer import hollow_source
+from ds_hydra.simulate.job import HOST_LINK, NO_LIMIT, SimulatedJob
+from ds_hydra.simulate.links import LinkModel
+from ds_hydra.zero_hetero.errors import ConfigError
+from ds_hydra.zero_hetero.nodes import node_size_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -84,3 +91,61 @@ def job_of(raw: Mapping[str, Any]) -> JobConfig:
         DTYPES.get(str(settings.get("communication_data_type"))),
         block.get("type", "AdamW"),
     )
+
+
+def refuse_all(config: Mapping[str, Any], host: str, ranks: int) -> None:
+    """ConfigError with a line for each key that the job refuses; the job itself would stop at the first."""
+    try:
+        accept(config, ranks, host)
+    except ConfigError as error:
+        found = list(dict.fromkeys(_each(config, host, ranks))) or [str(error)]
+        lines = [one.removeprefix("config: ") for one in found]
+        raise ConfigError(
+            lines[0] if len(lines) == 1 else f"{len(lines)} settings cannot be had here:\n  " + "\n  ".join(lines)
+        ) from error
+
+
+def _each(config: Mapping[str, Any], host: str, ranks: int) -> Iterator[str]:
+    """What is refused of each key by itself, and of each setting of the block."""
+    alone = [{key: value, BLOCK: {}} for key, value in config.items() if key != BLOCK]
+    block = config.get(BLOCK)
+    alone += [{BLOCK: {key: value}} for key, value in block.items()] if isinstance(block, Mapping) else []
+    for one in alone:
+        try:
+            accept(one, ranks, host)
+        except ConfigError as error:
+            yield str(error)
+
+
+def job_of_config(
+    path: str,
+    found: TableFile,
+    links: LinkModel,
+    num_ranks: int,
+    strategies: Sequence[StrategyShape],
+    *,
+    config: str | None = None,
+    host_link: float = HOST_LINK,
+) -> SimulatedJob:
+    """The job of training the model of a config file or checkpoint folder; in the dtype that the table was made for.
+
+    `config` is the file that says in which types gradients add up and travel, and whether the host has states, which
+    come over a `host_link` of so many bytes a second.
+    ConfigError for what is no such model, PlanError for strategies that the table has no costs for.
+    """
+    source = hollow_source(path, AS_WRITTEN if found.job is None else found.job.stages, strategies)
+    dtype = torch.float32 if found.job is not None and found.job.dtype.endswith("float32") else torch.bfloat16
+    stages = (stage for strategy in strategies for pipeline in strategy.pipelines for stage in pipeline.stages)
+    types = read_job(config, dtype)
+    memory = job_memory(
+        source, [ParallelScheme(stage.tp, 1, stage.sp) for stage in stages], num_ranks, NO_LIMIT, dtype,
+        grad_dtype=types.grad_dtype, wire_dtype=types.wire_dtype, node_size=node_size_of(num_ranks, links.node_size),
+        measured=found.activations, states_on_host=types.states_on_host,
+    )  # fmt: skip
+    job = SimulatedJob(
+        source.plan, source.width(min(1, source.plan.num_layers - 1)), found, links, num_ranks, dtype.itemsize,
+        memory, memory.wire_bytes, memory.grad_bytes or max(memory.param_bytes, memory.master_bytes),
+        lanes=found.job is None or not found.job.threads,  # a table of CPUs has those of a rank
+        host_link=host_link,
+    )  # fmt: skip
+    return job.with_costs_of(strategies)

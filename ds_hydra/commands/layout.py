@@ -11,7 +11,6 @@ Of many pieces the first ones are printed. Copies are those of `hydra.elastic`.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -111,7 +110,3 @@ def told(held: Sequence[Interval]) -> str:
     """A rank's intervals in short."""
     shown = ", ".join(f"{start:,}..{stop:,}" for start, stop in held[:_SHOWN])
     return (shown + (f" and {len(held) - _SHOWN:,} more" if len(held) > _SHOWN else "")) or "-"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

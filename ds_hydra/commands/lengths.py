@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -118,7 +117,3 @@ def main(arguments: Sequence[str] | None = None, *, name: str = "ds-hydra length
     parser.add_argument("--out", type=new_file, required=True)
     args = parser.parse_args(arguments)
     return guarded(name, lambda: run(args))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -176,37 +175,19 @@ def _ours(preview: Preview) -> str:
     )
 
 
-def plot(path: Path, sample: LengthSample, table: CostTable, preview: Preview, context: int) -> None:
+def plot(path: Path, sample: LengthSample, table: CostTable, preview: Preview) -> None:
     """Lengths by sequences and by tokens with every MaxLen; step times of the plans and of the fixed layout."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib: pip install matplotlib") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from ds_hydra.commands.pages import draw_lengths, draw_steps
+    from ds_hydra.report.plots import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 4.5), layout="constrained")
-    edges = np.geomspace(16, context, 48)
-    for weights, name in ((None, "sequences"), (sample.lengths, "tokens")):
-        heights, _ = np.histogram(sample.lengths, bins=edges, weights=weights)
-        left.stairs(heights / max(1.0, heights.sum()), edges, label=name, fill=weights is None, alpha=0.6)
-    for cost in table.costs:
-        left.axvline(cost.max_length, color="0.5", linewidth=0.8)
-        left.text(cost.max_length, left.get_ylim()[1], f" {cost.scheme}", rotation=90, va="top", fontsize=7)
-    left.set(
-        xscale="log",
-        xlabel="tokens of a sequence",
-        ylabel="share",
-        title="Lengths, and the most tokens that a replica holds",
-    )
-    left.legend(loc="upper left")
-    right.plot(preview.step_ms / 1e3, label=_ours(preview))
-    for name, one in preview.rivals.items():
-        right.plot(one.step_ms / 1e3, label=f"{name}: {one.layout}", linewidth=1)
-    right.set(xlabel="step", ylabel="seconds", ylim=(0, None), title="Predicted step time")
-    right.legend(fontsize=7)
+    plt = pyplot()
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.5), layout="constrained")
+    draw_lengths(left, sample.lengths.tolist(), table)
+    draw_steps(right, {what: ms.tolist() for what, ms in _rows(preview)}, range(1, len(preview.plans) + 1))
+    left.set_title("Lengths, and the most tokens that a replica holds")
+    right.set_title("Predicted step time")
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    plt.close(figure)
 
 
 def setting_of(args: argparse.Namespace, found: TableFile) -> JobSetting:
@@ -323,7 +304,7 @@ def run(args: argparse.Namespace) -> int:
         print_table(("GB/s", "best fixed, balanced", "Megatron-Core's schedule"),
                     [(f"{speed:g}", *(f"{gain:.2f}" for gain in row)) for speed, row in gains.items()])  # fmt: skip
     if args.html:
-        from ds_hydra.commands.preview_page import write_preview
+        from ds_hydra.commands.pages import write_preview
 
         write_preview(
             args.html,
@@ -335,7 +316,7 @@ def run(args: argparse.Namespace) -> int:
         )
         print(f"{args.html}: the page")
     if args.plot:
-        plot(args.plot, sample, measured, preview, args.context)
+        plot(args.plot, sample, measured, preview)
     if args.json:
         record = {
             "strategies": [str(s) for s in strategies], "wins": preview.wins,
@@ -354,7 +335,3 @@ def main(arguments: Sequence[str] | None = None, *, name: str = "ds-hydra previe
     """Plan and print; return 2 for input that is refused."""
     args = parse_arguments(arguments, name)
     return guarded(name, lambda: run(args))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -12,30 +12,31 @@ which are printed: exit code 1 if one is not met.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median, median_high
 from typing import Any
 
-from ds_hydra.commands import beside
+from ds_hydra.commands import pages
 from ds_hydra.commands.figures import figures_parser, finish, guarded, new_file, print_table, shipped
 from ds_hydra.costs.cost_table import CostTable, read_table_file, told
 from ds_hydra.data.lengths import read_length_file
 from ds_hydra.plan.step_plan import StepPlan, load_plans
 from ds_hydra.report.plots import (
+    Section,
     draw_report,
     drawings_of,
+    drawn,
     foretold,
     heading,
     pipeline_schemes,
     read_steps,
     relative_errors,
     summarise,
+    write_page,
 )
 from ds_hydra.report.record import SETTLED
-from ds_hydra.report.web_page import Section, drawn, write_page
 from ds_hydra.zero_hetero.errors import ConfigError
 
 Record = Mapping[str, Any]
@@ -55,8 +56,8 @@ def write_report(
     lengths = lengths or [length for _, plan in ran for length in plan.lengths]
     sections = [*_beside(ran, table)]
     if lengths:
-        sections.append(drawn("Lengths", partial(beside.draw_lengths, lengths=lengths, table=table)))
-    sections.append(drawn("Who waited", partial(beside.draw_waits, waits=waits_of(records)), 2.2))
+        sections.append(drawn("Lengths", partial(pages.draw_lengths, lengths=lengths, table=table)))
+    sections.append(drawn("Who waited", partial(pages.draw_waits, waits=waits_of(records)), 2.2))
     left_out = {"lengths"} if lengths else set()
     sections += [drawn(title, draw) for name, title, draw in drawings_of(records, (), step) if name not in left_out]
     write_page(path, "A run of ds-hydra", heading(records), sections)
@@ -71,7 +72,7 @@ def waits_of(records: Sequence[Record]) -> dict[str, list[float]]:
         names = pipeline_schemes(record["strategy"])
         if len(ran) != len(names) or len(ran) < 2:
             continue
-        for scheme, share in beside.waits_of(names, ran, counts, record["step_ms"]):
+        for scheme, share in pages.waits_of(names, ran, counts, record["step_ms"]):
             found.setdefault(scheme, []).append(share)
     return found
 
@@ -83,20 +84,20 @@ def _beside(ran: Sequence[tuple[Record, StepPlan]], table: CostTable | None) -> 
     num_ranks = max(phase.shape.num_ranks for phase in ran[0][1].phases)
     batches = [plan.lengths for _, plan in ran]
     longest = max(max(batch) for batch in batches)
-    found = beside.rivals(table, num_ranks, batches, longest)
+    found = pages.rivals(table, num_ranks, batches, longest)
     if not found:
         raise ConfigError(f"the cost table has no scheme that holds the run's longest sequence, of {longest} tokens")
     measured = [float(record["step_ms"]) for record, _ in ran]
     over = median(ms / plan.predicted_ms for ms, (_, plan) in zip(measured, ran, strict=True))
-    times = {name: [over * ms for ms in of] for name, of in found.items()} | {f"{beside.OURS}, measured": measured}
-    means = drawn("Beside other systems, on these lengths", partial(beside.draw_means, times=times))
+    times = {name: [over * ms for ms in of] for name, of in found.items()} | {f"{pages.OURS}, measured": measured}
+    means = drawn("Beside other systems, on these lengths", partial(pages.draw_means, times=times))
     steps = [int(record["step"]) for record, _ in ran]
-    lines = drawn(_TITLE, partial(beside.draw_steps, times=times, steps=steps))
+    lines = drawn(_TITLE, partial(pages.draw_steps, times=times, steps=steps))
     words = (
         f"Estimated by the cost table, times {over:.2f}, which is what our own steps took over their estimate in the "
         f"median; the fixed layout is the best that holds the longest sequence of these steps, of {longest:,} tokens."
     )
-    return [Section(lines.title, words, lines.svg), Section(means.title, means.words, "", beside.rows(times))]
+    return [Section(lines.title, words, lines.drawing), Section(means.title, means.words, "", pages.rows(times))]
 
 
 LEAST = 2 * SETTLED  # steps: what predictions are learnt from, and as many that they are judged by
@@ -215,7 +216,3 @@ def run(args: argparse.Namespace, name: str) -> int:
             "train on: all is as it should be" if args.html else "--html FILE shows it as one page"
         )
     return finish(name, f"{summary}; next: {after}", {"errors": overall, "steps": len(records)}, missed, args.json)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,8 +1,7 @@
 """Training scripts, read without running them: their loop, their arguments, and the lines to change. Pure: no torch.
 
-A class is followed through imports and bases to the library that it comes from, whatever it is called on the way.
-
-default of their class. Pure.
+A class is followed through imports and bases to the library that it comes from, whatever it is called on the way. An
+argument is what the script gives it, what the file or options give that it is started with, or its class's default.
 
 The classes that can be swapped are those that `ds_hydra/hugging_face` has: HydraX stands for the X that its file
 imports. A script counts by what it constructs; what it only imports, for a type hint say, does not.

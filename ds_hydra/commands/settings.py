@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from ds_hydra.commands.figures import CommandParser
@@ -20,7 +19,3 @@ def main(arguments: Sequence[str] | None = None, *, name: str = "ds-hydra settin
     parser.add_argument("--schema", action="store_true", help="as a JSON Schema")
     print(schema() if parser.parse_args(arguments).schema else page(), end="")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

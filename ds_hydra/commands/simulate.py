@@ -98,7 +98,7 @@ def simulated_job(
     gpus = strategies[0].num_ranks if args.gpus is None else args.gpus
     links = links_of(args, found)
     if args.model is not None:
-        from ds_hydra.commands.simulated_model import job_of_config  # imports torch
+        from ds_hydra.commands.job_config import job_of_config  # imports torch
 
         link = 1e9 * getattr(args, "host_link", HOST_LINK / 1e9)  # other commands have no such option
         if link <= 0:

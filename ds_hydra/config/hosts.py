@@ -46,9 +46,7 @@ def filled_in(config: Mapping[str, Any], host: str | None) -> dict[str, Any]:
     filled = copy.deepcopy(dict(config))
     for place, value in FILLED.get(host or "", {}).items():
         *outer, key = place.split(".")
-        block: Any = filled
-        for name in outer:
-            block = block.get(name) if isinstance(block, dict) else None
+        block = value_at(filled, *outer)
         if isinstance(block, dict) and block.get(key) == AUTO:
             block[key] = value
     _only_one_type(config, filled)
@@ -57,17 +55,19 @@ def filled_in(config: Mapping[str, Any], host: str | None) -> dict[str, Any]:
 
 def _only_one_type(config: Mapping[str, Any], filled: dict[str, Any]) -> None:
     """Of "bf16" and "fp16" one is on at most, and one of them is where a host says so of it alone."""
-    bf16, fp16 = (_at(config, place) for place in _ONE_OF_TWO)
+    bf16, fp16 = (value_at(config, *place.split(".")) for place in _ONE_OF_TWO)
     if (bf16, fp16) == (AUTO, True):
         filled["bf16"]["enabled"] = False
-    elif fp16 == AUTO and not bf16 and _at(filled, "fp16.enabled") is False:
+    elif fp16 == AUTO and not bf16 and value_at(filled, "fp16", "enabled") is False:
         filled["fp16"]["enabled"] = True
 
 
-def _at(config: Mapping[str, Any], place: str) -> Any:
-    outer, key = place.split(".")
-    block = config.get(outer)
-    return block.get(key) if isinstance(block, Mapping) else None
+def value_at(config: Mapping[str, Any], *path: str) -> Any:
+    """What stands there, a key in each block; None where there is nothing."""
+    value: Any = config
+    for key in path:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
 
 
 def refuse_auto(settings: Mapping[str, Any], host: str | None) -> None:

@@ -210,12 +210,28 @@ class LengthSample:
     longest: int
     patches: tuple[tuple[int, ...], ...] = ()  # of the units of each sequence; empty: none has any
 
+    def within(self, context_length: int, spec: str) -> LengthSample:
+        """Those of at most so many tokens; ConfigError, which begins with the spec, where there are none."""
+        fitting = self.lengths <= context_length
+        if not fitting.any():
+            raise ConfigError(
+                f"{spec}: none of its {len(fitting)} sequences fits context_length={context_length} tokens; the "
+                f"shortest has {self.lengths.min()}"
+            )
+        patches = tuple(one for one, fits in zip(self.patches, fitting, strict=False) if fits)
+        return LengthSample(self.lengths[fitting], int((~fitting).sum()), self.longest, patches)
+
 
 def read_lengths(spec: str, context_length: int, count: int = 100_000, seed: int = 0) -> LengthSample:
     """Lengths of 1..context_length tokens from a spec; `count` are drawn where the spec is a distribution.
 
     Raises ConfigError with file and line for what is not a length, or when nothing fits the context.
     """
+    return all_lengths(spec, count, seed).within(context_length, spec)
+
+
+def all_lengths(spec: str, count: int = 100_000, seed: int = 0) -> LengthSample:
+    """The same of any length."""
     rng = np.random.default_rng(seed)
     if spec.startswith("lognormal"):
         mu, sigma = _lognormal(spec)
@@ -225,14 +241,7 @@ def read_lengths(spec: str, context_length: int, count: int = 100_000, seed: int
         lengths = _draw_histogram(spec, count, rng)
     else:
         lengths = read_length_file(spec)
-    fitting = lengths[lengths <= context_length]
-    if not fitting.size:
-        raise ConfigError(
-            f"{spec}: none of its {len(lengths)} sequences fits context_length={context_length} tokens; the shortest "
-            f"has {lengths.min()}"
-        )
-    patches = tuple(one for one, length in zip(_patches(spec), lengths, strict=False) if length <= context_length)
-    return LengthSample(fitting, len(lengths) - len(fitting), int(lengths.max()), patches)
+    return LengthSample(lengths, 0, int(lengths.max()), tuple(_patches(spec)))
 
 
 def _patches(spec: str) -> list[tuple[int, ...]]:

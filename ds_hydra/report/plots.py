@@ -1,17 +1,21 @@
-"""Figures of a run: predicted against measured, balance, lengths, what ranks do. Needs matplotlib; no torch.
+"""Figures of a run: predicted against measured, balance, lengths, what ranks do; and HTML pages. No torch.
 
-Works after the run, from `steps.jsonl` alone: no torch, matplotlib only when a figure is drawn. A strategy keeps its
+Works after the run, from `steps.jsonl` alone; matplotlib is imported when a figure is drawn. A strategy keeps its
 colour in every figure; colours are Okabe and Ito's, which colour-blind readers can tell apart, and strategies differ
 in their markers too.
 
-Each function draws on matplotlib axes and returns the drawing in words; `plots.draw_report` calls them.
+Each function draws on matplotlib axes and returns the drawing in words; `plots.draw_report` calls them. A page needs
+nothing from the network. Drawings are SVG within it, whose text and axes take the page's own colour, so that they are
+read on light and on dark; or PNG files beside it.
 """
 
 from __future__ import annotations
 
 import html
+import io
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -58,13 +62,11 @@ def mark_ranks(axes: Any, records: Sequence[Record]) -> str:
     return f" {first[1]} ranks trained at first, {told}." if changes else ""
 
 
-def draw_learning(axes: Any, records: Sequence[Record], look: Any) -> str:
+def draw_learning(axes: Any, records: Sequence[Record], look: _Look) -> str:
     """Loss by step with its running median, and the learning rate."""
     known = [r for r in records if r.get("loss") is not None]
     if not known:
-        axes.text(0.5, 0.5, "the records hold no losses", ha="center", va="center", transform=axes.transAxes)
-        axes.set_axis_off()
-        return "Nothing to draw: the records hold no losses."
+        return _nothing(axes, "the records hold no losses")
     steps, losses = [r["step"] for r in known], [float(r["loss"]) for r in known]
     axes.plot(steps, losses, color=_LOSS, linewidth=0.8, alpha=0.5, label="loss")
     axes.plot(steps, running_median(losses), color=_LOSS, linewidth=1.8, label=f"its median over {_SMOOTHED} steps")
@@ -79,14 +81,11 @@ def draw_learning(axes: Any, records: Sequence[Record], look: Any) -> str:
     return went + mark_ranks(axes, records)
 
 
-def draw_speed(axes: Any, records: Sequence[Record], look: Any) -> str:
+def draw_speed(axes: Any, records: Sequence[Record], look: _Look) -> str:
     """Tokens a second by step, and the share of each step that ranks waited for the slowest pipeline."""
     timed = [r for r in records if r["step_ms"] > 0]
     rate = [1e3 * r["num_tokens"] / r["step_ms"] for r in timed]
-    for name in look.strategies:
-        own = [(r["step"], value) for r, value in zip(timed, rate, strict=True) if r["strategy"] == name]
-        axes.scatter([step for step, _ in own], [value for _, value in own], s=16, color=look.colour(name),
-                     marker=look.marker(name), label=name)  # fmt: skip
+    look.scatter(axes, timed, [r["step"] for r in timed], rate)
     axes.plot([r["step"] for r in timed], running_median(rate), color="0.3", linewidth=1)
     axes.set(xlabel="step", ylabel="tokens a second", ylim=(0, 1.15 * max(rate, default=1.0)))
     axes.legend(fontsize=8, loc="lower right")
@@ -100,14 +99,12 @@ def draw_speed(axes: Any, records: Sequence[Record], look: Any) -> str:
     )
 
 
-def draw_pipelines(axes: Any, records: Sequence[Record], look: Any, shown: Record) -> str:
+def draw_pipelines(axes: Any, records: Sequence[Record], look: _Look, shown: Record) -> str:
     """One step: for every pipeline, phase after phase, how long it ran, and how long its stages computed."""
-    names = [str(pipeline) for shape in parse_phases(shown["strategy"]) for pipeline in shape.pipelines]
+    names = pipeline_schemes(shown["strategy"])
     ran = [float(ms) for ms in shown.get("pipeline_ms") or ()]
     if len(ran) != len(names):
-        axes.text(0.5, 0.5, "the record has no times of pipelines", ha="center", va="center", transform=axes.transAxes)
-        axes.set_axis_off()
-        return "Nothing to draw: the record has no times of pipelines."
+        return _nothing(axes, "the record has no times of pipelines")
     begins = _begins(ran, shown.get("num_pipelines") or (len(ran),))
     stages: Sequence[Sequence[float]] = shown.get("stage_ms") or [()] * len(ran)
     end = max(begin + ms for begin, ms in zip(begins, ran, strict=True))
@@ -147,6 +144,11 @@ class Figure:
     path: Path
     title: str
     words: str
+
+    @property
+    def image(self) -> str:
+        """What shows it on a page in the same folder."""
+        return f'<img src="{html.escape(self.path.name)}" alt="{html.escape(self.title + ". " + self.words)}">'
 
 
 def read_steps(path: str | Path) -> tuple[list[dict[str, Any]], int]:
@@ -201,23 +203,19 @@ def drawings_of(
     if shown is None:
         raise ConfigError(f"there is no record of step {step}: there are {records[0]['step']} to {records[-1]['step']}")
     look = _Look.of(records)
-    figures: list[tuple[str, str, Callable[..., str], tuple[Any, ...]]] = [
-        ("learning", "Loss and learning rate", draw_learning, ()),
-        ("speed", "Tokens a second", draw_speed, ()),
-        ("pipelines", f"Step {shown['step']}: what each pipeline did", draw_pipelines, (shown,)),
-        ("predicted_measured", "Predicted against measured step time", _scatter, ()),
-        ("residuals", "Prediction error by strategy", _residuals, ()),
-        ("schemes", "Measured over predicted pipeline time by scheme", _schemes, ()),
-        ("balance", "Balance: slowest over mean pipeline", _balance, ()),
-        ("strategies", "Strategies over the steps", _timeline, ()),
-        ("lengths", "Sequence lengths", _lengths, (tuple(lengths),)),
-        ("planning", "Planning time against step time", _planning, ()),
+    figures: list[tuple[str, str, Callable[..., str]]] = [
+        ("learning", "Loss and learning rate", draw_learning),
+        ("speed", "Tokens a second", draw_speed),
+        ("pipelines", f"Step {shown['step']}: what each pipeline did", partial(draw_pipelines, shown=shown)),
+        ("predicted_measured", "Predicted against measured step time", _scatter),
+        ("residuals", "Prediction error by strategy", _residuals),
+        ("schemes", "Measured over predicted pipeline time by scheme", _schemes),
+        ("balance", "Balance: slowest over mean pipeline", _balance),
+        ("strategies", "Strategies over the steps", _timeline),
+        ("lengths", "Sequence lengths", partial(_lengths, lengths=lengths)),
+        ("planning", "Planning time against step time", _planning),
     ]
-    return [(name, title, partial(_drawn, draw, records, look, extra)) for name, title, draw, extra in figures]
-
-
-def _drawn(draw: Callable[..., str], records: Sequence[Record], look: _Look, extra: tuple[Any, ...], axes: Any) -> str:
-    return draw(axes, records, look, *extra)
+    return [(name, title, partial(draw, records=records, look=look)) for name, title, draw in figures]
 
 
 def draw_report(
@@ -246,7 +244,8 @@ def draw_report(
         finally:
             plt.close(figure)
         figures.append(Figure(path, title, words))
-    (out / "index.html").write_text(page(records, figures), encoding="utf-8")
+    sections = [Section(one.title, one.words, one.image) for one in figures]
+    write_page(out / "index.html", "ds-hydra run", heading(records), sections)
     return figures
 
 
@@ -264,8 +263,12 @@ class _Look:
     def colour(self, name: str) -> str:
         return COLOURS[self.strategies.index(name) % len(COLOURS)]
 
-    def marker(self, name: str) -> str:
-        return MARKERS[self.strategies.index(name) % len(MARKERS)]
+    def scatter(self, axes: Any, records: Sequence[Record], x: Sequence[float], y: Sequence[float]) -> None:
+        """A point of each record, in the look of its strategy."""
+        for number, name in enumerate(self.strategies):
+            own = [at for at, record in enumerate(records) if record["strategy"] == name]
+            axes.scatter([x[at] for at in own], [y[at] for at in own], s=16, color=self.colour(name),
+                         marker=MARKERS[number % len(MARKERS)], label=name if own else None)  # fmt: skip
 
 
 def _scatter(axes: Any, records: Sequence[Record], look: _Look) -> str:
@@ -275,10 +278,7 @@ def _scatter(axes: Any, records: Sequence[Record], look: _Look) -> str:
     top = 1.05 * max(max(r["expected_ms"], r["step_ms"]) for r in records)
     axes.fill_between([0, top], [0, 0.9 * top], [0, 1.1 * top], color="0.9", label="±10%")
     axes.plot([0, top], [0, top], color="0.5", linewidth=1)
-    for name in look.strategies:
-        chosen = [r for r in records if r["strategy"] == name]
-        axes.scatter([r["step_ms"] for r in chosen], [r["expected_ms"] for r in chosen], s=16, color=look.colour(name),
-                     marker=look.marker(name), label=name if chosen else None)  # fmt: skip
+    look.scatter(axes, records, [r["step_ms"] for r in records], [r["expected_ms"] for r in records])
     axes.set(xlabel="measured step time, ms", ylabel="predicted step time, ms", xlim=(0, top), ylim=(0, top))
     axes.legend(fontsize=8)
     middle, high = summarise(relative_errors(records))
@@ -324,10 +324,7 @@ def _balance(axes: Any, records: Sequence[Record], look: _Look) -> str:
     several = [r for r in records if len(r.get("pipeline_ms") or ()) > 1]
     if not several:
         return _nothing(axes, "every step ran a single pipeline")
-    for name in look.strategies:
-        chosen = [r for r in several if r["strategy"] == name]
-        axes.scatter([r["step"] for r in chosen], [r["balance"] for r in chosen], s=16,
-                     color=look.colour(name), marker=look.marker(name), label=name if chosen else None)  # fmt: skip
+    look.scatter(axes, several, [r["step"] for r in several], [r["balance"] for r in several])
     axes.axhline(1.0, color="0.4", linewidth=1)
     axes.set(xlabel="step", ylabel="slowest / mean pipeline time (1 is perfect)")
     axes.legend(fontsize=8)
@@ -350,7 +347,7 @@ def _timeline(axes: Any, records: Sequence[Record], look: _Look) -> str:
     return f"{len(look.strategies)} strategies, {changes} changes, {mixed} of {len(records)} steps heterogeneous."
 
 
-def _lengths(axes: Any, records: Sequence[Record], look: _Look, lengths: tuple[int, ...]) -> str:
+def _lengths(axes: Any, records: Sequence[Record], look: _Look, lengths: Sequence[int]) -> str:
     kind, values = "sequences", [n for n in lengths if n > 0]
     if not values:
         kind = "steps' mean lengths"
@@ -392,22 +389,6 @@ def _nothing(axes: Any, reason: str) -> str:
 def pipeline_schemes(strategy: str) -> list[str]:
     """Text of each pipeline's shape of a strategy, in rank order, phase after phase."""
     return [str(pipeline) for shape in parse_phases(strategy) for pipeline in shape.pipelines]
-
-
-def page(records: Sequence[Record], figures: Sequence[Figure]) -> str:
-    """One HTML page that shows the figures with their words; it needs nothing from the network."""
-    head = heading(records)
-    parts = [
-        f"<section><h2>{html.escape(f.title)}</h2><p>{html.escape(f.words)}</p>"
-        f'<img src="{html.escape(f.path.name)}" alt="{html.escape(f.title + ". " + f.words)}"></section>'
-        for f in figures
-    ]
-    style = "body{font:16px/1.5 sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}img{max-width:100%}"
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>ds-hydra run</title>'
-        f"<style>{style}</style></head><body><h1>ds-hydra run</h1><p>{html.escape(head)}</p>"
-        + "".join(parts) + "</body></html>\n"
-    )  # fmt: skip
 
 
 def heading(records: Sequence[Record]) -> str:
@@ -515,3 +496,83 @@ def _write_names(
         if width > 0.009 * len(text) * last_ms:
             colour = "white" if span.kind == "backward" else "black"
             axes.text(start + width / 2, middle, text, ha="center", va="center", fontsize=6.5, color=colour, zorder=4)
+
+
+_INK = "#010203"  # replaced by the page's colour of text; nothing else is drawn in it
+_RC = {
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor"), _INK),
+    "xtick.color": _INK, "ytick.color": _INK,
+    "svg.fonttype": "none", "svg.hashsalt": "ds-hydra", "legend.frameon": False, "axes.facecolor": "none",
+    "figure.facecolor": "none", "savefig.facecolor": "none", "font.family": "sans-serif", "font.size": 10,
+}  # fmt: skip
+_STYLE = """
+:root{color-scheme:light dark;--ink:#1c2733;--paper:#fff;--card:#f5f7f9;--line:#d5dce3}
+@media(prefers-color-scheme:dark){:root{--ink:#e4e9ee;--paper:#14181d;--card:#1d232a;--line:#38424d}svg{filter:brightness(1.25)}}
+body{font:16px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper)}
+body{max-width:64rem;margin:0 auto;padding:1rem}
+section{background:var(--card);border:1px solid var(--line);border-radius:.5rem;padding:.5rem 1rem;margin:1rem 0}
+h1{margin:.5rem 0}h2{font-size:1.1rem;margin:.5rem 0}
+img{max-width:100%}svg{width:100%;height:auto;font-family:system-ui,sans-serif}
+.wide{overflow-x:auto}.wide svg{min-width:26rem}
+table{border-collapse:collapse}td,th{padding:.2rem .8rem .2rem 0;text-align:left}
+td:nth-child(n+2){text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
+""".strip()
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page: a drawing as SVG or an image, or "", and a table, or none."""
+
+    title: str
+    words: str
+    drawing: str = ""
+    table: Sequence[Sequence[str]] = ()  # the first row is the heads
+
+
+def drawn(title: str, draw: Callable[[Any], str], height: float = 3.8) -> Section:
+    """A section with what `draw` puts on the axes that it is given; it returns that in words."""
+    plt = pyplot()
+    with plt.rc_context(_RC):
+        figure, axes = plt.subplots(figsize=(8.0, height), layout="constrained")
+        try:
+            words = draw(axes)
+            file = io.StringIO()
+            figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+        finally:
+            plt.close(figure)
+    svg = file.getvalue()
+    svg = svg[svg.index("<svg") :].replace(_INK, "currentColor")
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)
+    svg = re.sub(r' (width|height)="[\d.]+pt"', "", svg, count=2)
+    # matplotlib names every figure's groups alike, and a page may have a name once.
+    svg = re.sub(r' id="(figure|axes|patch|matplotlib|text|line2d|PathCollection|legend|LineCollection|PolyCollection|'
+                 r'xtick|ytick|FillBetweenPolyCollection|QuadMesh)[\w.]*"', "", svg)  # fmt: skip
+    label = html.escape(f"{title}. {words}", quote=True)
+    return Section(title, words, svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1))
+
+
+def page(title: str, head: str, sections: Sequence[Section]) -> str:
+    """The page as text."""
+    parts = []
+    for one in sections:
+        rows = [
+            "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
+            for tag, row in (("th" if number == 0 else "td", row) for number, row in enumerate(one.table))
+        ]
+        table = f"<table>{''.join(rows)}</table>" if rows else ""
+        svg = f'<div class="wide">{one.drawing}</div>' if one.drawing else ""
+        parts.append(f"<section><h2>{html.escape(one.title)}</h2><p>{html.escape(one.words)}</p>{table}{svg}</section>")
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<style>{_STYLE}</style></head><body><h1>{html.escape(title)}</h1><p>{html.escape(head)}</p>"
+        + "".join(parts) + "</body></html>\n"
+    )  # fmt: skip
+
+
+def write_page(path: Path, title: str, head: str, sections: Sequence[Section]) -> None:
+    """Write it; ConfigError where that cannot be done."""
+    try:
+        path.write_text(page(title, head, sections), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write the page {path}: {error.strerror}") from error

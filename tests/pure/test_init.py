@@ -18,10 +18,18 @@ from ds_hydra.commands import preview
 from ds_hydra.commands.__main__ import main
 from ds_hydra.commands.figures import shipped
 from ds_hydra.commands.init_job import Job
-from ds_hydra.commands.planned_block import Asked, now_ms, packed_in_order, planned
-from ds_hydra.commands.refusals import refuse_all
+from ds_hydra.commands.job_config import refuse_all
 from ds_hydra.commands.scripts import Swap, diff_of, swap_of, swappable, training_args
-from ds_hydra.commands.translated import OwnLayout, Translated, config_of, translated
+from ds_hydra.commands.translated import (
+    Asked,
+    OwnLayout,
+    Translated,
+    config_of,
+    now_ms,
+    packed_in_order,
+    planned,
+    translated,
+)
 from ds_hydra.config.hosts import ACCELERATE, CALLS, STEPS, TRAINER
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.data.lengths import LengthSample, read_lengths
