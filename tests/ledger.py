@@ -109,7 +109,7 @@ CAPABILITIES: Mapping[str, Capability] = {
     "comparison, previews and pages": Capability(
         "ds_hydra/rivals/*.py ds_hydra/commands/pages.py ds_hydra/commands/preview.py "
         "ds_hydra/commands/init.py ds_hydra/commands/init_job.py "
-        "ds_hydra/commands/translated.py ds_hydra/commands/demo.py tests/pure/test_rivals.py "
+        "ds_hydra/commands/demo.py tests/pure/test_rivals.py "
         "tests/pure/test_systems.py tests/pure/test_init.py tools/systems/*.py tools/bench_systems.py "
         "tools/check_gains.py benchmarks/rivals/*.py "
         "ds_hydra/report/plots.py ds_hydra/commands/report.py "
