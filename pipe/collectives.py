@@ -9,6 +9,7 @@ n has the i-th of n equal parts. The group may be None only as long as nothing r
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,20 @@ from ds_hydra.pipe.rows import Pack
 from ds_hydra.zero_hetero import collectives
 
 Group = dist.ProcessGroup | None
-Rows = Callable[[Tensor, Group], Tensor]
+Move = Callable[[Tensor], Tensor]
+
+
+class _Moved(torch.autograd.Function):
+    """What one function makes of a tensor, and another one of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Move, back: Move) -> Tensor:
+        ctx.back = back
+        return there(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(grad), None, None
 
 
 # Each backward below belongs to the computation of all ranks together, not to that of one rank. Two ranks hold the same
@@ -29,19 +43,6 @@ Rows = Callable[[Tensor, Group], Tensor]
 #   `copy_to_ranks`    rank 0 finds the gradient 2 for its x, rank 1 finds 5; the one x that both copied has 7
 #
 # Between the two calls each rank differentiates its own part alone.
-class _CopyToRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.contiguous()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
-
-
 class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -56,46 +57,9 @@ class _SumOverRanks(torch.autograd.Function):
         return grad, None
 
 
-class _GatherLastDim(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, widths: tuple[int, ...], rank: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.widths, ctx.rank = widths, rank
-        parts = [x.new_empty((*x.shape[:-1], width)) for width in widths]
-        if len(set(widths)) == 1:
-            dist.all_gather(parts, x.contiguous(), group=group)
-        else:
-            # Gloo and NCCL gather equal sizes only: 7 columns over 2 ranks are widths 3 and 4, so rank 0 sends a fourth
-            # column of zeros, which is cut off again on arrival.
-            wide = x.new_zeros((*x.shape[:-1], max(widths)))
-            wide[..., : x.shape[-1]] = x
-            padded = [torch.empty_like(wide) for _ in widths]
-            dist.all_gather(padded, wide, group=group)
-            parts = [part[..., :width] for part, width in zip(padded, widths, strict=True)]
-        return torch.cat(parts, dim=-1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        # No sum over ranks: every rank goes on to compute the same from the gathered tensor, so each has the complete
-        # gradient already and keeps its own columns of it.
-        start = sum(ctx.widths[: ctx.rank])
-        return grad[..., start : start + ctx.widths[ctx.rank]], None, None, None
-
-
-class _SplitLastDim(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, widths: tuple[int, ...], rank: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.widths, ctx.rank, ctx.group = widths, rank, group
-        start = sum(widths[:rank])
-        return x[..., start : start + widths[rank]]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _GatherLastDim.apply(grad, ctx.widths, ctx.rank, ctx.group), None, None, None
-
-
 def copy_to_ranks(x: Tensor, group: Group) -> Tensor:
     """Identity whose backward sums the gradients over the group (Megatron's f)."""
-    return x if group is None else _CopyToRanks.apply(x, group)
+    return x if group is None else _Moved.apply(x, lambda x: x.view_as(x), partial(_summed, group=group))
 
 
 def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
@@ -105,12 +69,42 @@ def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
 
 def gather_last_dim(x: Tensor, widths: tuple[int, ...], rank: int, group: Group) -> Tensor:
     """Concatenate the ranks' slices of the last dimension; `widths` are their sizes, in rank order."""
-    return x if group is None else _GatherLastDim.apply(x, widths, rank, group)
+    # The backward sums nothing: every rank goes on to compute the same from the gathered tensor, so each has the
+    # complete gradient already and keeps its own columns of it.
+    gathered, own = partial(_all_columns, widths=widths, group=group), partial(_own_columns, widths=widths, rank=rank)
+    return x if group is None else _Moved.apply(x, gathered, own)
 
 
 def split_last_dim(x: Tensor, widths: tuple[int, ...], rank: int, group: Group) -> Tensor:
     """This rank's slice of the last dimension; backward gathers the slices' gradients."""
-    return x if group is None else _SplitLastDim.apply(x, widths, rank, group)
+    own, gathered = partial(_own_columns, widths=widths, rank=rank), partial(_all_columns, widths=widths, group=group)
+    return x if group is None else _Moved.apply(x, own, gathered)
+
+
+def _summed(x: Tensor, group: Group) -> Tensor:
+    x = x.contiguous()
+    dist.all_reduce(x, group=group)
+    return x
+
+
+def _own_columns(x: Tensor, widths: tuple[int, ...], rank: int) -> Tensor:
+    start = sum(widths[:rank])
+    return x[..., start : start + widths[rank]]
+
+
+def _all_columns(x: Tensor, widths: tuple[int, ...], group: Group) -> Tensor:
+    parts = [x.new_empty((*x.shape[:-1], width)) for width in widths]
+    if len(set(widths)) == 1:
+        dist.all_gather(parts, x.contiguous(), group=group)
+    else:
+        # Gloo and NCCL gather equal sizes only: 7 columns over 2 ranks are widths 3 and 4, so rank 0 sends a fourth
+        # column of zeros, which is cut off again on arrival.
+        wide = x.new_zeros((*x.shape[:-1], max(widths)))
+        wide[..., : x.shape[-1]] = x
+        padded = [torch.empty_like(wide) for _ in widths]
+        dist.all_gather(padded, wide, group=group)
+        parts = [part[..., :width] for part, width in zip(padded, widths, strict=True)]
+    return torch.cat(parts, dim=-1)
 
 
 def sharers(group: Group) -> dist.ProcessGroup:
@@ -158,10 +152,6 @@ def _own(x: Tensor, group: Group) -> Tensor:
     return x.narrow(-2, ranks.rank() * rows, rows)
 
 
-def _own_apart(x: Tensor, group: Group) -> Tensor:
-    return _own(x, group).clone()  # a view would keep the rows of all ranks in memory
-
-
 def _all(x: Tensor, group: Group) -> Tensor:
     return start_gather(x, group).wait()
 
@@ -170,59 +160,25 @@ def _sum(x: Tensor, group: Group) -> Tensor:
     return start_sum(x, group).wait()
 
 
-class _OfRows(torch.autograd.Function):
-    """Rows by one of the functions above, and their gradients back by another one."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, there: Rows, back: Rows) -> Tensor:
-        ctx.group, ctx.back = group, back
-        return there(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.back(grad, ctx.group), None, None, None
-
-
 def gather_rows(x: Tensor, group: Group) -> Tensor:
     """The rows of all ranks, of which each goes on to compute a part: the backward adds the parts' gradients."""
-    return _OfRows.apply(x, group, _all, _sum)
+    return _Moved.apply(x, partial(_all, group=group), partial(_sum, group=group))
 
 
 def scatter_rows(x: Tensor, group: Group) -> Tensor:
     """This rank's rows of the sum of what all ranks have; the backward gathers the gradients of all rows."""
-    return _OfRows.apply(x, group, _sum, _all)
+    return _Moved.apply(x, partial(_sum, group=group), partial(_all, group=group))
 
 
 def own_rows(x: Tensor, group: Group) -> Tensor:
     """This rank's rows of what is equal on all ranks; the backward gathers the gradients of all rows."""
-    return _OfRows.apply(x, group, _own_apart, _all)
+    # Cloned: a view would keep the rows of all ranks in memory.
+    return _Moved.apply(x, lambda x: _own(x, group).clone(), partial(_all, group=group))
 
 
 def all_rows(x: Tensor, group: Group) -> Tensor:
     """The rows of all ranks, with which each goes on to compute the same: the backward takes the own rows' gradient."""
-    return _OfRows.apply(x, group, _all, _own)
-
-
-class _AllOfRow(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, pack: Pack) -> Tensor:
-        ctx.pack = pack
-        return _gathered(x, pack)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _scattered(grad, ctx.pack), None
-
-
-class _OwnOfSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, pack: Pack) -> Tensor:
-        ctx.pack = pack
-        return _scattered(x, pack)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _gathered(grad, ctx.pack), None
+    return _Moved.apply(x, partial(_all, group=group), partial(_own, group=group))
 
 
 def _gathered(x: Tensor, pack: Pack) -> Tensor:
@@ -250,10 +206,11 @@ def _scattered(x: Tensor, pack: Pack) -> Tensor:
 def all_of_row(x: Tensor, dim: int, pack: Pack) -> Tensor:
     """The tokens of all sequence parallel ranks along a dimension, of which each goes on to compute with some: the
     backward adds their gradients. Ranks may have a token more than others."""
-    return x if pack.sp == 1 else _AllOfRow.apply(x.movedim(dim, 0), pack).movedim(0, dim)
+    there, back = partial(_gathered, pack=pack), partial(_scattered, pack=pack)
+    return x if pack.sp == 1 else _Moved.apply(x.movedim(dim, 0), there, back).movedim(0, dim)
 
 
 def own_of_sum(x: Tensor, pack: Pack) -> Tensor:
     """The own tokens of the sum of what each sequence parallel rank has of all tokens, (tokens, ...); the backward
     gathers the gradients of all tokens."""
-    return x if pack.sp == 1 else _OwnOfSum.apply(x, pack)
+    return x if pack.sp == 1 else _Moved.apply(x, partial(_scattered, pack=pack), partial(_gathered, pack=pack))

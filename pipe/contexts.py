@@ -70,6 +70,16 @@ from ds_hydra.zero_hetero.errors import PlanError
 States = Mapping[Hashable, Tensor]
 
 
+def _refuse_another_order(start: int, stop: int, total: int, due: int, what: str) -> None:
+    """PlanError for the backward of a slice when that of the one up to `due` must come."""
+    if stop != due:
+        raise PlanError(
+            f"the backward of the tokens {start} to {stop} of a sequence of {total} runs when that of the slice up to "
+            f"{due} is due: {what} would be wrong. A schedule must run the backwards of the slices of a sequence in "
+            "reverse order"
+        )
+
+
 class Carried:
     """The states of a sequence in one module, and their gradients [Note: carried states].
 
@@ -125,12 +135,7 @@ class Carried:
 
     def left_at(self, start: int, stop: int) -> dict[Hashable, Tensor]:
         """The gradients of what the slice `start` to `stop` ended with, in its backward."""
-        if stop != self._open:
-            raise PlanError(
-                f"the backward of the tokens {start} to {stop} of a sequence of {self.total} runs when that of the "
-                f"slice up to {self._open} is due: the gradients of its states would be wrong. A schedule must run the "
-                "backwards of the slices of a sequence in reverse order"
-            )
+        _refuse_another_order(start, stop, self.total, self._open, "the gradients of its states")
         self._open = start
         self._kept.pop(stop, None)
         return self._gradients.pop(stop, {})
@@ -251,12 +256,7 @@ class Context:
     def add(self, gradients: tuple[Tensor, ...], start: int, first: int) -> tuple[Tensor, ...]:
         """Add the gradients of the rows from `first` to a slice's end; return those of its own rows, now complete."""
         stop = first + len(gradients[0])
-        if stop != self._open:
-            raise PlanError(
-                f"the backward of the tokens {start} to {stop} of a sequence of {self.total} runs when that of the "
-                f"slice up to {self._open} is due: its gradients would be wrong. A schedule must run the backwards of "
-                "the slices of a sequence in reverse order"
-            )
+        _refuse_another_order(start, stop, self.total, self._open, "its gradients")
         self._open = start
         # In FP32 at least: many slices may add to a row, and each sum in 16 bit would lose bits.
         if self._away is not None and self._away.used:

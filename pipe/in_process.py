@@ -128,6 +128,9 @@ class _Offer(NamedTuple):
     receive: Sequence[int] = ()
 
 
+_Work = Callable[[Sequence[_Offer]], None]
+
+
 class _Meeting:
     """A group's next collective: the last rank to join computes it for all, and sums run in the order of ranks."""
 
@@ -136,7 +139,7 @@ class _Meeting:
         self.offers: dict[int, _Offer] = {}
         self.held = 0  # collectives so far
 
-    def hold(self, ranks: InProcessRanks, rank: int, offer: _Offer, work: Callable[[Sequence[_Offer]], None]) -> None:
+    def hold(self, ranks: InProcessRanks, rank: int, offer: _Offer, work: _Work) -> None:
         """Hand in `offer`; return when `work` has been done on the offers of all members, in their order."""
         assert offer.source.device.type == "cpu", "the ranks of one process compute on the CPU"
         self.offers[rank] = offer
@@ -170,12 +173,16 @@ class _MemoryGroup(dist.ProcessGroup):
         super().__init__(meeting.members.index(rank), len(meeting.members))  # type: ignore[call-arg]
         self._ranks, self._meeting, self._rank = ranks, meeting, rank
 
+    def _hold(self, kind: tuple[Any, ...], source: Tensor, targets: Sequence[Tensor], work: _Work) -> _Done:
+        offer = _Offer((*kind, tuple(source.shape), source.dtype), source, targets)
+        self._meeting.hold(self._ranks, self._rank, offer, work)
+        return _Done()
+
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> _Done:  # type: ignore[override]
         (tensor,) = tensors
         asked = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-        reduce = next(
-            function for op, function in _REDUCE if asked == op
-        )  # in this order: the left one knows the other
+        # In this order: the left one knows the other.
+        reduce = next(function for op, function in _REDUCE if asked == op)
 
         def work(offers: Sequence[_Offer]) -> None:
             total = offers[0].source.clone()
@@ -184,9 +191,7 @@ class _MemoryGroup(dist.ProcessGroup):
             for offer in offers:
                 offer.targets[0].data.copy_(total)
 
-        kind = ("all_reduce", reduce.__name__, tuple(tensor.shape), tensor.dtype)
-        self._meeting.hold(self._ranks, self._rank, _Offer(kind, tensor, (tensor,)), work)
-        return _Done()
+        return self._hold(("all_reduce", reduce.__name__), tensor, (tensor,), work)
 
     def allgather(  # type: ignore[override]
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
@@ -198,18 +203,14 @@ class _MemoryGroup(dist.ProcessGroup):
                 for target, given in zip(offer.targets, offers, strict=True):
                     target.data.copy_(given.source)
 
-        kind = ("all_gather", tuple(source.shape), source.dtype)
-        self._meeting.hold(self._ranks, self._rank, _Offer(kind, source, targets), work)
-        return _Done()
+        return self._hold(("all_gather",), source, targets, work)
 
     def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> _Done:
         def work(offers: Sequence[_Offer]) -> None:
             for offer in offers:
                 offer.targets[0].data.copy_(torch.cat([given.source for given in offers]))
 
-        kind = ("all_gather_single", tuple(source.shape), source.dtype)
-        self._meeting.hold(self._ranks, self._rank, _Offer(kind, source, (output,)), work)
-        return _Done()
+        return self._hold(("all_gather_single",), source, (output,), work)
 
     def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> _Done:
         def work(offers: Sequence[_Offer]) -> None:
@@ -219,9 +220,7 @@ class _MemoryGroup(dist.ProcessGroup):
             for offer, part in zip(offers, total.chunk(len(offers)), strict=True):
                 offer.targets[0].data.copy_(part)
 
-        kind = ("reduce_scatter_single", tuple(source.shape), source.dtype)
-        self._meeting.hold(self._ranks, self._rank, _Offer(kind, source, (output,)), work)
-        return _Done()
+        return self._hold(("reduce_scatter_single",), source, (output,), work)
 
     # What torch before 2.13 calls them.
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single  # type: ignore[assignment]

@@ -58,6 +58,7 @@ from ds_hydra.pipe.collectives import Group, copy_to_ranks, gather_last_dim
 from ds_hydra.pipe.fused import kernels_for
 from ds_hydra.pipe.model_plan import HEAD_LOGITS_AT_ONCE, LOGITS_AT_ONCE
 from ds_hydra.pipe.rows import CANDIDATE_LOG_PROBS, ROUTED_EXPERTS, TEMPERATURE, FieldLayout, MicroBatch, Routing
+from ds_hydra.pipe.weight_gradients import add_product
 from ds_hydra.zero_hetero.errors import ConfigError
 from ds_hydra.zero_hetero.told import told_with_place
 
@@ -114,9 +115,7 @@ def token_losses(logits: Tensor, labels: Tensor, vocab_start: int, group: Group)
     logits (T, V_local) of this rank's vocabulary rows from `vocab_start`, labels (T,) in the whole vocabulary;
     returns (T,) in FP32 (FP64 for FP64 logits), equal on all ranks of the tensor parallel group.
     """
-    return _VocabParallelCrossEntropy.apply(logits, labels, vocab_start, group).to(
-        torch.float64 if logits.dtype == torch.float64 else torch.float32
-    )
+    return _VocabParallelCrossEntropy.apply(logits, labels, vocab_start, group)
 
 
 def loss_of_values(token_loss: TokenLoss | None) -> TokenLoss:
@@ -184,9 +183,6 @@ def blockwise_loss(
         total = loss if total is None else total + loss
     assert total is not None, "a micro-batch has at least one token"
     return total
-
-
-_WEIGHT_ROWS = 8192  # of dW that are added at once where a product has another type: it is a tensor of its own
 
 
 class HeadLoss:
@@ -317,7 +313,7 @@ class _Gradients:
         if self.dx is not None:
             torch.mm(dlogits, weight, out=self.dx[block])
         if self.dw is not None:
-            _add_product(self.dw, dlogits.t(), rows[block], beta=int(block.start > 0))
+            add_product(self.dw, dlogits.t(), rows[block], beta=int(block.start > 0), exact=True)
 
     def scaled(self, factor: Tensor, dtype: torch.dtype, total: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Both times the gradient of the loss, a number; the weight's in its own type, or added to `total`. They are
@@ -368,20 +364,6 @@ def _blocks(num_rows: int, width: int, at_once: int) -> Iterator[slice]:
     """Slices of the rows of a (num_rows, width) tensor, of `at_once` elements at most."""
     size = max(1, at_once // max(1, width))
     return (slice(start, start + size) for start in range(0, num_rows, size))
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor, *, beta: int) -> None:
-    """total (a, b) = beta total + left (a, n) right (n, b), added up in the type of `total`; 0 writes over anything."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right, beta=beta)
-        return
-    if right.is_cuda:
-        torch.addmm(total, left, right, out_dtype=total.dtype, beta=beta, out=total)
-        return
-    right = right.to(total.dtype)
-    for start in range(0, len(total), _WEIGHT_ROWS):  # where no product of 16 bit factors is had in FP32
-        rows = slice(start, start + _WEIGHT_ROWS)
-        total[rows].addmm_(left[rows].to(total.dtype), right, beta=beta)
 
 
 def _narrow(wide: Tensor, dtype: torch.dtype) -> Tensor:

@@ -68,6 +68,7 @@ from ds_hydra.pipe.wrappers import wrap
 Linear = Callable[[nn.Module, Tensor, Tensor | None], Tensor]
 """(module, input, bias) in, the input times the module's weight, plus the bias, out."""
 _ADDED_AT_ONCE = 1 << 18  # elements of a gradient, on a CPU
+_EXACT_ROWS = 8192  # of a sum that are added at once where a product has another type: it is a tensor of its own
 
 
 def linear(module: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -319,21 +320,29 @@ class WeightGradients:
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
             total = weight.grad
-        _add_products(total, factors)
+        for x, dy in _joined(factors, total):
+            add_product(total, dy.t(), x)
 
 
-def _add_products(total: Tensor, factors: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Add the products dyᵀ x of some x and dy to `total`."""
-    for x, dy in _joined(factors, total):
-        if total.dtype == x.dtype:
-            total.addmm_(dy.t(), x)
-        elif total.is_cuda and total.dtype == torch.float32 and total.stride(1) == 1:
-            # The product itself adds, and is not rounded before. Rows need not follow each other: a stack's do not.
-            torch.addmm(total, dy.t(), x, out_dtype=total.dtype, out=total)
-        elif total.is_cuda and total.dtype == torch.float32 and total.stride(0) == 1:  # of a part of a row
-            torch.addmm(total.t(), x.t(), dy, out_dtype=total.dtype, out=total.t())
-        else:
-            add_to_sum(total, dy.t() @ x)
+def add_product(total: Tensor, left: Tensor, right: Tensor, *, beta: int = 1, exact: bool = False) -> None:
+    """total (a, b) = beta total + left (a, n) right (n, b); a beta of 0 writes over anything.
+
+    On a CPU, where no product of 16 bit factors is had in FP32, it is rounded to 16 bit before it is added, or with
+    `exact` computed in the type of `total`.
+    """
+    if total.dtype == left.dtype:
+        total.addmm_(left, right, beta=beta)
+    elif total.is_cuda and total.dtype == torch.float32 and total.stride(1) == 1:
+        # The product itself adds, and is not rounded before. Rows need not follow each other: a stack's do not.
+        torch.addmm(total, left, right, out_dtype=total.dtype, beta=beta, out=total)
+    elif total.is_cuda and total.dtype == torch.float32 and total.stride(0) == 1:  # of a part of a row
+        torch.addmm(total.t(), right.t(), left.t(), out_dtype=total.dtype, beta=beta, out=total.t())
+    elif exact:
+        right = right.to(total.dtype)
+        for part, factor in zip(total.split(_EXACT_ROWS), left.split(_EXACT_ROWS), strict=True):
+            part.addmm_(factor.to(total.dtype), right, beta=beta)
+    else:
+        add_to_sum(total, left @ right)
 
 
 class _PutOff(torch.autograd.Function):
@@ -421,7 +430,7 @@ class _Grouped(torch.autograd.Function):
         ends = ctx.ends()
         for part, start, end in zip(ctx.total.unbind(), (0, *ends[:-1]), ends, strict=True):
             if end > start:
-                _add_products(part, [(right[start:end], left[start:end])])
+                add_product(part, left[start:end].t(), right[start:end])
         weight = stack if ctx.turned else stack.mT
         return torch._grouped_mm(dy, weight, offs=offs) if ctx.needs_input_grad[0] else None, None, None, None, None
 

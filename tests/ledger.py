@@ -84,7 +84,7 @@ CAPABILITIES: Mapping[str, Capability] = {
         apart=True,
     ),
     "optimizers of whole parameters": Capability(
-        "ds_hydra/matrices/*.py tests/test_orthogonal.py tests/test_sums.py "
+        "ds_hydra/matrices/*.py tests/test_matrices.py "
         "tests/gloo/test_whole_parameters.py tests/support/matrix_cases.py tools/bench_muon.py",
         Lines(1900, 1180, 170),
         apart=True,

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import combinations, pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -22,10 +21,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ds_hydra.config.hydra_block import HydraConfig
-from ds_hydra.engine.checked import _refuse_other_ways, check_candidates
+from ds_hydra.engine.checked import _refuse_other_ways
 from ds_hydra.engine.costs import attention_name
 from ds_hydra.host.devices import Flags
-from ds_hydra.pipe import ulysses
 from ds_hydra.pipe.attention import backends, interface
 from ds_hydra.pipe.attention.backends import choose_backend, per_sequence_sdpa, torch_varlen, varlen_attention
 from ds_hydra.pipe.contexts import Contexts
@@ -33,14 +31,10 @@ from ds_hydra.pipe.dropout import AttentionDropout, token_keys
 from ds_hydra.pipe.in_process import InProcessRanks
 from ds_hydra.pipe.models import causal_lm, causal_stage, refusals
 from ds_hydra.pipe.models.causal_lm import CausalLM
-from ds_hydra.pipe.placement import place_pipeline
 from ds_hydra.pipe.rows import AT_ONCE, Chunk, Overlap, Pack, cut_heads
-from ds_hydra.pipe.shape import PipelineShape, StrategyShape
-from ds_hydra.pipe.stage_options import StageOptions
+from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.pipe.tensor_parallel import TensorParallel
 from ds_hydra.self_check.check import check_strategies
-from ds_hydra.self_check.plain import Plain
-from ds_hydra.self_check.runs import compare, doubled, run_pipeline, uneven_data
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.families import build_model
 
@@ -163,21 +157,6 @@ def test_flash_attn_adds_up_in_one_order_where_it_is_asked_to(
 
 # --- Attention in chunks, and queries that are scaled by their position: as alone, in packs and slices (Llama
 # 4).
-@pytest.mark.drawn
-@pytest.mark.parametrize("shape", ["tp2", "sp2", "pp2/v"])
-def test_sequences_longer_than_a_chunk_equal_plain_ones(shape: str) -> None:
-    """A chunk of 48 tokens and a scale that grows at 40, of which a trial with 13 tokens sees nothing."""
-    model = build_model("llama4", torch.float64)
-    with doubled():
-        source = CausalLM(model)
-    assert (bool(source.boxes), source.plan.no_slices) == (False, "")
-    data = uneven_data(97, [(200,), (30, 90)])
-    right = Plain(model, source.flow.draws, source.layers_path).outcome(data)
-    pipeline = place_pipeline(PipelineShape.parse(shape), 0, source.plan.num_layers)
-    for each in (data, data.in_slices()):
-        assert compare(right, run_pipeline(source, pipeline, each)).what is None
-
-
 MUTANTS: dict[str, Any] = {
     "chunks_are_not_seen": lambda: mock.patch.object(interface, "_chunk_of", return_value=None),
     "chunks_are_too_long": lambda: mock.patch.object(interface, "_chunk_of", return_value=9),
@@ -490,18 +469,6 @@ def test_no_choice_of_autograds_can_change_the_order_of_messages() -> None:
         assert other in below(one) or one in below(other)
 
 
-@pytest.mark.parametrize("groups", [1, 2, 4])
-def test_a_layer_exchanges_twice_as_often_as_it_has_groups(groups: int) -> None:
-    events: list[str] = []
-    pack = Pack((6,), 0, 2, _Recorder(events), overlap=Overlap(groups, least_tokens=0))
-    q, k, v = (torch.ones(3, 8, 4, requires_grad=True) for _ in range(3))
-    out = varlen_attention(q, k, v, pack)
-    assert sum(event.startswith("start") for event in events) == 2 * groups
-    out.sum().backward()
-    assert sum(event.startswith("start") for event in events) == 4 * groups
-    assert len(events) == 8 * groups
-
-
 def test_what_does_not_learn_sends_nothing_back() -> None:
     """Sinks that learn beside frozen queries, keys and values."""
     events: list[str] = []
@@ -513,25 +480,3 @@ def test_what_does_not_learn_sends_nothing_back() -> None:
     out.sum().backward()
     assert sinks.grad is not None
     assert sum(event.startswith("start") for event in events) == sum(event.startswith("wait") for event in events) == 4
-
-
-def mixed_up(*args: Any) -> tuple[Tensor, ...]:
-    """What has come of several groups' messages, in the wrong order."""
-    return ulysses.wait(*args)[::-1]
-
-
-@pytest.mark.long  # a new option's test is the same of any option
-def test_a_job_exchanges_at_once_where_the_self_check_refuses_groups(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    model, strategies = build_model("llama", torch.float32), [StrategyShape.parse("sp2")]
-    source = CausalLM(model, StageOptions(sp_overlap=True))
-    job: Any = SimpleNamespace(source=source, model=model, config=HydraConfig(), checked=None)
-    world: Any = SimpleNamespace(channel=None, node_size=None, rank=0)
-    with mock.patch.object(ulysses, "wait", mixed_up):
-        (objection,) = check_strategies(model, strategies, StageOptions(sp_overlap=True), keep=False).objections()
-        assert 'leave "sp_overlap" out of hydra.fast_paths' in objection
-        checked, other = check_candidates(job, world, strategies)
-    assert not checked.objections()
-    assert (source.overlap, other.overlap) == (Overlap(), AT_ONCE)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -18,22 +16,17 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, app
 from transformers.models.olmo2 import modeling_olmo2
 from transformers.models.qwen3_next import modeling_qwen3_next as modeling
 
-from ds_hydra.config.hydra_block import HydraConfig
 from ds_hydra.costs.analytic import estimate_activations
-from ds_hydra.engine.checked import check_candidates
 from ds_hydra.pipe.fused import Gated, rms_norm, rotate
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.models.recognise import Gate, Norm, _keeps_type, _turns
-from ds_hydra.pipe.placement import place_pipeline
-from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
+from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.profiling.stage_memory import kept_bytes
 from ds_hydra.profiling.stage_timer import StageTimer
-from ds_hydra.self_check.check import check_strategies
-from ds_hydra.self_check.plain import Plain
-from ds_hydra.self_check.runs import compare, doubled, run_pipeline, uneven_data
+from ds_hydra.self_check.runs import doubled, uneven_data
 from tests.support.checks import check
-from tests.support.families import VOCAB, build_model, reference_model
+from tests.support.families import VOCAB, build_model
 
 # --- Functions of few operators in place of a model's chains: what is recognised, what is computed, what is
 # kept.
@@ -258,25 +251,6 @@ def test_gated_product_and_its_gradients(act: Any) -> None:
     assert torch.autograd.gradcheck(lambda g, u, w, b: linear(Gated(g, u, act), w, b), (gate, up, weight, bias))
 
 
-@pytest.mark.drawn
-@pytest.mark.parametrize(
-    ("family", "shape", "options"),
-    [
-        ("llama_tied", "tp2", {"token_sharding": True}),
-        ("qwen3", "(tp1[0:1] > tp2sp2[1:4])", {"activation_checkpointing": True}),
-        ("olmo2", "tp2pp2/zb-h1", {"token_sharding": True}),
-        ("mixtral", "tp2pp2/v", {}),
-        ("cohere", "sp2", {}),
-        ("phi", "tp2", {"token_sharding": True}),  # a part of each head is turned
-    ],
-)
-def test_same_as_the_plain_model(family: str, shape: str, options: dict[str, Any]) -> None:
-    source = source_of(family, "recompute", **options)
-    right = Plain(reference_model(family, torch.float64)).outcome(DATA)
-    found = compare(right, run_pipeline(source, place_pipeline(PipelineShape.parse(shape), 0, 4), DATA))
-    assert found.what is None, found
-
-
 def test_weights_that_lie_side_by_side_are_one() -> None:
     timer = StageTimer(source_of("llama", dtype=torch.float32), ParallelScheme(), 0, CPU, torch.float32)
     packed = timer.module.packed
@@ -340,36 +314,6 @@ def test_sums_of_products_are_those_of_autograd(family: str, functions: str) -> 
     assert added, "some are added"
     assert all(leaf.dim() > 1 for leaf in added), "of weights alone"
     assert all(leaf in added for leaf in leaves if leaf.dim() == 3), "of experts"
-
-
-def with_wrong_gradient(module: Any, norm: Norm) -> Any:
-    """As `_normed`, of a function that is right in trials alone."""
-    return lambda x: norm.of(x, module.weight, None) + 0.1 * (x - x.detach())
-
-
-def test_the_self_check_finds_what_is_wrong() -> None:
-    model, strategies = build_model("llama", torch.float32), [StrategyShape.parse("tp1")]
-    with mock.patch("ds_hydra.pipe.models.recognise._normed", with_wrong_gradient):
-        (objection,) = check_strategies(model, strategies, StageOptions(functions="auto"), keep=False).objections()
-        assert not check_strategies(model, strategies, keep=False).objections()
-    assert "the gradient of" in objection
-
-
-@pytest.mark.long  # a new option's test is the same of any option
-def test_a_job_computes_as_written_what_the_self_check_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    source, strategies = source_of("llama", dtype=torch.float32, token_sharding=True), [StrategyShape.parse("tp2")]
-    model = build_model("llama", torch.float32)
-    job: Any = SimpleNamespace(source=source, model=model, config=HydraConfig(), checked=None)
-    world: Any = SimpleNamespace(channel=None, node_size=None)
-    with mock.patch("ds_hydra.pipe.models.recognise._normed", with_wrong_gradient):
-        checked, other = check_candidates(job, world, strategies)
-    assert not checked.objections()
-    assert isinstance(other, CausalLM)
-    assert "the self-check refuses it (tp2 trains otherwise" in str(other.functions)
-    assert not other.functions.norms
-    assert other.plan.token_sharding
-    assert source.functions.norms, "a source stays what it is"
 
 
 # --- Kernels of flash-linear-attention and causal-conv1d, by functions of their signatures: what they are

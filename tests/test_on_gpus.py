@@ -100,13 +100,14 @@ def test_buffers_of_a_layer_list_go_where_the_stage_computes() -> None:
 
 VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING",
              "TORCH_DIST_USE_NCCL2", "CUBLAS_WORKSPACE_CONFIG")  # fmt: skip
+OF_MEMORY = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 @pytest.fixture
 def unset(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Without the variables that CUDA and NCCL read, which come back afterwards; nothing is to abort later."""
     monkeypatch.setattr(devices, "abort_later", mock.Mock())
-    for name in VARIABLES:
+    for name in (*VARIABLES, *OF_MEMORY):
         monkeypatch.setenv(name, "")  # so that it is noted, and then removed in the end
         monkeypatch.delenv(name)
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -283,25 +284,29 @@ def test_a_rank_plans_with_the_memory_that_is_left_of_its_device(
 
 
 @pytest.mark.parametrize(
-    ("given", "expected", "warns"),
+    ("given", "vllm", "expected", "words"),
     [
-        ({}, "expandable_segments:True", False),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,garbage_collection_threshold:0.8"}, None, False),
-        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:512"}, None, True),
+        ({}, "", "expandable_segments:True", ""),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,garbage_collection_threshold:0.8"}, "",
+         "expandable_segments:True,garbage_collection_threshold:0.8", ""),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:512"}, "", None, "expandable_segments"),
+        ({}, "0.19.1", None, "vLLM before 0.20.1"),
+        ({}, "0.20.1rc1", "expandable_segments:True", ""),
+        ({}, "0.21.0", "expandable_segments:True", ""),
     ],
-)
-def test_memory_of_devices_grows_in_place_unless_the_user_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, given: dict[str, str], expected: str | None,
-    warns: bool,
+)  # fmt: skip
+def test_memory_of_devices_grows_in_place_unless_the_user_or_a_vllm_beside_says_otherwise(
+    unset: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, given: dict[str, str], vllm: str, expected: str | None,
+    words: str,
 ) -> None:  # fmt: skip
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
     for name, value in given.items():
-        monkeypatch.setenv(name, value)
+        unset.setenv(name, value)
+    if vllm:
+        unset.setitem(sys.modules, "vllm", SimpleNamespace(__version__=vllm))  # type: ignore[arg-type]
     before_devices_start(HydraConfig(10, faults=FaultsConfig(0.0)), "nccl", 1)
-    assert os.environ.get("PYTORCH_CUDA_ALLOC_CONF") == (expected or given.get("PYTORCH_CUDA_ALLOC_CONF"))
-    assert ("expandable_segments" in caplog.text) == warns
+    assert os.environ.get("PYTORCH_CUDA_ALLOC_CONF") == expected
+    assert words in caplog.text
+    assert ("expandable_segments" in caplog.text or "vLLM" in caplog.text) is (words != "")
 
 
 @pytest.mark.parametrize("several", [True, False])
@@ -312,27 +317,12 @@ def test_what_cuda_has_read_already_is_set_by_its_setter_or_told(
     given: list[str] = []
     unset.setattr(torch.cuda, "is_initialized", lambda: True)
     unset.setattr(torch._C, "_accelerator_setAllocatorSettings", given.append)
-    unset.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-    unset.delenv("PYTORCH_ALLOC_CONF", raising=False)
     before_devices_start(HydraConfig(10, faults=FaultsConfig(0.0)), "nccl", 2 if several else 1)
     assert given == ["expandable_segments:True"]
     assert ("export CUDA_DEVICE_MAX_CONNECTIONS=32" in caplog.text) is several
     caplog.clear()
     before_devices_start(HydraConfig(10, faults=FaultsConfig(0.0)), "nccl", 2)
     assert (len(given), caplog.text) == (1, ""), "both are in the environment now, as if they had been exported"
-
-
-@pytest.mark.parametrize(("version", "grows"), [("0.19.1", False), ("0.20.1rc1", True), ("0.21.0", True)])
-def test_segments_stay_fixed_beside_a_vllm_that_refuses_others(
-    unset: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str, grows: bool
-) -> None:
-    unset.setitem(sys.modules, "vllm", SimpleNamespace(__version__=version))  # type: ignore[arg-type]
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        unset.setenv(name, "")
-        unset.delenv(name)
-    before_devices_start(HydraConfig(10, faults=FaultsConfig(0.0)), "nccl", 1)
-    assert ("PYTORCH_CUDA_ALLOC_CONF" in os.environ) is grows
-    assert ("vLLM before 0.20.1" in caplog.text) is not grows
 
 
 @pytest.mark.parametrize(("local", "visible", "number"), [(3, 8, 3), (3, 1, 0), (0, 1, 0), (3, 0, 3)])

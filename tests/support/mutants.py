@@ -263,11 +263,12 @@ def windows_forget_a_token() -> Any:
 def gradients_of_other_ranks_are_dropped() -> Any:
     """Of a token's gradient, what other sequence parallel ranks have by their use of it is lost."""
 
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        start, stop = ctx.pack.local
-        return grad[start:stop], None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.back.func is not collectives._scattered:
+            return ctx.back(grad), None, None
+        return grad[slice(*ctx.back.keywords["pack"].local)], None, None
 
-    return mock.patch.object(collectives._AllOfRow, "backward", staticmethod(backward))
+    return mock.patch.object(collectives._Moved, "backward", staticmethod(backward))
 
 
 def nodes_get_a_key_too_few() -> Any:

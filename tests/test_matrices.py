@@ -1,7 +1,8 @@
-"""Owners of whole matrices, the iteration, which parameters Muon takes, what is refused, what small matrices show."""
+"""Optimizers of whole parameters: which are taken, owners of matrices, the iteration, what small parameters show."""
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,10 +17,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim._muon import _zeropower_via_newtonschulz
 from torch.utils.flop_counter import FlopCounterMode
+from transformers.optimization import Adafactor as OfTransformers
 
 from ds_hydra.host.optimizers import optimizer_recipe
-from ds_hydra.matrices import exchange, muon, proof
+from ds_hydra.matrices import exchange, lamb_adafactor, muon, proof
 from ds_hydra.matrices.exchange import Exchange, Method, orthogonalized
+from ds_hydra.matrices.lamb_adafactor import Adafactor, Box, Lamb, TorchAdafactor
 from ds_hydra.matrices.muon import Muon
 from ds_hydra.matrices.owners import (
     NEAR_EVEN,
@@ -32,8 +35,10 @@ from ds_hydra.matrices.owners import (
     master_parts,
     whole_layout,
 )
+from ds_hydra.matrices.sums import OfSums, Sums, Values, prove_sums
 from ds_hydra.zero_hetero.errors import ConfigError
-from ds_hydra.zero_hetero.layout import even_layout
+from ds_hydra.zero_hetero.layout import BucketSpec, even_layout
+from ds_hydra.zero_hetero.masters import MasterShards
 from ds_hydra.zero_hetero.transfer_plan import plan_transfer
 from tools.bench_muon import even_step_s, simulated
 
@@ -155,45 +160,79 @@ def test_which_parameters_take_muon() -> None:
         groups_of(model)
 
 
-@pytest.mark.parametrize(
-    ("params", "words"),
-    [
-        ({"qk_clip_threshold": 100}, "qk_clip_threshold: clipping of queries and keys .MuonClip"),
-        ({"ns_metod": "gram"}, "'ns_metod'.*mean 'ns_method'"),
-        ({"ns_method": "cubic"}, "ns_method is 'cubic'.*'gram', 'standard'"),
-        ({"adjust_lr_fn": "rms"}, "adjust_lr_fn is 'rms'.*'match_rms_adamw'"),
-        ({"ns_steps": 0}, "ns_steps is 0"),
-        ({"momentum": 1.0}, "momentum is 1.0"),
-        ({"muon_lr": -1.0}, "lr is -1.0"),
-        ({"betas": [2.0, 0.9]}, "beta"),
-        ({"per_head_muon": True}, "per_head_muon: DeepSpeed's rule finds no weight of queries"),
-    ],
-)
-def test_what_is_refused(params: dict[str, Any], words: str) -> None:
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("muon", {"qk_clip_threshold": 100}, "qk_clip_threshold: clipping of queries and keys .MuonClip"),
+    ("muon", {"ns_metod": "gram"}, "'ns_metod'.*mean 'ns_method'"),
+    ("muon", {"ns_method": "cubic"}, "ns_method is 'cubic'.*'gram', 'standard'"),
+    ("muon", {"adjust_lr_fn": "rms"}, "adjust_lr_fn is 'rms'.*'match_rms_adamw'"),
+    ("muon", {"ns_steps": 0}, "ns_steps is 0"),
+    ("muon", {"momentum": 1.0}, "momentum is 1.0"),
+    ("muon", {"muon_lr": -1.0}, "lr is -1.0"),
+    ("muon", {"betas": [2.0, 0.9]}, "beta"),
+    ("muon", {"per_head_muon": True}, "per_head_muon: DeepSpeed's rule finds no weight of queries"),
+    ("Lamb", {"max_grad_norm": 1.0}, "max_grad_norm: clip by the config's gradient_clipping"),
+    ("Lamb", {"amsgrad": True}, "amsgrad"),
+    ("Lamb", {"betas": [2.0, 0.9]}, "betas are"),
+    ("Lamb", {"max_coeff": 0.001}, "max_coeff is 0.001, below min_coeff 0.01"),
+    ("Lamb", {"momentum": 0.9}, "momentum.*DeepSpeed's FusedLamb"),
+    ("Adafactor", {"scale_parameter": False}, "scale_parameter.*a config's Adafactor is torch's"),
+    ("Adafactor", {"d": 0.5}, "threshold d should be >= 1"),
+    ("LARS", {}, "neither torch nor DeepSpeed nor transformers has one"),
+]
+
+
+@pytest.mark.parametrize(("name", "params", "words"), REFUSED)
+def test_what_is_refused(name: str, params: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        optimizer_recipe(Model(), name="muon", params=params)
+        optimizer_recipe(Model(), name=name, params=params)
 
 
-def test_torchs_own_keeps_its_identity_and_scheduler() -> None:
+def test_a_class_that_only_has_the_name_is_refused() -> None:
+    def lamb(groups: Any) -> Any:
+        return type("Lamb", (torch.optim.SGD,), {})(groups, lr=1)
+
+    with pytest.raises(ConfigError, match=r'instead.*type "Lamb"'):
+        optimizer_recipe(Model(), client=lamb).build([[nn.Parameter(torch.zeros(3))]])
+
+
+GIVEN: list[tuple[Callable[[Any], torch.optim.Optimizer], type, dict[str, Any]]] = [
+    # a script's object, what it becomes, and settings that it keeps
+    (lambda weights: torch.optim.Muon(weights, lr=0.4, weight_decay=0.3), Muon,
+     {"weight_decay": 0.3, "adjust_lr_fn": "original"}),
+    (lambda weights: OfTransformers(weights, lr=0.4, relative_step=False, scale_parameter=False), Adafactor,
+     {"scale_parameter": False}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "kind", "kept"), GIVEN)
+def test_an_optimizer_that_is_given_keeps_its_identity_settings_and_scheduler(
+    make: Any, kind: type, kept: dict[str, Any]
+) -> None:
     model = Model()
-    client = torch.optim.Muon([model.proj.weight, model.other.weight], lr=0.4, weight_decay=0.3)
+    client = make([model.proj.weight, model.other.weight])
     scheduler = torch.optim.lr_scheduler.LambdaLR(client, lambda step: 0.5**step)
-    recipe = optimizer_recipe(model, client=client)
-    optimizer = recipe.build([[nn.Parameter(torch.zeros(7))]])
-    assert optimizer is client
-    assert isinstance(client, Muon)
-    assert client.heads == {"proj.weight": 1, "other.weight": 1}
+    assert optimizer_recipe(model, client=client).build([[nn.Parameter(torch.zeros(7))]]) is client
+    assert isinstance(client, kind)
+    assert getattr(client, "heads", None) == ({"proj.weight": 1, "other.weight": 1} if kind is Muon else None)
     group = client.param_groups[0]
-    assert (group["lr"], group["weight_decay"], group["adjust_lr_fn"]) == (0.4, 0.3, "original")
+    assert {"lr": group["lr"], **{key: group[key] for key in kept}} == {"lr": 0.4, **kept}
     scheduler.step()
     assert client.param_groups[0]["lr"] == 0.2
 
 
-def test_a_part_of_a_matrix_is_never_updated_by_its_own_gradient() -> None:
+def test_a_callable_makes_torchs_adafactor_the_engines() -> None:
+    made = optimizer_recipe(Model(), client=torch.optim.Adafactor).build([[nn.Parameter(torch.zeros(7))]])
+    assert isinstance(made, TorchAdafactor)
+
+
+@pytest.mark.parametrize("kind", [Muon, Lamb])
+def test_a_part_of_a_parameter_is_never_updated_by_itself(kind: Any) -> None:
     part = nn.Parameter(torch.ones(5))
     part.grad = torch.ones(5)
+    optimizer = kind([{"params": [part], "use_muon": True}])
+    optimizer.exchange = mock.Mock()
     with pytest.raises(AssertionError, match="run_exchange"):
-        Muon([{"params": [part], "use_muon": True}]).step()
+        optimizer.step()
 
 
 def options(**own: Any) -> dict[str, Any]:
@@ -255,7 +294,7 @@ FROM_FLAT, TURNED, ORTHOGONALIZED, DIRECTION = (
 )  # fmt: skip
 BATCH: Callable[[MatrixParam], tuple[int, int, int]] = MatrixParam.batch.fget  # type: ignore[attr-defined]
 OWNERS_TURN = Exchange.owners_turn
-MUTANTS: dict[str, tuple[Any, str, Any, str]] = {
+MUON_MUTANTS: dict[str, tuple[Any, str, Any, str]] = {
     "a matrix transposed": (exchange, "from_flat", turned_lies_as_it_is, "square, turned"),
     "a head split wrongly": (MatrixParam, "batch", property(half_the_heads), "heads"),
     "orthogonalized twice": (exchange, "orthogonalized", twice, "apart"),
@@ -264,9 +303,9 @@ MUTANTS: dict[str, tuple[Any, str, Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", MUON_MUTANTS)
 def test_small_matrices_show_what_is_not_muon(name: str) -> None:
-    where, attribute, mutant, words = MUTANTS[name]
+    where, attribute, mutant, words = MUON_MUTANTS[name]
     with mock.patch.object(where, attribute, mutant), pytest.raises(ConfigError, match=words):
         proof.prove(Muon, options())
 
@@ -294,3 +333,88 @@ def test_an_update_of_a_large_model_is_a_small_part_of_a_step_as_simulated() -> 
     assert 1.06 < made.ratio < 1.1
     assert made.computing < made.seconds < 0.05 * step
     assert made.seconds - made.computing < 0.01 * step, "messages hide behind the iterations"
+
+
+# --- Sums over whole parameters: LAMB and Adafactor.
+SETTINGS: list[tuple[type[OfSums], dict[str, Any]]] = [
+    (Lamb, {"weight_decay": 0.1}),
+    (Lamb, {"eps_inside_sqrt": True, "bias_correction": False, "max_coeff": 0.5}),
+    (Adafactor, {}),
+    (Adafactor, {"lr": 0.1, "relative_step": False, "scale_parameter": False, "beta1": 0.9, "weight_decay": 0.1}),
+    (TorchAdafactor, {"weight_decay": 0.1}),
+    (TorchAdafactor, {"eps": (0.5, 1e-3), "maximize": True}),
+]
+
+
+def proven(kind: Any, settings: dict[str, Any]) -> None:
+    (group,) = kind([nn.Parameter(torch.zeros(1))], **settings).param_groups
+    prove_sums(kind, group, kind.in_one_process)
+
+
+@pytest.mark.parametrize(("kind", "settings"), SETTINGS)
+def test_small_parameters_show_that_it_is_what_one_process_makes(kind: Any, settings: dict[str, Any]) -> None:
+    proven(kind, settings)
+
+
+GIVE, AROUND, HELD, OF, RATIO = Sums.give, Box.around, Values.held, Box.of.__func__, lamb_adafactor.ratio  # type: ignore[attr-defined]
+
+
+def of_an_interval(self: Sums, totals: Any) -> None:
+    """Each rank takes what it has added up itself for the whole."""
+    (optimizer,) = (held for held in [self.own])  # type: ignore[attr-defined]
+    own: list[Tensor] = []
+    for _ in totals:
+        own.append(self.partial(optimizer, own))
+    GIVE(self, own)
+
+
+def noting(self: Sums, optimizer: Any, totals: Any) -> Tensor:
+    self.own = optimizer  # type: ignore[attr-defined]
+    return PARTIAL(self, optimizer, totals)
+
+
+PARTIAL = Sums.partial
+
+
+def of_a_part(self: Box, part: Any, values: Tensor) -> Any:
+    """Rows that this rank has in part are left out of the means."""
+    box, of = AROUND(self, part, values)
+    box[0] = 0
+    return box, of
+
+
+def as_it_lies(cls: Any, param: Any) -> Box:
+    """Rows and columns of a matrix that lies turned are taken for one another's numbers."""
+    box: Box = OF(cls, param)
+    return box._replace(outer=box.inner, inner=box.outer) if param.dim == len(param.shape) - 1 else box
+
+
+def of_other_elements(self: Values, key: str) -> Tensor:
+    return HELD(self, key).roll(1)
+
+
+SUM_MUTANTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "norm of an interval": (Lamb, {"give": (Sums, of_an_interval), "partial": (Sums, noting)}),
+    "means of an interval": (TorchAdafactor, {"give": (Sums, of_an_interval), "partial": (Sums, noting)}),
+    "row means of a part": (Adafactor, {"around": (Box, of_a_part)}),
+    "a matrix transposed": (Adafactor, {"of": (Box, classmethod(as_it_lies))}),
+    "moments of the wrong interval": (Lamb, {"held": (Values, of_other_elements)}),
+    "squares of the wrong interval": (TorchAdafactor, {"held": (Values, of_other_elements)}),
+    "one ratio twice": (Lamb, {"ratio": (lamb_adafactor, lambda norms, group: RATIO(norms, group) ** 2)}),
+}
+
+
+@pytest.mark.parametrize("name", SUM_MUTANTS)
+def test_small_parameters_show_what_is_not_lamb_or_adafactor(name: str) -> None:
+    kind, mutants = SUM_MUTANTS[name]
+    with contextlib.ExitStack() as mutated:
+        for attribute, (where, mutant) in mutants.items():
+            mutated.enter_context(mock.patch.object(where, attribute, mutant))
+        with pytest.raises((ConfigError, RuntimeError), match=r"apart|shape"):
+            proven(kind, {"weight_decay": 0.1})
+
+
+def test_a_sum_that_does_not_go_around_shows_before_step_0() -> None:
+    masters = MasterShards([BucketSpec("a", (("w", 6),))], 1, 3, "cpu")
+    with pytest.raises(AssertionError, match="each rank's sums count once"):
+        Sums(masters, [MatrixParam(0, "w", 0, (6,), None)], lambda param: (1,), None).connect()
