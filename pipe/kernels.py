@@ -158,7 +158,7 @@ def _turn(  # type: ignore[no-untyped-def]
     tl.store(out + HALF, turned_b.to(out.dtype.element_ty), mask=there)
 
 
-class Rows(NamedTuple):
+class RowStatistics(NamedTuple):
     """What is known of each of T rows of logits; (T,) in FP32."""
 
     peak: Tensor
@@ -166,9 +166,9 @@ class Rows(NamedTuple):
     target: Tensor
 
 
-def statistics(logits: Tensor, local: Tensor) -> Rows:
+def statistics(logits: Tensor, local: Tensor) -> RowStatistics:
     """Of logits (T, V): the peak of each row, the sum of exp(logit - peak), and the logit in column `local` (T,)."""
-    found = Rows(*torch.empty((3, len(logits)), dtype=torch.float32, device=logits.device))
+    found = RowStatistics(*torch.empty((3, len(logits)), dtype=torch.float32, device=logits.device))
     _row_statistics[(len(logits),)](logits, local, *found, WIDTH=logits.shape[1], WORDS=_WORDS, num_warps=_WARPS)
     return found
 

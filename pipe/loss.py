@@ -47,6 +47,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -172,17 +173,16 @@ def blockwise_loss(
             batch.token_losses[tokens] = losses.detach()
         return (losses * weights[tokens]).sum()
 
-    num_tokens = hidden.shape[1]
-    size = max(1, LOGITS_AT_ONCE // max(1, vocab))
-    if num_tokens <= size:
-        return block_loss(hidden, slice(0, num_tokens))
-    total: Tensor | None = None
-    for start in range(0, num_tokens, size):
-        part = slice(start, start + size)
-        loss = checkpoint(block_loss, hidden[:, part], part, use_reentrant=False)
-        total = loss if total is None else total + loss
-    assert total is not None, "a micro-batch has at least one token"
-    return total
+    return reduce(torch.add, _of_blocks(block_loss, hidden, vocab))
+
+
+def _of_blocks(of_block: Callable[[Tensor, slice], Tensor], hidden: Tensor, vocab: int) -> list[Tensor]:
+    """What is made of hidden states (1, T, H) in blocks, each with its tokens; of several blocks the backward makes
+    each again [Note: logit blocks]."""
+    blocks = list(_blocks(hidden.shape[1], vocab, LOGITS_AT_ONCE))
+    if len(blocks) == 1:
+        return [of_block(hidden, blocks[0])]
+    return [checkpoint(of_block, hidden[:, one], one, use_reentrant=False) for one in blocks]
 
 
 class HeadLoss:
@@ -538,14 +538,8 @@ def scored_loss(
         given = None if temperature is None else temperature[tokens].masked_fill(labels[tokens] == IGNORED, 1.0)
         return scores_of(head(part, tokens).squeeze(0), words[tokens], given)
 
-    size = max(1, LOGITS_AT_ONCE // max(1, vocab))
-    slices = [slice(start, start + size) for start in range(0, len(labels), size)]
-    if len(slices) == 1:
-        scores = of_block(hidden, slices[0])
-    else:
-        parts = [checkpoint(of_block, hidden[:, one], one, use_reentrant=False) for one in slices]
-        scores = torch.cat(parts)
-    ignored = labels == IGNORED
+    parts, ignored = _of_blocks(of_block, hidden, vocab), labels == IGNORED
+    scores = parts[0] if len(parts) == 1 else torch.cat(parts)
     scores = scores.masked_fill(ignored.unsqueeze(-1), 0.0)
     if scored.found is not None:
         scored.found.copy_(scores.detach())
@@ -569,16 +563,11 @@ class Predictions:
 
     def take(self, logits: Tensor, labels: Tensor) -> None:
         """The next tokens: logits (t, V) and labels (t,)."""
-        self._blocks.append(_of_tokens(self._function, logits, labels))
+        self._blocks.append(self._function(logits[None], labels[None]).reshape(len(labels), -1))
 
     def found(self) -> Tensor:
         """(tokens, k)."""
         return torch.cat(self._blocks)
-
-
-def _of_tokens(function: TokenFunction, logits: Tensor, labels: Tensor) -> Tensor:
-    out = function(logits.unsqueeze(0), labels.unsqueeze(0))
-    return out.reshape(len(labels), -1)
 
 
 def width_of(function: TokenFunction, vocabulary: int) -> int:

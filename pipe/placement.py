@@ -284,8 +284,8 @@ def place_on(shape: StrategyShape, cluster: Cluster | None, num_layers: int) -> 
     _check(shape, cluster)
     free = _Free(cluster)
     return Strategy(tuple(
-        Pipeline(tuple(_moved(stage, free.take(wanted)) for stage, wanted in zip(placed.stages, pipeline.stages,
-                                                                                 strict=True)), placed.schedule)
+        Pipeline(tuple(replace(stage, ranks=free.take(wanted))
+                       for stage, wanted in zip(placed.stages, pipeline.stages, strict=True)), placed.schedule)
         for pipeline in shape.pipelines
         for placed in (place_pipeline(pipeline, 0, num_layers),)
     ))  # fmt: skip
@@ -299,10 +299,6 @@ def crossing_groups(strategy: Strategy, node_size: NodeSize) -> Iterator[tuple[i
                 group = stage.ranks[first : first + stage.tp]
                 if len({node_of(rank, node_size) for rank in group}) > -(-len(group) // largest_node(node_size)):
                     yield group
-
-
-def _moved(stage: Stage, ranks: tuple[int, ...]) -> Stage:
-    return replace(stage, ranks=ranks)
 
 
 def _check(shape: StrategyShape, cluster: Cluster) -> None:

@@ -279,7 +279,7 @@ def _of_all_ranks(tiles: Sequence[Tensor], shards: int) -> Tensor:
     return torch.cat([tile.view(shards, -1, tile.shape[-1]) for tile in tiles], 1).flatten(0, 1)
 
 
-class Rows:
+class GatheredRows:
     """The rows of which this rank has a share, gathered when somebody asks for them."""
 
     def __init__(self, shard: Tensor, group: Group):
@@ -318,12 +318,13 @@ class _GatherColumns(torch.autograd.Function):
         dys = {i: dy.reshape(-1, dy.shape[-1]) for i, dy in enumerate(gradients) if dy is not None}
         later = [i for i in dys if columns.waits(i)]
         at_once = [i for i in dys if (asked[2 + i] or columns.put_off[i]) and i not in later]
-        rows = Rows(shard, columns.group)
+        rows = GatheredRows(shard, columns.group)
         if at_once:
             rows.start()
         summed = start_sum(_times_weights(dys, weights), columns.group) if asked[0] else None
         if later:
-            _put_off(columns, [Product(columns.modules[i], dys[i]) for i in later], shard)
+            products = [Product(columns.modules[i], dys[i]) for i in later]
+            columns.queue.put(products, GatheredRows(shard.detach(), columns.group))
         full = rows.take() if at_once else None
         of_weights: list[Tensor | None] = [None] * count
         for i in at_once:
@@ -344,7 +345,3 @@ def _times_weights(dys: Mapping[int, Tensor], weights: Sequence[Tensor]) -> Tens
     for i in others:
         dx.addmm_(dys[i], weights[i])
     return dx
-
-
-def _put_off(columns: _Columns, products: Sequence[Product], shard: Tensor) -> None:
-    columns.queue.put(products, Rows(shard.detach(), columns.group))

@@ -27,7 +27,7 @@ from ds_hydra.zero_hetero.transport import InProcessTransport, Post
 RANKS, _STEPS, _NEAR = 3, 2, 1e-9
 
 
-class Kind(NamedTuple):
+class ParamKind(NamedTuple):
     """A parameter: its shape, how it lies, its heads. One of a single dimension is no matrix."""
 
     shape: tuple[int, ...]
@@ -36,22 +36,22 @@ class Kind(NamedTuple):
     heads: int = 1
 
 
-KINDS: Mapping[str, tuple[int, Kind]] = {  # with its bucket
-    "norm": (0, Kind((7,))),
-    "square, turned": (0, Kind((6, 6), 1)),
-    "wide, turned": (0, Kind((4, 9), 1)),
-    "tall": (0, Kind((9, 4), 0)),
-    "heads": (0, Kind((12, 5), 0, 1, 4)),
-    "bias": (0, Kind((5,))),
-    "norm, too": (1, Kind((7,))),
-    "fused": (1, Kind((10, 4), 0, 2)),
-    "square": (1, Kind((5, 5))),
-    "stack": (1, Kind((3, 6, 4), 0)),
-    "stack cut by rows": (1, Kind((3, 6, 4), 1, 2)),
-    "filters": (1, Kind((8, 1, 3))),
-    "bias, too": (1, Kind((5,))),
+KINDS: Mapping[str, tuple[int, ParamKind]] = {  # with its bucket
+    "norm": (0, ParamKind((7,))),
+    "square, turned": (0, ParamKind((6, 6), 1)),
+    "wide, turned": (0, ParamKind((4, 9), 1)),
+    "tall": (0, ParamKind((9, 4), 0)),
+    "heads": (0, ParamKind((12, 5), 0, 1, 4)),
+    "bias": (0, ParamKind((5,))),
+    "norm, too": (1, ParamKind((7,))),
+    "fused": (1, ParamKind((10, 4), 0, 2)),
+    "square": (1, ParamKind((5, 5))),
+    "stack": (1, ParamKind((3, 6, 4), 0)),
+    "stack cut by rows": (1, ParamKind((3, 6, 4), 1, 2)),
+    "filters": (1, ParamKind((8, 1, 3))),
+    "bias, too": (1, ParamKind((5,))),
 }
-Kinds = Mapping[str, tuple[int, Kind]]
+Kinds = Mapping[str, tuple[int, ParamKind]]
 Rank = tuple[MasterShards, list[list[Any]]]
 
 
@@ -188,7 +188,7 @@ def _in_one_process(
     return found
 
 
-def _block(one: Kind) -> tuple[int, int]:
+def _block(one: ParamKind) -> tuple[int, int]:
     """Rows and columns of each of its matrices."""
     rows, columns = one.shape[-2:]
     return (rows // one.heads, columns) if len(one.shape) == 2 else (rows, columns)
@@ -208,7 +208,7 @@ def _by_singular_values(matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
 def _prove_turned(kind: type, group: Mapping[str, Any]) -> None:
     """ConfigError unless a square matrix that lies turned is iterated on as the user has it, in the job's type."""
     random = torch.Generator().manual_seed(1)
-    one, grad = Kind((32, 32), 1), torch.randn(32, 32, generator=random)
+    one, grad = ParamKind((32, 32), 1), torch.randn(32, 32, generator=random)
     own = {**group, "lr": 1.0, "weight_decay": 0.0}
     zeros = {"square, turned": torch.zeros(32, 32)}
     found, _ = _on_ranks(kind, own, {"square, turned": (0, one)}, zeros, [{"square, turned": grad}])

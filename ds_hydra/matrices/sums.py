@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ds_hydra.matrices.owners import MatrixParam, matrix_params
-from ds_hydra.matrices.proof import KINDS, Kind, drawn, params_of, put_grads, ranks_of, whole_values
+from ds_hydra.matrices.proof import KINDS, ParamKind, drawn, params_of, put_grads, ranks_of, whole_values
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.zero_hetero.errors import ConfigError
 from ds_hydra.zero_hetero.masters import MasterShards, as_tensors
@@ -242,9 +242,9 @@ class OfSums(Optimizer):
 
 
 _STEPS, _NEAR = 2, 1e-9
-_KINDS: Mapping[str, tuple[int, Kind]] = {
+_KINDS: Mapping[str, tuple[int, ParamKind]] = {
     **{name: (bucket, kind._replace(heads=1)) for name, (bucket, kind) in KINDS.items()},
-    "stack cut by columns": (1, Kind((3, 4, 6), 2)),
+    "stack cut by columns": (1, ParamKind((3, 4, 6), 2)),
 }
 Loop = Callable[[Tensor, Sequence[Tensor], Mapping[str, Any]], Tensor]
 

@@ -453,11 +453,6 @@ def _attend(
     # A window that no sequence exceeds changes nothing, and without one every backend has its fastest kernel.
     if window is not None and window >= max(segments.keys):
         window = None
-    if dropout is not None and backend not in (None, "sdpa"):
-        raise ConfigError(
-            f"the attention backend {backend!r} draws dropout ({dropout.rate}) by itself, differently on every layout: "
-            "set attention_dropout to 0 in the model's config, or use the backend 'sdpa'"
-        )
     attend = BACKENDS[backend] if backend else choose_backend(q, v, softcap)
     narrower = q.shape[-1] - v.shape[-1]
     by_kernel = attend is torch_varlen and dropout is None and not narrower

@@ -468,14 +468,6 @@ def test_attention_is_dropped_by_head_query_and_key() -> None:
     assert abs(float((kept[:, 0] == kept[:, 1]).double().mean()) - (0.49 + 0.09)) < 0.01
 
 
-@pytest.mark.parametrize("backend", ["torch", "flash"])
-def test_kernels_that_draw_by_themselves_are_refused(backend: str) -> None:
-    x = torch.zeros(4, 2, 8)
-    told = rf"backend '{backend}' draws dropout \(0\.1\) by itself.*attention_dropout to 0 .*'sdpa'"
-    with pytest.raises(ConfigError, match=told):
-        varlen_attention(x, x, x, Pack((4,)), dropout=AttentionDropout(0.1, keys(tokens=4), 0), backend=backend)
-
-
 # --- What stays of keys and values of a sequence in slices, where a token sees some of those before it.
 EXACT = torch.float64
 
