@@ -114,12 +114,6 @@ def list_order(batches: Batches, num_stages: int, walk: TakeWalk = list_walk) ->
     return _orders(_jobs(batches, num_stages), batches, walk)
 
 
-def list_us(batches: Batches, num_stages: int) -> int:
-    """Microseconds that the list order takes, for a search that wants no more. PlanError as `list_order`."""
-    jobs = _jobs(batches, num_stages)
-    return list_walk(jobs, fresh_walk(jobs))
-
-
 def _jobs(batches: Batches, num_stages: int) -> Jobs:
     if len(batches.works) != len(batches):
         raise PlanError(
