@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from ds_hydra.pipe.schedules.virtual import place_of, virtual_stage
+from ds_hydra.pipe.schedules.list_walk import place_of, virtual_stage
 from ds_hydra.pipe.shape import DEFAULT_SCHEDULE, LayerRange, PipelineShape, StageShape, StrategyShape
 from ds_hydra.zero_hetero.errors import PlanError
 from ds_hydra.zero_hetero.nodes import Cluster, NodeSize, largest_node, listed, node_of

@@ -17,8 +17,8 @@ from ds_hydra.pipe.head_sharing import most_of_room
 from ds_hydra.pipe.model_plan import Bucket, ModelPlan, Slot
 from ds_hydra.pipe.placement import Pipeline, Stage
 from ds_hydra.pipe.rows import AT_ONCE, MicroBatch, Overlap
+from ds_hydra.pipe.schedules.list_walk import virtual_stage
 from ds_hydra.pipe.schedules.registry import splits_backward
-from ds_hydra.pipe.schedules.virtual import virtual_stage
 from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.pipe.weight_gradients import Leaf, Linear, PackedLinears, SplitBackward, WeightGradients
 from ds_hydra.pipe.wrappers import chains

@@ -132,7 +132,7 @@ MECHANISMS: Mapping[str, str] = {
     ),
     "walks of a step in time": (
         "pipe/schedules/simulate.py pipe/schedules/list_walk.py ds_hydra/plan/simulate.py "
-        "ds_hydra/planner/kernels/cut_search.py ds_hydra/planner/chunked_space.py ds_hydra/simulate/pipeline.py "
+        "ds_hydra/planner/kernels/cut_search.py ds_hydra/planner/chunked.py ds_hydra/simulate/pipeline.py "
         "ds_hydra/simulate/step.py ds_hydra/emulate/clock.py"
     ),
     "ways to run ranks in a test": (

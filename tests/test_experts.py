@@ -33,7 +33,7 @@ from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.pipe.stage import StageModule
 from ds_hydra.pipe.stage_options import StageOptions
-from ds_hydra.plan.schemes import feasible_schemes
+from ds_hydra.plan.layouts import feasible_schemes
 from ds_hydra.profiling.stage_memory import kept_bytes, measure_activations
 from ds_hydra.profiling.stage_timer import StageTimer
 from ds_hydra.self_check.check import check_strategies

@@ -29,7 +29,7 @@ from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.plan.validate import check_runnable
 from ds_hydra.planner import Planner, PlannerOptions, StepPlan, validate_plan
 from ds_hydra.planner.kernels import load
-from ds_hydra.planner.proposal.propose import wider_shapes
+from ds_hydra.planner.propose import wider_shapes
 from ds_hydra.planner.recipe import PlanRecipe
 from ds_hydra.zero_hetero.errors import PlanError
 from tests.support.case import Case

@@ -41,17 +41,16 @@ from ds_hydra.costs.shares import Shares
 from ds_hydra.data.lengths import read_lengths, sample_batches
 from ds_hydra.emulate.cluster import EmulatedJob, EmulatedStep, emulate
 from ds_hydra.engine.costs import within_memory
-from ds_hydra.mixed.proposals import propose_mixed, split_by_speed
+from ds_hydra.mixed.classes import propose_mixed, split_by_speed
 from ds_hydra.pipe.placement import place_pipeline
 from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.registry import placed
 from ds_hydra.pipe.schedules.simulate import simulate_loads
 from ds_hydra.pipe.shape import LayerRange, ParallelScheme, PipelineShape, StageShape, StrategyShape
-from ds_hydra.plan.rank_order import crossings
-from ds_hydra.plan.schemes import feasible_schemes
+from ds_hydra.plan.layouts import crossings, feasible_schemes
 from ds_hydra.planner import Planner, PlannerOptions
-from ds_hydra.planner.proposal.propose import propose_strategies
-from ds_hydra.planner.warming import warm_up
+from ds_hydra.planner.propose import propose_strategies
+from ds_hydra.planner.recipe import warm_up
 from ds_hydra.rivals.preview import Messages
 from ds_hydra.simulate.job import SHIPPED, SimulatedJob, llama_plan
 from ds_hydra.simulate.links import LinkModel

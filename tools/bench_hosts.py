@@ -395,7 +395,7 @@ def host(text: str, index: int) -> int:
     values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
     settings = Settings(**values)
     import ds_hydra.engine.engine  # noqa: F401  (before forking: the ranks share what each of them would import)
-    from ds_hydra.planner.warming import warm_up
+    from ds_hydra.planner.recipe import warm_up
 
     warm_up()
     children = []

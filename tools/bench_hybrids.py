@@ -42,10 +42,10 @@ from ds_hydra.pipe.models.experts import spreading_experts
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.pipe.stage_options import StageOptions
-from ds_hydra.plan.schemes import feasible_schemes
+from ds_hydra.plan.layouts import feasible_schemes
 from ds_hydra.planner import Planner, PlannerOptions
 from ds_hydra.planner.cutting import longest_of
-from ds_hydra.planner.proposal.propose import ProposalEffort, Wider, propose_strategies, wider_shapes
+from ds_hydra.planner.propose import ProposalEffort, Wider, propose_strategies, wider_shapes
 from ds_hydra.profiling.stage_memory import kept_bytes
 from ds_hydra.profiling.stage_timer import StageTimer, hollow_model, hollow_source
 from ds_hydra.rivals.preview import Messages

@@ -26,7 +26,7 @@ from ds_hydra.emulate.cluster import emulate_plans
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner import Planner, PlannerOptions
-from ds_hydra.planner.proposal.propose import Wider, propose_strategies, wider_shapes
+from ds_hydra.planner.propose import Wider, propose_strategies, wider_shapes
 from ds_hydra.rivals.costs import cluster_of
 from ds_hydra.rivals.static import RowSimulator, balanced
 from ds_hydra.simulate.job import SimulatedJob

@@ -34,10 +34,10 @@ from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.simulate import simulate_plan
 from ds_hydra.planner import Planner, PlannerOptions, StepPlan
 from ds_hydra.planner.composing import budget_of, typical_batch
-from ds_hydra.planner.exact.counts import continuous_ms
+from ds_hydra.planner.exact import continuous_ms
 from ds_hydra.planner.kernels.problem import Batch, scheme_arrays, scheme_row
-from ds_hydra.planner.proposal.propose import QUICK, Wider, propose_strategies, usable_schemes, wider_shapes
-from ds_hydra.planner.warming import warm_up
+from ds_hydra.planner.propose import QUICK, Wider, propose_strategies, usable_schemes, wider_shapes
+from ds_hydra.planner.recipe import warm_up
 from tools import aims
 from tools.planner_parts import (
     CONTEXT,

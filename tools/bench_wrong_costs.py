@@ -31,7 +31,7 @@ from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.simulate import simulate_plan
 from ds_hydra.planner import Planner, PlannerOptions, StepPlan
 from ds_hydra.planner.fixed_layout import layouts_that_hold
-from ds_hydra.planner.proposal.propose import QUICK, propose_strategies
+from ds_hydra.planner.propose import QUICK, propose_strategies
 from ds_hydra.report.record import StepWatch
 from ds_hydra.rivals.costs import averaged
 from tools import aims

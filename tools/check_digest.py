@@ -31,7 +31,7 @@ from ds_hydra.commands.figures import figures_parser, finish, print_table
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.data.lengths import read_lengths
 from ds_hydra.planner import Planner, PlannerOptions, StepPlan
-from ds_hydra.planner.proposal.propose import propose_strategies
+from ds_hydra.planner.propose import propose_strategies
 from ds_hydra.testing import float64_throughout, run_ranks
 from tests.support.case import Case
 from tests.support.cases import CASES

@@ -32,7 +32,7 @@ from ds_hydra.planner.chunked import ChunkedSearch
 from ds_hydra.planner.composing import budget_of
 from ds_hydra.planner.cutting import Effort, cut_best, pipe_of
 from ds_hydra.planner.kernels.problem import PipelineKinds
-from ds_hydra.planner.proposal.propose import QUICK, THOROUGH, ProposalEffort, Wider, propose_strategies, wider_shapes
+from ds_hydra.planner.propose import QUICK, THOROUGH, ProposalEffort, Wider, propose_strategies, wider_shapes
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.simulate.job import SHIPPED, shipped_job
 from ds_hydra.simulate.links import LinkModel

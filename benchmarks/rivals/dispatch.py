@@ -11,7 +11,7 @@ import ds_hydra.planner.kernels as product
 from benchmarks.rivals import kernels
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.pipe.shape import StrategyShape
-from ds_hydra.planner.exact.programs import DispatchProblem, dispatch_ms
+from ds_hydra.planner.exact import DispatchProblem, dispatch_ms
 from ds_hydra.planner.kernels.dispatch import empty_placement
 from ds_hydra.planner.kernels.problem import Batch, Ints, PipelineKinds, Problem, Prospect, SearchEffort, scheme_arrays
 

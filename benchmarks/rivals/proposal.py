@@ -16,7 +16,7 @@ from benchmarks.rivals import kernels
 from benchmarks.rivals.interval_program import Choices
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
-from ds_hydra.planner.exact.counts import counts_to_strategy
+from ds_hydra.planner.exact import counts_to_strategy
 
 _LENGTH_STEP = 128
 _MOST_ROUNDINGS = 64  # nearby whole solutions taken from one continuous one

@@ -25,9 +25,9 @@ from ds_hydra.costs.shape_costs import RECOMPUTED_WORK
 from ds_hydra.engine.costs import job_memory, within_memory
 from ds_hydra.engine.plugs import plugged
 from ds_hydra.pipe.shape import ParallelScheme
-from ds_hydra.plan.schemes import feasible_schemes
+from ds_hydra.plan.layouts import feasible_schemes
 from ds_hydra.planner import PlannerOptions
-from ds_hydra.planner.proposal.propose import QUICK, propose_strategies
+from ds_hydra.planner.propose import QUICK, propose_strategies
 from ds_hydra.rivals.costs import JobSetting, OwnModel, Recomputed
 from ds_hydra.rivals.preview import preview_steps
 from ds_hydra.simulate.links import BETWEEN, INSIDE, LinkModel

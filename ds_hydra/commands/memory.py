@@ -32,7 +32,7 @@ from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.pipe.stage import ModelSource
-from ds_hydra.plan.schemes import feasible_schemes
+from ds_hydra.plan.layouts import feasible_schemes
 from ds_hydra.profiling.stage_memory import measure_activations
 from ds_hydra.ranks.host_memory import available_bytes
 from ds_hydra.zero_hetero.errors import ConfigError

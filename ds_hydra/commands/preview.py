@@ -42,7 +42,7 @@ from ds_hydra.plan.step_plan import THEN
 from ds_hydra.planner import PlannerOptions
 from ds_hydra.planner.fixed_layout import layouts_by_length
 from ds_hydra.planner.kernels.problem import Floats
-from ds_hydra.planner.proposal.propose import THOROUGH, Wider, propose_strategies, usable_schemes, wider_shapes
+from ds_hydra.planner.propose import THOROUGH, Wider, propose_strategies, usable_schemes, wider_shapes
 from ds_hydra.report.record import is_heterogeneous
 from ds_hydra.rivals.costs import JobSetting, OwnModel, RivalModel, with_ulysses
 from ds_hydra.rivals.preview import BALANCED, FIXED, SCHEDULED, Messages, Preview, length_histogram, preview_steps

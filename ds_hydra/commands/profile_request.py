@@ -20,7 +20,7 @@ from ds_hydra.host.devices import device_index
 from ds_hydra.pipe.attention.backends import use_flash_3
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
-from ds_hydra.plan.schemes import feasible_schemes
+from ds_hydra.plan.layouts import feasible_schemes
 from ds_hydra.profiling.fit import Rung, make_ladder
 from ds_hydra.profiling.stage_timer import MakeOptimizer
 from ds_hydra.profiling.survey import RepeatBudget

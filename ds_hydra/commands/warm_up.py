@@ -11,8 +11,8 @@ import time
 from collections.abc import Sequence
 
 from ds_hydra.commands.figures import CommandParser
-from ds_hydra.planner.kernels.sources import folder_of_kernels
-from ds_hydra.planner.warming import warm_up
+from ds_hydra.planner.kernels.load import folder_of_kernels
+from ds_hydra.planner.recipe import warm_up
 
 
 def main(arguments: Sequence[str] | None = None, *, name: str = "ds-hydra warm-up") -> int:

@@ -38,7 +38,7 @@ from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.shape import ParallelScheme, StageShape, StrategyShape
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.pipe.tiles import TILE_ROWS
-from ds_hydra.plan.schemes import feasible_schemes
+from ds_hydra.plan.layouts import feasible_schemes
 from ds_hydra.planner.cutting import counts_more, longest_of
 from ds_hydra.ranks.groups import ROOM_FOR_COMMUNICATORS
 from ds_hydra.ranks.host_memory import available_bytes

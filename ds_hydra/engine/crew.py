@@ -59,7 +59,7 @@ from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner import PlanRecipe
 from ds_hydra.planner.composing import budget_of, typical_batch
-from ds_hydra.planner.producer_process import ProducerProcess
+from ds_hydra.planner.service import ProducerProcess
 from ds_hydra.ranks.together import together
 from ds_hydra.ranks.world import World
 from ds_hydra.report.record import StepWatch

@@ -35,8 +35,7 @@ from ds_hydra.plan.validate import check_runnable, check_safe, validate_plan
 from ds_hydra.planner import PlannedStep, Planner, PlannerService, PlanRecipe, StepPlan
 from ds_hydra.planner.arena_room import ArenaRoom
 from ds_hydra.planner.composing import COMPOSED, JOINS_AFTER, MOST_JOINED, PlanBudget
-from ds_hydra.planner.producer_process import BEAT_S, ProducerProcess, producer_command
-from ds_hydra.planner.service import Waiting
+from ds_hydra.planner.service import BEAT_S, ProducerProcess, Waiting, producer_command
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.ranks.telling import Telling
 from ds_hydra.ranks.together import as_text, error_from

@@ -14,8 +14,8 @@ from ds_hydra.plan.step_plan import (
     save_plans,
 )
 from ds_hydra.plan.validate import validate_plan
+from ds_hydra.planner.fixed_layout import PhasedPlanner
 from ds_hydra.planner.options import PlannerOptions
-from ds_hydra.planner.phased import PhasedPlanner
 from ds_hydra.planner.recipe import PlannedStep, PlanRecipe
 from ds_hydra.planner.selection import Planner
 from ds_hydra.planner.service import PlannerService

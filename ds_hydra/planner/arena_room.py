@@ -21,7 +21,7 @@ from ds_hydra.costs.memory import ElementBytes, JobMemory, Needs, gibibytes, hel
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.placement import Strategy, place_strategy
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
-from ds_hydra.plan.rank_order import crossings
+from ds_hydra.plan.layouts import crossings
 from ds_hydra.zero_hetero.errors import PlanError
 from ds_hydra.zero_hetero.nodes import Cluster, NodeSize
 

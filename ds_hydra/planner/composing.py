@@ -22,9 +22,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.pipe.schedules.registry import weighs
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
-from ds_hydra.planner.chunked_space import is_chunked
-from ds_hydra.planner.exact.counts import CountsFound, counts_at, counts_to_strategy, shares_at
+from ds_hydra.planner.exact import CountsFound, counts_at, counts_to_strategy, shares_at
 from ds_hydra.planner.kernels.load import Kernels
 from ds_hydra.planner.kernels.problem import Batch, Ints, Schemes
 
@@ -38,6 +38,11 @@ _SHARE = 0.1  # of the shortest step that typical batches have: what its program
 # CPU ms of one program of so many rows and 30 bins with its 20 nodes: rough figures, of trials on a busy machine. They
 # are part of the planner, not of a machine: budgets are the same everywhere.
 _PROGRAM_MS = ((3, 8.0), (6, 20.0), (12, 45.0), (20, 75.0), (40, 150.0))
+
+
+def is_chunked(strategy: StrategyShape) -> bool:
+    """Whether some pipeline of a strategy is."""
+    return any(weighs(pipeline.schedule) for pipeline in strategy.pipelines)
 
 
 class PlanBudget(NamedTuple):

@@ -1,4 +1,4 @@
-"""All that plans follow from in; its digest, and the planner that makes them, out. Pure: no torch.
+"""All that plans follow from, its digest, and the planner that is made of it. Pure: no torch.
 
 [Note: the same plans]
 A plan is one function of a recipe, a step, and the ids and lengths of its sequences. The recipe has a digest, which
@@ -25,17 +25,32 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from ds_hydra.costs.cost_table import CostTable, read_table, table_record
+from ds_hydra.costs.cost_table import CostTable, SchemeCost, read_table, table_record
+from ds_hydra.costs.shares import Shares
 from ds_hydra.pipe.schedules.registry import Schedule, modules_of, register
-from ds_hydra.pipe.shape import StrategyShape
+from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.plan.step_plan import StepPlan, joined
 from ds_hydra.plan.validate import check_safe
 from ds_hydra.planner.arena_room import ArenaRoom
 from ds_hydra.planner.composing import MOST_JOINED, HighsShare, PlanBudget
 from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.planner.selection import Planner
-from ds_hydra.planner.warming import warm_up
 from ds_hydra.zero_hetero.errors import PlanError
+
+
+def warm_up() -> None:
+    """Compile every kernel that plans need, or load it from numba's cache, by planning a few made-up steps."""
+    costs = tuple(
+        SchemeCost(ParallelScheme(tp, pp), 1e-6, 0.1, 10.0, 400, 8, Shares.usual())
+        for tp, pp in ((1, 1), (2, 1), (1, 2))
+    )
+    table, options = CostTable(costs, "made up to warm the cache"), PlannerOptions(kernels="compiled")
+    # Few sequences and many go different ways, and so do strategies with chunked pipelines where others may win too.
+    for texts in (("tp2 + 2*tp1", "2*pp2", "2*pp2/list"), ("tp2 + pp2/list",)):
+        planner = Planner(table, [StrategyShape.parse(text) for text in texts], options)
+        for size in (3, 20):
+            planner.plan(0, range(size), [(37 * i) % 300 + 1 for i in range(size)])
+
 
 logger = logging.getLogger(__name__)
 _CODE = ("planner", "plan", "costs", "simulate", "pipe/schedules")

@@ -40,11 +40,18 @@ from ds_hydra.costs.loads import Counted, Lengths, loads_of
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
 from ds_hydra.plan.step_plan import Phase, StepPlan, load_plans
 from ds_hydra.plan.validate import check_complete, check_runnable, validate_plan
-from ds_hydra.planner.chunked import Chunked, ChunkedSearch
-from ds_hydra.planner.chunked_space import ChunkedSpace, is_chunked
-from ds_hydra.planner.composing import COMPOSED, WORTH, Composed, Composer, HighsShare, PlanBudget, budget_of
-from ds_hydra.planner.exact.programs import DispatchProblem, repack_slowest
-from ds_hydra.planner.hidden_pulls import with_hidden_pulls
+from ds_hydra.planner.chunked import Chunked, ChunkedSearch, ChunkedSpace
+from ds_hydra.planner.composing import (
+    COMPOSED,
+    WORTH,
+    Composed,
+    Composer,
+    HighsShare,
+    PlanBudget,
+    budget_of,
+    is_chunked,
+)
+from ds_hydra.planner.exact import DispatchProblem, repack_slowest
 from ds_hydra.planner.kernels.dispatch import empty_placement
 from ds_hydra.planner.kernels.problem import (
     LEAN,
@@ -62,8 +69,15 @@ from ds_hydra.planner.kernels.problem import (
     scheme_row,
 )
 from ds_hydra.planner.options import PlannerOptions
-from ds_hydra.planner.pipelines import assigned_pipelines, chunked_pipelines, loaded
-from ds_hydra.planner.with_loads import Whole, lowered, overfull
+from ds_hydra.planner.pipelines import (
+    Whole,
+    assigned_pipelines,
+    chunked_pipelines,
+    loaded,
+    lowered,
+    overfull,
+    with_hidden_pulls,
+)
 from ds_hydra.zero_hetero.errors import PlanError
 
 _LEVEL_ROUNDS = 40

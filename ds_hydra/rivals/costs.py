@@ -46,7 +46,7 @@ from ds_hydra.costs.cost_table import CostTable, SchemeCost, TableFile
 from ds_hydra.costs.shares import Shares, Terms
 from ds_hydra.pipe.head_sharing import head_parts, near_ranks
 from ds_hydra.pipe.shape import ParallelScheme
-from ds_hydra.plan.schemes import MOST_SHARING
+from ds_hydra.plan.layouts import MOST_SHARING
 from ds_hydra.rivals.waits import TwoHopCost, WaitingCost, fields_of, waits_of
 from ds_hydra.simulate.job import SHIPPED, ShippedModel, SimulatedJob, llama_plan
 from ds_hydra.simulate.links import BETWEEN, INSIDE, LinkModel, Speed

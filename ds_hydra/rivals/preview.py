@@ -26,9 +26,9 @@ from ds_hydra.costs.loads import Lengths, loads_of
 from ds_hydra.data.lengths import sample_batches
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.step_plan import StepPlan, parse_phases
+from ds_hydra.planner.fixed_layout import PhasedPlanner
 from ds_hydra.planner.kernels.problem import Floats, Ints
 from ds_hydra.planner.options import PlannerOptions
-from ds_hydra.planner.phased import PhasedPlanner
 from ds_hydra.planner.selection import Planner
 from ds_hydra.rivals.costs import Setting
 from ds_hydra.rivals.dynamic_cp import as_made

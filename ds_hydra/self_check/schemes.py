@@ -15,8 +15,8 @@ from itertools import accumulate, groupby, pairwise, zip_longest
 from typing import NamedTuple, TypeVar
 
 from ds_hydra.pipe.placement import Pipeline, place_pipeline
+from ds_hydra.pipe.schedules.list_walk import virtual_stage
 from ds_hydra.pipe.schedules.registry import ranges_of, splits_backward
-from ds_hydra.pipe.schedules.virtual import virtual_stage
 from ds_hydra.pipe.shape import (
     DEFAULT_SCHEDULE,
     V_SCHEDULE,

@@ -54,7 +54,7 @@ from typing import NamedTuple
 
 from ds_hydra.pipe.schedules.actions import Action, Compute, Order, Slot, receive_for, slots_as_text
 from ds_hydra.pipe.schedules.batches import Batches
-from ds_hydra.pipe.schedules.virtual import place_of, virtual_stage
+from ds_hydra.pipe.schedules.list_walk import place_of, virtual_stage
 from ds_hydra.zero_hetero.errors import PlanError
 
 _GIVES: dict[str, tuple[str, ...]] = {

@@ -1,4 +1,15 @@
-"""A pipeline's micro-batches as numbers in; what each stage does next, whenever it is free, out. Pure: no torch.
+"""The list order: what each stage of a pipeline does next, whenever it is free; and its virtual stages. No torch.
+
+[Note: virtual stages]
+A stage that holds two ranges of layers is visited twice by each micro-batch. The ranges are virtual stages, numbered as
+the model goes. In a V the first half of them goes down the pipeline and the second half comes up again, so stage r of S
+holds the virtual stages r and 2S - 1 - r, its parts 0 and 1. Three stages:
+
+  stage 0   0           5        a micro-batch enters, and its loss is computed
+  stage 1     1       4
+  stage 2       2   3            from one part to the other without a message
+
+A forward passes half as many layers in each of them, so the last stage begins in half of the time.
 
 [Note: the list order]
 Whenever a stage is free it takes the first thing of this list that it can do:
@@ -29,7 +40,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from ds_hydra.pipe.schedules.virtual import virtual_stage
+
+class Place(NamedTuple):
+    """One range of layers: a stage, and which of its ranges; 0 is the only one, or the first of a V."""
+
+    stage: int
+    part: int
+
+
+def virtual_stage(stage: int, part: int, num_stages: int) -> int:
+    """The number of a range of layers, from 0 at the model's beginning [Note: virtual stages]."""
+    return 2 * num_stages - 1 - stage if part else stage
+
+
+def place_of(virtual: int, num_stages: int) -> Place:
+    """Inverse of `virtual_stage`."""
+    return Place(virtual, 0) if virtual < num_stages else Place(2 * num_stages - 1 - virtual, 1)
+
 
 NEVER = 1 << 62
 FORWARD, BACKWARD, WEIGHT = 0, 1, 2

@@ -7,8 +7,17 @@ from __future__ import annotations
 
 from ds_hydra.pipe.schedules.actions import Action, Compute, Order
 from ds_hydra.pipe.schedules.batches import Batches
-from ds_hydra.pipe.schedules.list_walk import BACKWARD, FORWARD, NEVER, WEIGHT, Jobs, TakeWalk, Walk, list_walk
-from ds_hydra.pipe.schedules.virtual import virtual_stage
+from ds_hydra.pipe.schedules.list_walk import (
+    BACKWARD,
+    FORWARD,
+    NEVER,
+    WEIGHT,
+    Jobs,
+    TakeWalk,
+    Walk,
+    list_walk,
+    virtual_stage,
+)
 from ds_hydra.zero_hetero.errors import PlanError
 
 

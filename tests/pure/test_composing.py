@@ -22,13 +22,11 @@ from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.plan.validate import check_runnable, validate_plan
 from ds_hydra.planner import Planner, PlannerOptions, PlannerService, PlanRecipe
-from ds_hydra.planner.chunked import ChunkedSearch
-from ds_hydra.planner.chunked_space import ChunkedSpace, PipelineTimes
+from ds_hydra.planner.chunked import ChunkedSearch, ChunkedSpace, PipelineTimes
 from ds_hydra.planner.composing import COMPOSED, WORTH, Composer, PlanBudget, budget_of, typical_batch
-from ds_hydra.planner.exact.counts import CountsFound, counts_at, shares_at
-from ds_hydra.planner.exact.highs import Solved, solve_milp
+from ds_hydra.planner.exact import CountsFound, Solved, counts_at, shares_at, solve_milp
 from ds_hydra.planner.kernels.problem import Batch, scheme_arrays
-from ds_hydra.planner.proposal.propose import ProposalEffort, Wider, propose_strategies, wider_shapes
+from ds_hydra.planner.propose import ProposalEffort, Wider, propose_strategies, wider_shapes
 from ds_hydra.zero_hetero.errors import PlanError
 from tests.support.planner_cases import TABLES, a800_batch
 

@@ -22,9 +22,8 @@ from ds_hydra.plan.step_plan import MicroBatchPlan, Phase, PipelinePlan, StepPla
 from ds_hydra.plan.validate import modelled_ms, validate_plan
 from ds_hydra.planner import Planner, PlannerOptions, PlanRecipe
 from ds_hydra.planner.kernels.problem import PipelineKinds, scheme_arrays
-from ds_hydra.planner.pipelines import loaded
+from ds_hydra.planner.pipelines import Whole, loaded
 from ds_hydra.planner.service import PlannerService
-from ds_hydra.planner.with_loads import Whole
 from ds_hydra.report.calibration import Calibration
 from ds_hydra.simulate.job import SimulatedJob
 from ds_hydra.simulate.links import LinkModel, Speed

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from ds_hydra.commands.__main__ import main
-from ds_hydra.planner.kernels import sources
-from ds_hydra.planner.warming import warm_up
+from ds_hydra.planner.kernels import load
+from ds_hydra.planner.recipe import warm_up
 
 ROOT = Path(__file__).resolve().parents[2]
 COUNTED = """
 import numba.core.event as event
 import ds_hydra
-from ds_hydra.planner.warming import warm_up
+from ds_hydra.planner.recipe import warm_up
 with event.install_recorder("numba:compile") as recorded:
     warm_up()
 print(ds_hydra.__file__, len(recorded.buffer))
@@ -29,9 +29,9 @@ print(ds_hydra.__file__, len(recorded.buffer))
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
-    sources.folder_of_kernels.cache_clear()
+    load.folder_of_kernels.cache_clear()
     yield
-    sources.folder_of_kernels.cache_clear()
+    load.folder_of_kernels.cache_clear()
 
 
 def test_another_clone_compiles_nothing(tmp_path: Path) -> None:
@@ -50,23 +50,23 @@ def test_a_folder_in_which_others_may_write_is_not_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "kernels"))
-    folder = sources.folder_of_kernels()
+    folder = load.folder_of_kernels()
     assert folder == tmp_path / "kernels"
     assert folder.stat().st_mode & 0o777 == 0o700
     caplog.set_level(logging.WARNING)
     folder.chmod(0o770)
-    sources.folder_of_kernels.cache_clear()
-    assert sources.folder_of_kernels() is None
+    load.folder_of_kernels.cache_clear()
+    assert load.folder_of_kernels() is None
     folder.rmdir()
     folder.symlink_to(tmp_path)
-    sources.folder_of_kernels.cache_clear()
-    assert sources.folder_of_kernels() is None
+    load.folder_of_kernels.cache_clear()
+    assert load.folder_of_kernels() is None
     assert caplog.text.count("can have this job run what they like") == 1
     assert "it is a link and no folder" in caplog.text
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     folder.unlink()
-    sources.folder_of_kernels.cache_clear()
-    assert sources.folder_of_kernels() is None, "another user's"
+    load.folder_of_kernels.cache_clear()
+    assert load.folder_of_kernels() is None, "another user's"
 
 
 @pytest.mark.usefixtures("fresh")
@@ -76,19 +76,19 @@ def test_without_a_folder_of_the_user_kernels_stay_where_numba_keeps_them(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "file"))
     code = warm_up.__code__
-    assert sources.folder_of_kernels() is None
-    assert sources.as_copied(warm_up, "none", "0") is code  # type: ignore[arg-type]
+    assert load.folder_of_kernels() is None
+    assert load.as_copied(warm_up, "none", "0") is code  # type: ignore[arg-type]
 
 
 def test_a_copy_is_the_source_at_a_time_of_its_own() -> None:
-    copy = Path(sources.as_copied(warm_up, "test", "0").co_filename)  # type: ignore[arg-type]
+    copy = Path(load.as_copied(warm_up, "test", "0").co_filename)  # type: ignore[arg-type]
     try:
-        assert copy.read_bytes() == (ROOT / "ds_hydra/planner/warming.py").read_bytes()
-        assert copy.stat().st_mtime_ns == sources._TIME_NS
+        assert copy.read_bytes() == (ROOT / "ds_hydra/planner/recipe.py").read_bytes()
+        assert copy.stat().st_mtime_ns == load._TIME_NS
     finally:
         shutil.rmtree(copy.parent)
 
 
 def test_an_image_can_be_built_with_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["warm-up"]) == 0
-    assert f"kept in {sources.folder_of_kernels()}" in capsys.readouterr().out
+    assert f"kept in {load.folder_of_kernels()}" in capsys.readouterr().out

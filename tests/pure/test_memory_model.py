@@ -29,7 +29,7 @@ from ds_hydra.plan.simulate import UNITS, work_of
 from ds_hydra.plan.step_plan import MicroBatchPlan, PipelinePlan, Span
 from ds_hydra.planner.arena_room import ArenaRoom, room_beside
 from ds_hydra.planner.cutting import longest_of
-from ds_hydra.planner.exact.counts import counts_to_strategy
+from ds_hydra.planner.exact import counts_to_strategy
 from ds_hydra.profiling import link_timer, stage_timer, survey
 from ds_hydra.profiling.fit import SchemeEntry, make_ladder
 from ds_hydra.profiling.link_timer import SIZES, message_sizes

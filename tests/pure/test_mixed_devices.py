@@ -19,12 +19,11 @@ from ds_hydra.costs.job_fingerprint import JobFingerprint
 from ds_hydra.costs.memory import Activations
 from ds_hydra.costs.shape_costs import price, with_shapes
 from ds_hydra.costs.shares import Shares
-from ds_hydra.mixed.classes import check_classes, check_rows, class_tables
-from ds_hydra.mixed.proposals import propose_mixed, split_by_speed
+from ds_hydra.mixed.classes import check_classes, check_rows, class_tables, propose_mixed, split_by_speed
 from ds_hydra.pipe.placement import crossing_groups, place_strategy
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.planner import Planner, PlannerOptions
-from ds_hydra.planner.proposal.propose import by_v
+from ds_hydra.planner.propose import by_v
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from ds_hydra.zero_hetero.nodes import Cluster
 from tests.pure.test_cluster import HALVES, TABLE, row

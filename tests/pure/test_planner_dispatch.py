@@ -36,8 +36,7 @@ from ds_hydra.planner.cutting import (
     pipe_of,
     profiles_of,
 )
-from ds_hydra.planner.exact.highs import solve_milp
-from ds_hydra.planner.exact.programs import pack_exactly, relabel
+from ds_hydra.planner.exact import pack_exactly, relabel, solve_milp
 from ds_hydra.planner.kernels import Kernels, compiled, load
 from ds_hydra.planner.kernels.cut_search import fresh_list_walk, list_time, move
 from ds_hydra.planner.kernels.dispatch import empty_placement
@@ -284,7 +283,7 @@ def test_names_that_agree_are_shared() -> None:
 def test_every_kernel_of_the_folder_is_loaded() -> None:
     """A new file of kernels that is missing in the list would have its functions called uncompiled, or not at all."""
     folder = Path(load.__file__).parent
-    not_kernels = {"__init__", "load", "problem", "sources"}
+    not_kernels = {"__init__", "load", "problem"}
     assert {path.stem for path in folder.glob("*.py")} - not_kernels == {
         listed.__name__.rpartition(".")[2] for listed in load._MODULES
     }
@@ -296,7 +295,7 @@ def test_a_warm_cache_has_all_that_plans_need() -> None:
     code = (
         "import ds_hydra.planner.kernels as kernels\n"
         "from ds_hydra.planner import Planner, PlannerOptions\n"
-        "from ds_hydra.planner.warming import warm_up\n"
+        "from ds_hydra.planner.recipe import warm_up\n"
         "from ds_hydra.pipe.shape import StrategyShape\n"
         "from tests.support.planner_cases import a800_batch, a800_planner\n"
         "def compiled():\n"
@@ -453,7 +452,7 @@ def again_problem(
     saves = [parts * (a.kept - b.kept) / layers for a, b in zip(none.works, every.works, strict=True)]
     runs = [(run, parts * sum(none.works[m].kept for m in run) - none.room) for run in none.runs]
     full = [run for run, missing in runs if missing > 0]
-    saved = np.array([[saves[m] * (m in run) for m in range(len(batches))] for run in full])
+    saved = np.array([[saves[m] * (m in run) for m in range(len(batches))] for run in full]).reshape(-1, len(batches))
     missing = np.array([missing for _, missing in runs if missing > 0]) + saved.max(axis=1, initial=0.0) / parts
     return np.array([work.forward / layers for work in none.works]), saved, missing
 

@@ -38,7 +38,7 @@ from ds_hydra.planner import (
     save_plans,
     validate_plan,
 )
-from ds_hydra.planner.exact.highs import solve_milp
+from ds_hydra.planner.exact import solve_milp
 from ds_hydra.planner.kernels.packing import ideal_ms
 from ds_hydra.planner.kernels.problem import Batch, PipelineKinds, Prospect, scheme_arrays, scheme_row
 from ds_hydra.planner.recipe import Generations, InvalidAnswerError

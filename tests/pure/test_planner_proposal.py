@@ -28,14 +28,14 @@ from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.plan.simulate import simulated_ms
 from ds_hydra.plan.step_plan import MicroBatchPlan, Phase, PipelinePlan
 from ds_hydra.planner import Planner, PlannerOptions, validate_plan
-from ds_hydra.planner.exact.counts import counts_to_strategy
+from ds_hydra.planner.exact import counts_to_strategy
 from ds_hydra.planner.fixed_layout import packed_in_turn
-from ds_hydra.planner.proposal.pool import greedy_subset
-from ds_hydra.planner.proposal.propose import (
+from ds_hydra.planner.propose import (
     QUICK,
     ChunkedShapes,
     ProposalEffort,
     Wider,
+    greedy_subset,
     propose_strategies,
     usable_schemes,
     wider_shapes,

@@ -22,8 +22,8 @@ from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.planner import PlannedStep, Planner, PlannerOptions, PlannerService, PlanRecipe, validate_plan
 from ds_hydra.planner import service as planner_service
 from ds_hydra.planner.producer import answer
-from ds_hydra.planner.producer_process import producer_command
 from ds_hydra.planner.selection import Made
+from ds_hydra.planner.service import producer_command
 from ds_hydra.simulate.job import job_record, read_job, shipped_cluster
 from ds_hydra.simulate.links import LinkModel, Speed
 from ds_hydra.simulate.producer import step_ms_of
@@ -352,7 +352,7 @@ ROOT = Path(__file__).parents[2]
 def test_the_producer_dies_with_its_parent_while_it_imports(tmp_path: Path) -> None:
     (tmp_path / "slow_module.py").write_text("import time; time.sleep(600)")
     script = (
-        "import time; from ds_hydra.planner.producer_process import ProducerProcess, producer_command\n"
+        "import time; from ds_hydra.planner.service import ProducerProcess, producer_command\n"
         "p = ProducerProcess(producer_command('slow_module', 0.1)); time.sleep(1)\n"
         "print(p.process.pid, flush=True); time.sleep(600)"
     )

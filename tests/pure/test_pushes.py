@@ -27,8 +27,7 @@ from ds_hydra.pipe.transfers import gradient_places, plan_transfers, push_order,
 from ds_hydra.plan.step_plan import Phase, StepPlan
 from ds_hydra.plan.validate import validate_plan
 from ds_hydra.planner import Planner, PlannerOptions
-from ds_hydra.planner.hidden_pulls import with_hidden_pulls
-from ds_hydra.planner.pipelines import longest_outside
+from ds_hydra.planner.pipelines import longest_outside, with_hidden_pulls
 from ds_hydra.simulate.links import LinkModel, Parcels, Port, Routes, Speed, Wires
 from ds_hydra.step.strategy_runtime import pull_link, push_link
 from ds_hydra.zero_hetero import scratch_plan

@@ -23,7 +23,7 @@ from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec, ShardRule, make_bucke
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.planner import validate_plan
-from ds_hydra.planner.exact.programs import dispatch_ms, pack_exactly
+from ds_hydra.planner.exact import dispatch_ms, pack_exactly
 from ds_hydra.planner.kernels.problem import Scheme
 from ds_hydra.rivals.costs import JobSetting, MemoryModel, OwnModel, Recomputed, Way, table_of
 from ds_hydra.simulate.links import LinkModel

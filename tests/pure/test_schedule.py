@@ -15,7 +15,17 @@ from ds_hydra.pipe.rows import edge, split_tokens
 from ds_hydra.pipe.schedules.actions import Action, Order, last_weight_gradient, slots_as_text, slots_from_text, turns
 from ds_hydra.pipe.schedules.batches import Batches, Work
 from ds_hydra.pipe.schedules.check import check_slots, lower, place
-from ds_hydra.pipe.schedules.list_walk import BACKWARD, FORWARD, NEVER, WEIGHT, Jobs, Walk, begin, next_forward
+from ds_hydra.pipe.schedules.list_walk import (
+    BACKWARD,
+    FORWARD,
+    NEVER,
+    WEIGHT,
+    Jobs,
+    Walk,
+    begin,
+    next_forward,
+    virtual_stage,
+)
 from ds_hydra.pipe.schedules.orders import list_order
 from ds_hydra.pipe.schedules.registry import (
     evaluation_slots,
@@ -34,7 +44,6 @@ from ds_hydra.pipe.schedules.simulate import (
     simulate_loads,
     simulate_works,
 )
-from ds_hydra.pipe.schedules.virtual import virtual_stage
 from ds_hydra.zero_hetero.errors import PlanError
 from tests.support.schedule_cases import (
     STAGES,

@@ -32,7 +32,7 @@ from ds_hydra.plan.step_plan import MicroBatchPlan, Phase, PipelinePlan, StepPla
 from ds_hydra.plan.step_plan import Span as Slice
 from ds_hydra.plan.validate import validate_plan
 from ds_hydra.planner import PhasedPlanner, Planner, PlannerOptions, parse_phases, save_plans
-from ds_hydra.planner.proposal.propose import ProposalEffort, propose_strategies
+from ds_hydra.planner.propose import ProposalEffort, propose_strategies
 from ds_hydra.report.calibration import LEAST, Calibration
 from ds_hydra.report.plots import draw_gantt, pipeline_schemes
 from ds_hydra.report.record import format_line, is_heterogeneous, monitor_events

@@ -22,9 +22,9 @@ from ds_hydra.pipe.schedules.registry import training_slots
 from ds_hydra.pipe.shape import LayerRange, ParallelScheme, PipelineShape, StageShape, StrategyShape
 from ds_hydra.pipe.stage import StagePlace
 from ds_hydra.pipe.transfers import twins_of
-from ds_hydra.plan.rank_order import crossings, fillings, most_used, ordered, stays_inside
-from ds_hydra.planner.exact.counts import counts_to_strategy
-from ds_hydra.planner.proposal.propose import ProposalEffort, propose_strategies
+from ds_hydra.plan.layouts import crossings, fillings, most_used, ordered, stays_inside
+from ds_hydra.planner.exact import counts_to_strategy
+from ds_hydra.planner.propose import ProposalEffort, propose_strategies
 from ds_hydra.step.strategy_runtime import Pairs, connections_of, edge_pairs, link_pairs
 from ds_hydra.zero_hetero.errors import PlanError
 from ds_hydra.zero_hetero.layout import even_layout

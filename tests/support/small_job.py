@@ -24,7 +24,7 @@ from ds_hydra.pipe.models.adapted import base_of
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.pipe.stage_options import StageOptions
-from ds_hydra.planner.warming import warm_up
+from ds_hydra.planner.recipe import warm_up
 from ds_hydra.self_check.cache import fingerprint
 from ds_hydra.testing import rank_environment
 from ds_hydra.zero_hetero.errors import ConfigError

@@ -25,10 +25,10 @@ from ds_hydra.plan.simulate import simulate_plan
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.plan.validate import validate_plan
 from ds_hydra.planner import Planner, PlannerOptions
-from ds_hydra.planner.chunked_space import ChunkedSpace
-from ds_hydra.planner.exact.counts import continuous_ms, scheme_of
+from ds_hydra.planner.chunked import ChunkedSpace
+from ds_hydra.planner.exact import continuous_ms, scheme_of
 from ds_hydra.planner.kernels.problem import Batch, scheme_arrays
-from ds_hydra.planner.proposal.propose import Wider, propose_strategies, wider_shapes
+from ds_hydra.planner.propose import Wider, propose_strategies, wider_shapes
 from ds_hydra.rivals.costs import NODE, cluster_of, with_ulysses
 from ds_hydra.rivals.dynamic_cp import AS_MADE, as_made
 from ds_hydra.rivals.infinipipe import infinipipe

@@ -42,7 +42,7 @@ from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.plan.simulate import simulate_pipeline
 from ds_hydra.plan.step_plan import PipelinePlan, StepPlan
 from ds_hydra.planner import PhasedPlanner, Planner
-from ds_hydra.planner.proposal.propose import QUICK, propose_strategies
+from ds_hydra.planner.propose import QUICK, propose_strategies
 from ds_hydra.rivals.costs import Way, measured, powers_of_two, table_of
 from ds_hydra.rivals.static import OPTIONS, Configuration, Lengths, PlanStep, planned_by
 from ds_hydra.rivals.waits import WaitingCost

@@ -1,9 +1,8 @@
 """The inner loops of the planner, as plain Python and compiled by numba; `load` says how. Pure: no torch.
 
-`protocol` lists what is called from outside. In the order of a search: `bound` (no plan is sooner done), `placing`,
-`improve` and `dispatch` (sequences to pipelines), `packing` and `repair` (micro-batches), `proof` (a better bound),
-`tiny` (few sequences, exactly). Pipelines that may cut sequences: `slots` (micro-batches to a profile), `again`
-(layers to compute again), `list_time` (what they take), `cut_moves` and `cut_search`.
+`Kernels` lists what is called from outside. `bound`: no plan is sooner done, proofs of that, and few sequences solved
+exactly. `dispatch`: sequences to pipelines, and repairs. `packing`: micro-batches, also of pipelines that may cut
+sequences, and layers to compute again. `cut_search`: what such micro-batches take, and better ones.
 
 The same letters mean the same things throughout:
 

@@ -14,8 +14,8 @@ With pipelines of several kinds it matters which kind a sequence goes to, so mul
 bound: a price per pipeline of each kind, high where many sequences compete for few pipelines. A short sequence then
 stays away from the pipelines that only the long ones need.
 
-See [Note: dispatch]. Sequences come longest first, and equal pipelines are filled one after the other, so that of
-several empty ones only the first need be looked at.
+Sequences come longest first, and equal pipelines are filled one after the other, so that of several empty ones only
+the first need be looked at.
 
 Only exchanges with the slowest pipeline can make a step shorter. Both ends' new times follow from their sums, less
 what leaves and plus what comes; the longest sequence that stays is known from the two longest of each pipeline.

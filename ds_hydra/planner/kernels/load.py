@@ -1,10 +1,17 @@
-"""The inner loops of the planner, twice: as plain Python, and compiled by numba on first request.
+"""The inner loops of the planner, twice: as plain Python, and compiled by numba on first request. Pure: no torch.
 
 A kernel is an ordinary function over scalars and arrays in this folder, or in a module of `_SHARED`, that calls only
-other kernels.
-`pure()` gives the functions as they stand, at no start-up cost; `compiled()` gives the same functions through numba's
-on-disk cache, which lies where other checkouts with the same sources find it too (`sources`). No kernel uses fast-math,
-so both give the same bits.
+other kernels. `pure()` gives the functions as they stand, at no start-up cost; `compiled()` gives the same functions
+through numba's on-disk cache. No kernel uses fast-math, so both give the same bits.
+
+[Note: where compiled kernels are kept]
+Numba keeps what it compiled beside the file of a function, and takes it for stale once that file has another path, size
+or time. So each clone, installation and container would compile for a minute what is compiled already. Compiled kernels
+are therefore functions of copies in a folder of the user's, which bears the digest of their source and numba's release,
+and whose time is always the same: whoever has these sources finds these files.
+
+What numba loads is code. So nobody else may be able to write in that folder; where somebody may, numba's usual places
+are used, which hold for one checkout alone.
 
 [Note: why kernels are cloned]
 Writing `@njit` on each function would be plainer, but three things speak against it:
@@ -33,16 +40,18 @@ import functools
 import hashlib
 import importlib.util
 import inspect
+import logging
 import os
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, Protocol, cast
+from typing import IO, Any, Protocol, cast
 
 import ds_hydra.costs.stage_work as stage_work
 import ds_hydra.pipe.schedules.list_walk as list_walk
-import ds_hydra.pipe.schedules.virtual as virtual
 import ds_hydra.planner.kernels.bound as bound
 import ds_hydra.planner.kernels.cut_search as cut_search
 import ds_hydra.planner.kernels.dispatch as dispatch
@@ -63,7 +72,72 @@ from ds_hydra.planner.kernels.problem import (
     Schemes,
     SearchEffort,
 )
-from ds_hydra.planner.kernels.sources import as_copied, beside_copies
+from ds_hydra.zero_hetero.files import check_private, keep_file, kept_folder
+
+logger = logging.getLogger(__name__)
+_TIME_NS = 10**18  # of every copy
+
+
+@functools.cache
+def folder_of_kernels() -> Path | None:
+    """Where compiled kernels are kept, made if need be: `NUMBA_CACHE_DIR`, else among the user's kept files; None
+    where there can be no folder in which this user alone may write."""
+    named, folder = os.environ.get("NUMBA_CACHE_DIR"), None
+    try:
+        folder = Path(named) if named else kept_folder("kernels")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        check_private(folder, "can have this job run what they like")
+    except (OSError, RuntimeError) as error:  # no home, or one that cannot be written
+        logger.warning(
+            "planner: compiled kernels are kept for this checkout alone, not in %s: %s", folder or "a home", error
+        )
+        return None
+    return folder.resolve()
+
+
+@contextmanager
+def beside_copies() -> Iterator[None]:
+    """Here numba takes the place beside a function's file before all others, if there are copies."""
+    import numba
+
+    config: Any = numba.config
+    before = config.CACHE_DIR
+    if folder_of_kernels() is not None:
+        config.CACHE_DIR = ""
+    try:
+        yield
+    finally:
+        config.CACHE_DIR = before
+
+
+def as_copied(function: types.FunctionType, digest: str, release: str) -> types.CodeType:
+    """A function's code, as if it stood in the copy of its module for this digest and this release of numba; as it is
+    where no copy can be kept."""
+    copy = _copy(function.__module__, digest, release)
+    return function.__code__ if copy is None else function.__code__.replace(co_filename=copy)
+
+
+@functools.cache
+def _copy(module: str, digest: str, release: str) -> str | None:
+    """The path of a module's copy, written if it is not there."""
+    folder = folder_of_kernels()
+    if folder is None:
+        return None
+    source = Path(str(sys.modules[module].__file__)).read_bytes()
+    copy = folder / f"ds_hydra-{digest}-numba-{release}" / f"{module}.py"
+
+    def write(file: IO[bytes]) -> None:
+        file.write(source)
+        file.flush()
+        os.utime(file.fileno(), ns=(_TIME_NS, _TIME_NS))
+
+    def is_there() -> bool:
+        return copy.is_file() and copy.stat().st_mtime_ns == _TIME_NS and copy.read_bytes() == source
+
+    if not is_there():
+        keep_file(copy, write)
+    return str(copy) if is_there() else None
 
 
 class Kernels(Protocol):
@@ -100,7 +174,7 @@ class Kernels(Protocol):
 
     def search_moves(self, pipe: Pipe, moves: int, took: int, state: Ints, best: Pieces) -> int: ...
 
-    # tiny steps: tiny.py
+    # tiny steps: bound.py
     def subset_costs(self, scheme: Scheme, work: Floats, tokens: Ints, cost: Floats, parts: Ints) -> None: ...
 
     def best_split(self, cost: Floats, scheme: Ints, n: int, owner: Ints) -> float: ...
@@ -110,7 +184,7 @@ class Kernels(Protocol):
 
 _MODULES = (packing, bound, dispatch, cut_search)
 # Functions that a plan's check calls as well, so that it comes to the same times.
-_SHARED = (list_walk, virtual, stage_work)
+_SHARED = (list_walk, stage_work)
 _ALL = (*_SHARED, *_MODULES)
 # What a dispatch spends its time in. None of it makes an array.
 _INNERMOST = (

@@ -28,8 +28,6 @@ where its slot's target is reached. No slice is shorter than UtilLen, and a rest
 slice before. Then the whole sequences go, longest first, where the load is the smallest share of the target; beside a
 last slice too, but beside no earlier one, where they would live as long as the sequence.
 
-numba can compile.
-
 [Note: layers of a run]
 Under the list order a run [Note: chains] reserves its memory at once, and runs do not share any. So what a run has too
 much is saved within it, and what costs the least is: the micro-batches with the least forward for what they save, which

@@ -1,1 +1,0 @@
-"""Integer programs solved by HiGHS: the exact references that the fast methods are measured against. Pure: no torch."""

@@ -1,1 +1,0 @@
-"""Length data in, candidate strategies out. Pure: no torch."""
