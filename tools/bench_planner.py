@@ -4,7 +4,7 @@ Measured cost tables of LLaMA 7B and 32B on A800 and three length distributions 
 pretraining histogram), 64 GPUs with 200K tokens a step and 1024 GPUs with 3.2M, 32K context, 20 candidate
 strategies. Times are CPU times of one thread.
 
-  python -m tools.bench_planner [--quick] [--json FILE] [--highs-seconds S] [--only PART ...]
+  python -m tools.bench_planner [--quick] [--json FILE] [--only PART ...]
 
 The quick form leaves out, among others, the cold compilation, and of what HiGHS is worth the second size of 7B and
 chunked candidates of 32B.
@@ -14,53 +14,444 @@ Exits non-zero if an aim is missed.
 
 from __future__ import annotations
 
+import hashlib
+import os
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 
 import ds_hydra.planner.kernels as kernels
-from benchmarks.rivals import kernels as rivals
-from benchmarks.rivals.dispatch import ComparedDispatch
 from benchmarks.rivals.proposal import propose_by_program
-from ds_hydra.commands.figures import figures_parser, finish, print_table
-from ds_hydra.costs.cost_table import CostTable
-from ds_hydra.data.lengths import sample_batches
+from ds_hydra.commands.figures import figures_parser, finish, print_table, shipped
+from ds_hydra.config.hydra_block import HydraConfig, PlannerConfig
+from ds_hydra.costs.analytic import analytic_cost_table
+from ds_hydra.costs.cost_table import CostTable, SchemeCost, TableFile
+from ds_hydra.data.lengths import WEB_PAGES, read_lengths, sample_batches
 from ds_hydra.data.sampler import SortedPairs, TokenBudgetSampler
-from ds_hydra.pipe.shape import StrategyShape
+from ds_hydra.engine.plans import PlanSource
+from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.plan.simulate import simulate_plan
-from ds_hydra.planner import Planner, PlannerOptions, StepPlan
+from ds_hydra.planner import Planner, PlannerOptions, PlanRecipe, StepPlan, validate_plan
+from ds_hydra.planner.chunked import ChunkedSearch
 from ds_hydra.planner.composing import budget_of, typical_batch
+from ds_hydra.planner.cutting import Effort, cut_best, pipe_of
 from ds_hydra.planner.exact import continuous_ms
-from ds_hydra.planner.kernels.problem import Batch, scheme_arrays, scheme_row
-from ds_hydra.planner.propose import QUICK, Wider, propose_strategies, usable_schemes, wider_shapes
+from ds_hydra.planner.kernels.problem import Batch, PipelineKinds, scheme_arrays
+from ds_hydra.planner.propose import (
+    QUICK,
+    THOROUGH,
+    ProposalEffort,
+    Wider,
+    propose_strategies,
+    usable_schemes,
+    wider_shapes,
+)
 from ds_hydra.planner.recipe import warm_up
-from tools import aims
-from tools.planner_parts import (
-    CONTEXT,
-    DATA,
-    Figures,
-    Strategies,
-    Workload,
-    bench_contexts,
-    bench_highs,
-    bench_overheads,
-    bench_simulator,
-    bench_start,
-    bench_waits,
-)  # fmt: skip
+from ds_hydra.ranks.channel import Channel
+from ds_hydra.simulate.job import SHIPPED, shipped_job
+from ds_hydra.simulate.links import LinkModel
+from ds_hydra.simulate.step import Simulator
+from ds_hydra.watchdog import Activity
+from tools import aims, machine
+from tools.machine import busy
 from tools.systems.cells import SEEN_BEFORE, Cell
 from tools.systems.measure import Simulators, all_schemes, exposed_of, layers_of, proposed
 
-# Strategies with pipelines, where packing and prediction are hard; and pools for dispatch against HiGHS.
-PIPELINED = ("8*tp4pp2", "tp16 + 2*tp8pp3", "tp8pp3 + 10*tp4", "2*tp8pp2 + 8*tp4", "tp16 + tp8 + 8*tp4 + tp2pp4")
-DISPATCHED = (
-    "tp8 + 14*tp4", "2*tp8 + 12*tp4", "3*tp8 + 10*tp4", "tp16 + tp8 + tp4pp2 + 8*tp4", "tp16 + 2*tp8 + 8*tp4",
-    "tp16 + tp8 + 8*tp4 + tp2pp4", "2*tp16 + tp8 + tp4pp2 + 2*tp4 + tp2pp4", *PIPELINED[:3],
-)  # fmt: skip
+Strategies = tuple[StrategyShape, ...]
+TABLES = Path(__file__).resolve().parents[1] / "examples" / "cost_tables"
+CONTEXT = 32768
+DATA = {
+    "CommonCrawl-like": WEB_PAGES,
+    "Wikipedia": str(TABLES / "wikipedia_lengths.txt"),
+    "pretraining": str(TABLES / "pretraining_length_histogram.csv"),
+}
+
+
+@dataclass
+class Figures:
+    """What was measured: rows of the table, and the aims that were missed."""
+
+    rows: list[tuple[str, str, str, str]] = field(default_factory=list)
+    missed: list[str] = field(default_factory=list)
+
+    def note(self, what: str, value: str, aim: str, met: bool) -> None:
+        self.rows.append((what, value, aim, "yes" if met else "NO"))
+        if not met:
+            self.missed.append(f"{what}: {value} (aim {aim})")
+        print(f"  {what}: {value} (aim {aim})", flush=True)
+
+    def limited(self, what: str, value: float, aim: float) -> None:
+        """A time of CPU, in seconds or milliseconds, against its aim on this machine."""
+        most = machine.limit(aim)
+        self.note(what, f"{value:.3g}", f"<= {most}", value <= most.here)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One cost table, one kind of data, one size."""
+
+    model: str
+    data: str
+    num_gpus: int
+    table: CostTable
+
+    @classmethod
+    def of(cls, model: str, data: str, num_gpus: int) -> Workload:
+        return cls(model, data, num_gpus, CostTable.load(TABLES / f"llama_{model}_a800.json"))
+
+    @property
+    def tokens(self) -> int:
+        return 3125 * self.num_gpus
+
+    def sample(self, seed: int) -> list[int]:
+        return [int(x) for x in read_lengths(DATA[self.data], CONTEXT, 60_000, seed).lengths]
+
+    def batches(self, count: int, seed: int = 77) -> list[np.ndarray]:
+        """Batches that no proposal has seen."""
+        return sample_batches(self.sample(seed), self.tokens, count, seed, CONTEXT)
+
+    def propose(self, thorough: bool, *, wider: bool = False) -> tuple[Strategies, float]:
+        """Our strategies from another sample of the data, 20 of whole sequences and as many chunked ones if `wider`,
+        and the CPU seconds that took."""
+        sample, started = self.sample(1), time.thread_time()
+        effort, more = THOROUGH if thorough else QUICK, Wider(wider_shapes(self.table)) if wider else None
+        found = propose_strategies(
+            self.table, self.num_gpus, sample, self.tokens, CONTEXT, tp_across_nodes=True, effort=effort, wider=more
+        )
+        return found, time.thread_time() - started
+
+    def planner(self, strategies: Strategies, **options: Any) -> Planner:
+        """A planner that reads its own CPU time."""
+        return Planner(self.table, strategies, PlannerOptions(kernels="compiled", **options), cpu_s=time.thread_time)
+
+    def plan(self, strategies: Strategies, batches: list[np.ndarray]) -> Iterator[tuple[StepPlan, float]]:
+        """Plans of the batches, each with its CPU ms."""
+        planner = self.planner(strategies)
+        for step, batch in enumerate(batches):
+            lengths = batch.tolist()
+            started = time.thread_time()
+            plan = planner.plan(step, range(len(lengths)), lengths)
+            yield plan, (time.thread_time() - started) * 1e3
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.data} {self.num_gpus}"
+
+
+_FIRST_PLAN = """
+import time; began = time.process_time()
+from ds_hydra.planner import Planner, PlannerOptions
+from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.pipe.shape import StrategyShape
+import sys, hashlib, random
+table = CostTable.load(sys.argv[1])
+texts = ("4*tp16", "tp16 + 2*tp8 + 8*tp4", "8*tp4pp2", "2*tp8 + 12*tp4")
+planner = Planner(table, [StrategyShape.parse(text) for text in texts],
+                  PlannerOptions(kernels="compiled"))
+draw, digest = random.Random(7), hashlib.sha256()
+for step in range(8):
+    lengths = [min(32768, int(draw.lognormvariate(6.22, 1.233)) + 1) for _ in range(190)]
+    plan = planner.plan(step, range(190), lengths)
+    if step == 0:
+        first = time.process_time() - began
+    digest.update(plan.to_json().encode())
+print(first, digest.hexdigest())
+"""
+
+
+def first_plan(cache: str | None = None, hash_seed: int = 0) -> tuple[float, str]:
+    """CPU seconds from a fresh interpreter to the first plan, and a digest of eight plans."""
+    env = {**os.environ, "PYTHONHASHSEED": str(hash_seed), **({"NUMBA_CACHE_DIR": cache} if cache else {})}
+    command = [sys.executable, "-c", _FIRST_PLAN, str(TABLES / "llama_32b_a800.json")]
+    root = Path(__file__).resolve().parents[1]
+    out = subprocess.run(command, env=env, cwd=root, check=True, capture_output=True, text=True).stdout.split()
+    return float(out[0]), out[1]
+
+
+def bench_start(figures: Figures, quick: bool) -> None:
+    """Start-up with a warm cache, cold compilation, and the same plans in several runs, some of them under load."""
+    warm = [first_plan(hash_seed=run) for run in range(3)]
+    with busy(os.cpu_count() or 1):
+        loaded = [first_plan(hash_seed=run) for run in range(3, 4 if quick else 5)]
+    seconds = statistics.median(s for s, _ in warm)
+    figures.limited("import and first plan, warm cache, CPU s", seconds, aims.FIRST_PLAN_S)
+    same = len({digest for _, digest in warm + loaded}) == 1
+    figures.note(f"same plans in {len(warm + loaded)} runs, {len(loaded)} under load", str(same), "True", same)
+    if not quick:
+        with tempfile.TemporaryDirectory() as cache:
+            print(f"  cold compile: {first_plan(cache)[0]:.0f} s of CPU time")
+
+
+# Model, GPUs, what strategies were proposed for, what lengths come then, and the share of a step that is to be saved.
+SHIFT = "CommonCrawl-like"
+WHOLE = (
+    ("7b", 16, "pretraining", "pretraining", aims.COMPOSED_GAIN),
+    ("7b", 64, "pretraining", "pretraining", aims.COMPOSED_GAIN),
+    ("32b", 64, SHIFT, "pretraining", aims.COMPOSED_SHIFT_GAIN),
+)
+CHUNKED_HIGHS = (("32b", 64, SHIFT, SHIFT), ("7b", 16, "pretraining", "pretraining"), ("32b", 64, SHIFT, "pretraining"))
+_STEPS = 10  # in which a few have a use for composed strategies: of three, one decides
+_PLANS = "from tools.bench_planner import digest_of_plans; print(digest_of_plans())"
+
+
+def bench_highs(figures: Figures, quick: bool) -> None:
+    """Steps, HiGHS's CPU time, and equal plans on a busy machine."""
+    for model, gpus, before, come, aim in WHOLE[::2] if quick else WHOLE:
+        _whole(figures, Workload.of(model, before, gpus), Workload.of(model, come, gpus), aim)
+    for model, gpus, before, come in CHUNKED_HIGHS[1:2] if quick else CHUNKED_HIGHS:
+        _chunked(figures, Workload.of(model, before, gpus), Workload.of(model, come, gpus))
+    _busy(figures, (1 if quick else 2) * (os.cpu_count() or 1))
+
+
+def _whole(figures: Figures, proposed: Workload, come: Workload, aim: float) -> None:
+    """Candidates of whole sequences: 60 batches, since few of them gain much and most nothing."""
+    strategies, batches = proposed.propose(False)[0], come.batches(60)
+    alone, composing = come.planner(strategies), come.planner(strategies, highs="composes")
+    before = [alone.plan(step, range(len(b)), b.tolist()).predicted_ms for step, b in enumerate(batches)]
+    made = [composing.made(step, range(len(b)), b.tolist()) for step, b in enumerate(batches)]
+    after = [one.plan.predicted_ms for one in made]
+    shares = [one.highs for one in made if one.highs is not None]
+    what = str(come) if proposed.data == come.data else f"{come}, proposed for {proposed.data}"
+    gain, worst = 1.0 - fmean(after) / fmean(before), max(a / b for a, b in zip(after, before, strict=True))
+    print(f"{what}: step {fmean(before):.0f} -> {fmean(after):.0f} ms, {sum(s.new_strategy for s in shares)} of "
+          f"{len(batches)} steps under a new strategy")  # fmt: skip
+    figures.note(f"step below the same pool's, {what}", f"{gain:.2%}", f">= {aim:.1%}", gain >= aim)
+    figures.note(f"step over the same pool's, worst, {what}", f"{worst:.3f}", "<= 1", worst <= 1.0)
+    least = min(share.programs for share in shares) if len(shares) == len(batches) else 0
+    figures.note(f"programs in a step, least, {what}", str(least), ">= 1", least >= 1)
+    cpu = np.array([share.cpu_ms for share in shares])
+    p90, of_step = float(np.percentile(cpu, 90)), float(cpu.mean()) / fmean(after)
+    name = f"HiGHS, CPU ms in a step, p90 (worst {cpu.max():.0f}), {what}"
+    figures.limited(name, p90, aims.HIGHS_MS)
+    figures.limited(f"HiGHS, CPU over the step's predicted time, {what}", of_step, aims.HIGHS_SHARE)
+
+
+def _chunked(figures: Figures, proposed: Workload, come: Workload) -> None:
+    """Default candidates. Where composed strategies were searched, the candidates alone get as many tries."""
+    strategies, batches = proposed.propose(False, wider=True)[0], come.batches(_STEPS)
+    composing, alone = come.planner(strategies, highs="composes"), come.planner(strategies)
+    budget = budget_of(come.table, strategies, composing.options.effort)
+    more = Planner(come.table, strategies, alone.options, budget=budget._replace(tries=budget.tries * 3 // 2))
+    before, after, searched = [], [], 0
+    promising = ChunkedSearch.promising
+    for step, batch in enumerate(batches):
+        found: list[PipelineKinds] = []
+
+        def noted(search: ChunkedSearch, *arguments: Any, into: list[PipelineKinds] = found) -> list[PipelineKinds]:
+            into += promising(search, *arguments)
+            return into
+
+        with mock.patch.object(ChunkedSearch, "promising", noted):
+            after.append(composing.plan(step, range(len(batch)), batch.tolist()).predicted_ms)
+        searched += bool(found)
+        control = more if found else alone
+        before.append(control.plan(step, range(len(batch)), batch.tolist()).predicted_ms)
+    what = str(come) if proposed.data == come.data else f"{come}, proposed for {proposed.data}"
+    ratio = fmean(after) / fmean(before)
+    print(f"{what}: step {fmean(before):.0f} -> {fmean(after):.0f} ms, composed ones searched in {searched} steps")
+    figures.note(
+        f"step over default pool's, same tries, {what}",
+        f"{ratio:.4f}",
+        f"<= {aims.COMPOSED_CHUNKED:.3f}",
+        ratio < aims.COMPOSED_CHUNKED + 5e-5,
+    )
+
+
+def digest_of_plans() -> str:
+    """Of eight plans with composed strategies."""
+    come = Workload.of("7b", "pretraining", 64)
+    planner = come.planner(come.propose(False)[0], highs="composes")
+    made = [planner.made(step, range(len(b)), b.tolist()) for step, b in enumerate(come.batches(8))]
+    assert any(one.highs is not None and one.highs.new_strategy for one in made), "no step had a use for one"
+    return hashlib.sha256(b"".join(one.plan.digest() for one in made)).hexdigest()
+
+
+def _busy(figures: Figures, others: int) -> None:
+    """Plans of another process, beside so many busy ones, with other hashes."""
+    with busy(others):
+        command = [sys.executable, "-c", _PLANS]
+        env, root = {**os.environ, "PYTHONHASHSEED": "7"}, Path(__file__).resolve().parents[1]
+        loaded = subprocess.run(command, env=env, cwd=root, check=True, capture_output=True, text=True).stdout.strip()
+    same = loaded == digest_of_plans()
+    figures.note("composed plans are the same beside busy processes", str(same), "True", same)
+
+
+class Variant(NamedTuple):
+    """A row of the table; `parts` 0: 1F1B."""
+
+    name: str
+    parts: int
+    slices: bool
+
+
+VARIANTS = (
+    Variant("1F1B, whole", 0, False),
+    Variant("list, whole", 1, False),
+    Variant("list, slices", 1, True),
+    Variant("V, whole", 2, False),
+    Variant("V, slices", 2, True),
+)
+SCHEMES = ("tp2pp4", "pp4", "tp4pp2", "tp4pp4", "tp2pp6", "tp2pp2")
+_CUTTING = Effort(40, 200)
+
+
+def dealt(lengths: list[int], cost: SchemeCost) -> Iterator[list[int]]:
+    """The sequences that a scheme holds, longest first to the least loaded of its pipelines."""
+    held = sorted((length for length in lengths if length <= cost.max_length), reverse=True)
+    share = 3125 * cost.scheme.num_ranks
+    pipelines: list[list[int]] = [[] for _ in range(max(1, round(sum(held) / share)))]
+    loads = [0.0] * len(pipelines)
+    for length, ms in zip(held, cost.sequence_ms(held).tolist(), strict=True):
+        least = loads.index(min(loads))
+        loads[least] += ms
+        pipelines[least].append(length)
+    return iter(pipelines)
+
+
+def bench_overheads(figures: Figures, quick: bool) -> None:
+    """Time of a pipeline over its pure work, the sum of a*l^2 + b*l, by schedule and scheme. A pipeline gets as many
+    tokens as its share of the GPUs is of a step, in sequences that its scheme holds as a whole, so that all schedules
+    run the same ones; each finds its own best micro-batches."""
+    for data in list(DATA)[: 1 if quick else 3]:
+        work = Workload.of("32b", data, 64)
+        batches = [batch.tolist() for batch in work.batches(10)]
+        for variant, name in ((variant, name) for variant in VARIANTS for name in SCHEMES[: 1 if quick else None]):
+            over, aim = _overhead(work.table, name, variant, batches), aims.CHUNKED_WORK.get((variant.name, name))
+            met, most = aim is None or over <= aim, "-" if aim is None else f"<= {aim}"
+            figures.note(f"time over pure work, {variant.name} on {name}, {data}", f"{over:.3f}", most, met)
+
+
+def _overhead(table: CostTable, name: str, variant: Variant, batches: list[list[int]]) -> float:
+    scheme = ParallelScheme.parse(name)
+    cost = table[scheme]
+    found = []
+    for batch in batches:
+        for lengths in dealt(batch, cost):
+            ms = _whole_ms(table, scheme, lengths) if not variant.parts else _list_ms(table, scheme, variant, lengths)
+            found.append(ms / float(cost.sequence_ms(lengths).sum()))
+    return statistics.fmean(found)
+
+
+def _whole_ms(table: CostTable, scheme: ParallelScheme, lengths: list[int]) -> float:
+    planner = Planner(table, [StrategyShape.of([scheme])], PlannerOptions(kernels="compiled"))
+    return planner.plan(0, range(len(lengths)), lengths).predicted_ms
+
+
+def _list_ms(table: CostTable, scheme: ParallelScheme, variant: Variant, lengths: list[int]) -> float:
+    cost, tokens = table[scheme], np.array(lengths, dtype=np.int64)
+    pipe = pipe_of(cost, table.shares(scheme), parts=variant.parts, slices=variant.slices)
+    best = cut_best(kernels.compiled(), pipe, cost.sequence_ms(tokens), tokens, effort=_CUTTING)
+    assert best is not None, f"{scheme} holds each of {lengths}"
+    return best.us / 1e3
+
+
+def bench_contexts(figures: Figures, quick: bool) -> None:
+    """Contexts that no scheme holds whole: 32B on 64 GPUs with 200K tokens a step, of which one sequence is as long as
+    the context."""
+    table, tokens = CostTable.load(shipped("a800-32b")), 200_000
+    effort, count = (ProposalEffort(4, 2, 10, 1, 30), 2) if quick else (QUICK, 6)
+    for context in (65_536, 131_072):
+        sample = read_lengths("lognormal:6.22,1.233", context, 60_000, 1).lengths.tolist()
+        began, wider = time.thread_time(), Wider(wider_shapes(table, num_layers=60), layers=60)
+        strategies = propose_strategies(
+            table, 64, sample, tokens, context, tp_across_nodes=True, effort=effort, wider=wider
+        )
+        seconds = time.thread_time() - began
+        planner, plans = Planner(table, strategies, PlannerOptions(kernels="compiled", layers=60)), []
+        for step, batch in enumerate(sample_batches(sample, tokens - context, count, 77, context)):
+            plans.append(planner.plan(step, range(len(batch) + 1), [context, *batch.tolist()]))
+            validate_plan(plans[-1], table, 64)
+        step_ms, again, gap = (fmean(getattr(plan, name) for plan in plans) for name in
+                               ("predicted_ms", "recomputed", "gap"))  # fmt: skip
+        print(f"  a context of {context}, where {table.max_length} fit whole: {len(strategies)} strategies, steps of "
+              f"{step_ms:.0f} ms, {again:.1%} computed again, gap {gap:.1%}")  # fmt: skip
+        figures.limited(f"proposal for a context of {context}, CPU s", seconds, aims.PROPOSAL_CHUNKED_S)
+
+
+class Overheard(Channel):
+    """The channel of one of 64 ranks that are not there: `texts` takes what rank 0 tells, for the other to read."""
+
+    def __init__(self, rank: int, texts: list[str]):
+        super().__init__(None, rank, 64)
+        self._texts = texts
+
+    def tell(self, text: str | None) -> str:
+        """Rank 0's text."""
+        if text:
+            self._texts.append(text)
+        return self._texts[-1]
+
+
+def bench_waits(figures: Figures, quick: bool) -> None:
+    """What `train_batch(sequences)` waits for between lengths and plan on 64 ranks: on rank 0 to have it, then on
+    another to read and check it. Of five tries of a batch the shortest counts: others may use the processor."""
+    table = CostTable.load(shipped("a800-32b"))
+    strategies = tuple(
+        map(StrategyShape.parse, ("4*tp16", "8*tp8", "2*tp16 + 8*tp4", "tp16 + 4*tp8 + 4*tp4", "16*tp4"))
+    )
+    lengths = read_lengths("lognormal:6.22,1.233", 32768).lengths.tolist()
+    batches, told = sample_batches(lengths, 200_000, 10 if quick else 42, 0, 32768), list[str]()
+    recipe = PlanRecipe(table, strategies)
+    first, other = (
+        PlanSource(
+            recipe, HydraConfig(200_000, planner=PlannerConfig(ahead=ahead)), None, Overheard(rank, told), Activity()
+        )
+        for rank, ahead in ((0, 2), (1, 0))
+    )
+
+    def once(step: int, batch: tuple[int, ...]) -> float:
+        began = time.perf_counter()
+        first.given(step, batch)
+        other.given(step, batch)
+        return 1e3 * (time.perf_counter() - began)
+
+    waited = [min(once(5 * number + again, tuple(batch.tolist())) for again in range(5))
+              for number, batch in enumerate(batches)][2:]  # fmt: skip
+    first.close()
+    value, most = statistics.median(waited), machine.limit(aims.WAIT_FOR_PLAN_MS, waits=True)
+    name = "a step of 64 ranks waits for its plan, ms by the clock, median"
+    figures.note(name, f"{value:.1f}", f"<= {most}", value <= most.here)
+
+
+def bench_simulator(figures: Figures, quick: bool) -> None:
+    """CPU time of a simulated step of 3.2 million tokens on 1024 ranks, in a process where nothing is known of an
+    earlier one. The least of some: what else the machine does adds up to a third."""
+    with get_context("fork").Pool(1, maxtasksperchild=1) as pool:
+        for text, aim in aims.SIMULATOR_S.items():
+            tries = pool.map(_simulated, [text] * (1 if quick else 3), chunksize=1)
+            figures.limited(f"a simulated step of {text}, CPU s", min(map(max, tries)), aim)
+
+
+def _simulated(text: str) -> list[float]:
+    """CPU seconds of a step whose transfers are planned anew, and of one where they are known; by published costs of
+    32B, and estimated ones for what has none."""
+    strategy = StrategyShape.parse(text)
+    schemes = {pipeline.scheme for pipeline in strategy.pipelines if pipeline.scheme}
+    found = TableFile(analytic_cost_table(SHIPPED["a800-32b"].shape, schemes, 32768))
+    lengths = read_lengths(shipped("pretraining"), 32768, seed=1).lengths.tolist()
+    (batch,) = sample_batches(lengths, 3_200_000, 1, 1, 32768)
+    plan = Planner(found.table, [strategy], PlannerOptions(kernels="pure")).plan(0, range(len(batch)), batch.tolist())
+    job = shipped_job("a800-32b", found, LinkModel(8), strategy.num_ranks, [strategy])
+    simulator, seconds = Simulator(job), []
+    for _ in range(2):
+        began = time.process_time()
+        step = simulator.step(plan)
+        assert step.peak_bytes is not None, "what is lazy is asked for"
+        assert step.bubble_share + step.gap + step.exposed_s >= 0.0
+        seconds.append(time.process_time() - began)
+    return seconds
+
 
 _SMALL_STEP = 50_000  # tokens
 # What growth is measured with: pinned, so that steps can be compared with those of earlier planners.
@@ -257,97 +648,8 @@ def bench_against_program(figures: Figures, quick: bool) -> None:
         figures.note(f"step below the paper's proposal, {data}", f"{gain:.1%}", ">= 10%", gain >= 0.10)
 
 
-def bench_dispatch(figures: Figures, quick: bool, seconds: float) -> None:
-    """Eq. 3: our search against HiGHS with a time limit, started from Algorithm 1's solution."""
-    data, ratios, ours_ms = list(DATA), [], []
-    for index in range(6 if quick else 20):
-        work = Workload.of("32b", data[index % 3], 64)
-        strategy = StrategyShape.parse(DISPATCHED[index % len(DISPATCHED)])
-        longest = min(CONTEXT, max(work.table[pipeline].max_length for pipeline in strategy.pipelines))
-        batch = sample_batches(work.sample(5 + index), work.tokens, 1, index, longest)[0]
-        problem = ComparedDispatch.of(batch.tolist(), strategy, work.table)
-        started = time.thread_time()
-        found = problem.by_search()
-        ours_ms.append((time.thread_time() - started) * 1e3)
-        greedy = problem.by_algorithm_1()
-        assert found is not None, "every sequence fits"
-        assert greedy is not None, "every sequence fits"
-        owner, bound = found
-        exact = problem.by_highs(greedy, bound, seconds=seconds)
-        assert exact is not None, "HiGHS starts from a solution"
-        ratios.append(problem.ms(owner) / exact.ms - 1.0)
-        print(
-            f"  {DISPATCHED[index % len(DISPATCHED)]}: ours {problem.ms(owner):.0f} ms (bound {bound:.0f}), Alg. 1 "
-            f"{problem.ms(greedy):.0f}, HiGHS {exact.ms:.0f} (bound {exact.bound_ms:.0f}): {ratios[-1]:+.2%}",
-            flush=True,
-        )
-    worst, better = max(ratios), sum(r <= 1e-9 for r in ratios) / len(ratios)
-    name = f"dispatch vs {seconds:g} s of HiGHS on Eq. 3"
-    figures.note(f"{name}, worst", f"{worst:+.2%}", "<= +1%", worst <= 0.01)
-    figures.note(f"{name}, as good or better", f"{better:.0%}", ">= 50%", better >= 0.5)
-    print(f"  our dispatch takes {statistics.median(ours_ms):.2f} ms of CPU time")
-
-
-def bench_packing(figures: Figures, quick: bool) -> None:
-    """Share of pipelines whose packing is certified within 1%, by our times and by those of Hydraulis."""
-    by: dict[str, tuple[kernels.Kernels, float]] = {
-        "flow shop": (kernels.compiled(), 0.97), "Eq. 1": (rivals.compiled(), 0.80),
-    }  # fmt: skip
-    for formula, (kernel, aim) in by.items():
-        close: list[bool] = []
-        for data in DATA:
-            work = Workload.of("32b", data, 64)
-            for text in PIPELINED:
-                strategy = StrategyShape.parse(text)
-                longest = min(CONTEXT, max(work.table[p].max_length for p in strategy.pipelines))
-                batches = sample_batches(work.sample(3), work.tokens, 2 if quick else 12, 3, longest)
-                for plan, _ in work.plan((strategy,), batches):
-                    close += [gap <= 0.01 for gap in packing_gaps(kernel, work.table, plan)]
-        share = sum(close) / len(close)
-        name = f"packing certified within 1%, {formula}, {len(close)} pipelines"
-        figures.note(name, f"{share:.1%}", f">= {aim:.0%}", share >= aim)
-
-
-def bench_prediction(figures: Figures, quick: bool) -> None:
-    """Predicted against simulated times of single pipelines with PP > 1, where the flow shop is an estimate."""
-    errors: list[float] = []
-    for data in DATA:
-        work = Workload.of("32b", data, 64)
-        for text in PIPELINED:
-            strategy = StrategyShape.parse(text)
-            longest = min(CONTEXT, max(work.table[p].max_length for p in strategy.pipelines))
-            batches = sample_batches(work.sample(3), work.tokens, 4 if quick else 12, 3, longest)
-            for plan, _ in work.plan((strategy,), batches):
-                simulated = simulate_plan(plan, work.table)
-                for pipeline, ms in zip(plan.pipelines, simulated, strict=True):
-                    if pipeline.shape.pp > 1 and ms > 0:
-                        errors.append(pipeline.predicted_ms / ms - 1.0)
-    p50, p90 = np.percentile(np.abs(errors), [50, 90])
-    name = f"predicted vs simulated, {len(errors)} pipelines with PP > 1, of fixed strategies"
-    figures.rows.append((name, f"{p50:.2%} / {p90:.2%}", "-", "-"))
-    print(f"  {name}: {p50:.2%} / {p90:.2%}, {min(errors):+.2%} .. {max(errors):+.2%}: never predicted too short")
-
-
-def packing_gaps(kernel: kernels.Kernels, table: CostTable, plan: StepPlan) -> Iterator[float]:
-    """Certified gap of the packing of each pipeline that runs something."""
-    schemes = scheme_arrays(table)
-    for pipeline in plan.pipelines:
-        lengths = sorted((tokens for batch in pipeline.microbatches for tokens in batch.lengths), reverse=True)
-        if not lengths:
-            continue
-        k = table.costs.index(table[pipeline.shape])
-        tokens = np.array(lengths, dtype=np.int64)
-        work = table.costs[k].sequence_ms(tokens)
-        bins = np.empty(len(lengths), dtype=np.int64)
-        v, ms, bound, _ = kernel.pack(scheme_row(schemes, k), work, tokens, 40, bins)
-        if ms > bound * 1.01:
-            bound = max(bound, kernel.packing_bound(scheme_row(schemes, k), work, tokens, v, ms))
-        yield ms / bound - 1.0
-
-
 def main() -> int:
     parser = figures_parser(__doc__)
-    parser.add_argument("--highs-seconds", type=float, help="limit of each HiGHS solution of Eq. 3 (60; quick: 1)")
     parts: dict[str, Callable[[Figures, bool], None]] = {
         "plans": bench_plans,
         "chunked": bench_chunked,
@@ -357,13 +659,10 @@ def main() -> int:
         "beside": bench_beside,
         "reorder": bench_reordered,
         "program": bench_against_program,
-        "packing": bench_packing,
-        "prediction": bench_prediction,
         "start": bench_start,
         "highs": bench_highs,
         "waits": bench_waits,
         "simulator": bench_simulator,
-        "dispatch": lambda f, q: bench_dispatch(f, q, args.highs_seconds or (1.0 if q else 60.0)),
     }
     parser.add_argument("--only", nargs="+", choices=parts, default=list(parts), help="run these parts only")
     args = parser.parse_args()

@@ -13,8 +13,7 @@ import pytest
 from tools import aims, check, machine
 
 # Modules of the folder that print no figures.
-OTHERS = {"aims", "check", "count_pages", "deepspeed_baselines", "image_classes", "machine", "planner_parts",
-          "profile_schemes"}  # fmt: skip
+OTHERS = {"aims", "check", "count_pages", "deepspeed_baselines", "image_classes", "machine"}
 ROOT = Path(__file__).resolve().parents[2]
 
 
