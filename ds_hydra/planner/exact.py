@@ -1,6 +1,6 @@
 """Integer programs of the planner, solved by HiGHS: counts of pipelines, dispatch and packing. Pure: no torch.
 
-`counts_at` says how many pipelines of each shape suit a batch (Eq. 4 with bubbles), `dispatch_exactly` deals sequences
+`counts_at` says how many pipelines of each shape suit a batch (Eq. 4 with bubbles), `DispatchProblem` deals sequences
 out to them (Eq. 3), and `pack_exactly` fills micro-batches (Eq. 1), both from a heuristic's solution on.
 
 [Note: u = 1/tau]
@@ -51,16 +51,16 @@ from ds_hydra.planner.kernels.problem import (
     scheme_row,
 )
 
-Status = Literal["optimal", "target", "limit", "infeasible", "failed"]
+Status = Literal["optimal", "limit", "infeasible", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
 class Solved:
     """How HiGHS ended, its bound on the optimum, the nodes that it looked at, and the best point that it found, if any.
 
-    "optimal": the point is proven, within the gap. "target": it is as good as was asked for. "limit": nodes or seconds
-    were up, with a point or without. "infeasible": there is none, which is proven. "failed": HiGHS solved nothing, and
-    `why` says in its words what became of it.
+    "optimal": the point is proven, within the gap. "limit": nodes or seconds were up, with a point or without.
+    "infeasible": there is none, which is proven. "failed": HiGHS solved nothing, and `why` says in its words what
+    became of it.
     """
 
     status: Status
@@ -88,16 +88,14 @@ def solve_milp(
     node_limit: int | None = None,
     seconds: float | None = None,
     gap: float = 0.0,
-    target: float | None = None,
     floor: np.ndarray | None = None,
     start: np.ndarray | None = None,
 ) -> Solved:
     """Minimise cost @ x over row_lower <= rows <= row_upper, floor <= x <= ceiling; the first `integers` are whole.
 
-    `rows` lists (column, coefficient) pairs; `start` is a feasible point to begin from, and a point of `target` is good
-    enough. Only `seconds` limits its time: nodes, gap and target give the same solution on a busy machine, and no other
-    limit of HiGHS's bounds a program with whole numbers. Coefficients should be near 1: scale times before they come
-    here.
+    `rows` lists (column, coefficient) pairs; `start` is a feasible point to begin from. Only `seconds` limits its time:
+    nodes and gap give the same solution on a busy machine, and no other limit of HiGHS's bounds a program with whole
+    numbers. Coefficients should be near 1: scale times before they come here.
     """
     import highspy  # here: it takes a tenth of a second, and not every process needs it
 
@@ -122,8 +120,6 @@ def solve_milp(
     options: dict[str, bool | int | float] = {"output_flag": False, "threads": 1, "mip_rel_gap": gap, "random_seed": 0}
     if node_limit is not None:
         options["mip_max_nodes"] = node_limit
-    if target is not None:
-        options["objective_target"] = target
     if seconds is not None:
         options["time_limit"] = float(seconds)
     point = None
@@ -176,7 +172,6 @@ def _solved(solver: Any, *, has_integers: bool) -> Solved:
     states = highspy.HighsModelStatus
     known: dict[Any, Status] = {
         states.kOptimal: "optimal",
-        states.kObjectiveTarget: "target",
         states.kSolutionLimit: "limit",
         states.kTimeLimit: "limit",
         states.kInfeasible: "infeasible",
@@ -359,66 +354,6 @@ def relabel(owner: Ints, first: Ints, count: Ints) -> Ints:
     return np.array([names[p] for p in owner.tolist()], dtype=np.int64)
 
 
-def dispatch_exactly(
-    times: Floats,
-    tokens: Ints,
-    max_length: Ints,
-    pp: Floats,
-    kind_sizes: Ints,
-    start: Ints,
-    bound_ms: float,
-    *,
-    node_limit: int | None = None,
-    seconds: float | None = None,
-    gap: float = 0.0,
-) -> ExactResult | None:
-    """Eq. 3 by HiGHS: times (pipelines, n) in ms, sequences longest first, pipelines kind by kind.
-
-    `kind_sizes` (kinds,) are the pipelines of each kind; `start` is a feasible owner (n,) and `bound_ms` > 0 a valid
-    lower bound. None when HiGHS found nothing.
-    """
-    pipelines, n = times.shape
-    first = np.cumsum(kind_sizes) - kind_sizes
-    nth = np.arange(pipelines) - np.repeat(first, kind_sizes)  # of its kind
-    scaled = times / bound_ms
-    pairs = [(i, j) for i in range(n) for j in range(pipelines) if tokens[i] <= max_length[j] and nth[j] <= i]
-    bubbles = [j for j in range(pipelines) if pp[j] > 1]
-    # Minimise tau over x (one column for each pair that may meet), the bubble b_j of each pipeline that has any, and
-    # tau itself, the last column:
-    #   rows    sum_j x_ij = 1                          sequence i is on one pipeline
-    #   loads   sum_i T_ij x_ij + b_j - tau <= 0        pipeline j is done by tau
-    #   drains  (PP_j - 1) T_ij x_ij - b_j <= 0         its bubble is that of its longest sequence
-    tau, columns = len(pairs) + len(bubbles), len(pairs) + len(bubbles) + 1
-    rows: list[list[tuple[int, float]]] = [[] for _ in range(n)]
-    loads: list[list[tuple[int, float]]] = [[(tau, -1.0)] for _ in range(pipelines)]
-    drains: list[list[tuple[int, float]]] = []
-    bubble_of = {j: len(pairs) + at for at, j in enumerate(bubbles)}
-    for at, (i, j) in enumerate(pairs):
-        rows[i].append((at, 1.0))
-        loads[j].append((at, float(scaled[j, i])))
-        if j in bubble_of:
-            drains.append([(at, float(scaled[j, i] * (pp[j] - 1))), (bubble_of[j], -1.0)])
-    for j, column in bubble_of.items():
-        loads[j].append((column, 1.0))
-    cost = np.zeros(columns)
-    cost[tau] = 1.0
-    ceiling = np.ones(columns)
-    ceiling[len(pairs) :] = np.inf
-    floor = np.zeros(columns)
-    floor[tau] = 1.0 - 1e-9
-    named = relabel(start, first, kind_sizes)
-    solution = solve_milp(
-        cost, ceiling, rows + loads + drains,
-        [1.0] * n + [-np.inf] * (pipelines + len(drains)), [1.0] * n + [0.0] * (pipelines + len(drains)),
-        integers=len(pairs), node_limit=node_limit, seconds=seconds, gap=gap, floor=floor,
-        start=_start_point(named, scaled, pp, pairs, bubble_of, columns),
-    )  # fmt: skip
-    if (point := solution.point) is None:
-        return None
-    owner = _owner_of(point, pairs, n)
-    return ExactResult(owner, dispatch_ms(times, pp, owner), solution.bound * bound_ms, solution.status == "optimal")
-
-
 def _owner_of(point: Floats, pairs: list[tuple[int, int]], n: int) -> Ints:
     """owner[i] = j for the pairs (i, j) that a point chose; the first columns are the pairs', near 0 or 1."""
     owner = np.zeros(n, dtype=np.int64)
@@ -461,7 +396,6 @@ def pack_exactly(
     *,
     node_limit: int | None = None,
     seconds: float | None = None,
-    gap: float = 0.0,
 ) -> ExactResult | None:
     """The v micro-batches of at most max_length tokens with the least largest work, by HiGHS (Eq. 1 for one V).
 
@@ -491,7 +425,7 @@ def pack_exactly(
     solution = solve_milp(
         cost, ceiling, rows + loads + rooms,
         [1.0] * n + [-np.inf] * (2 * v), [1.0] * n + [0.0] * v + [1.0] * v,
-        integers=len(pairs), node_limit=node_limit, seconds=seconds, gap=gap, floor=floor, start=point,
+        integers=len(pairs), node_limit=node_limit, seconds=seconds, floor=floor, start=point,
     )  # fmt: skip
     if (point := solution.point) is None:
         return None
@@ -587,8 +521,49 @@ class DispatchProblem:
     def by_highs(
         self, start: Ints, bound_ms: float, *, node_limit: int | None = None, seconds: float | None = None
     ) -> ExactResult | None:
-        """HiGHS from `start` on; see `dispatch_exactly`."""
-        return dispatch_exactly(
-            self.times, self.items.tokens, self.max_length, self.pp, self.kinds.shape.pipelines, start, bound_ms,
-            node_limit=node_limit, seconds=seconds,
+        """Eq. 3 by HiGHS from `start` on, a feasible owner (n,); `bound_ms` > 0 is a valid lower bound. None when HiGHS
+        found nothing."""
+        times, pp, kind_sizes = self.times, self.pp, self.kinds.shape.pipelines
+        tokens, max_length = self.items.tokens, self.max_length
+        pipelines, n = times.shape
+        first = np.cumsum(kind_sizes) - kind_sizes
+        nth = np.arange(pipelines) - np.repeat(first, kind_sizes)  # of its kind
+        scaled = times / bound_ms
+        pairs = [(i, j) for i in range(n) for j in range(pipelines) if tokens[i] <= max_length[j] and nth[j] <= i]
+        bubbles = [j for j in range(pipelines) if pp[j] > 1]
+        # Minimise tau over x (one column for each pair that may meet), the bubble b_j of each pipeline that has any,
+        # and tau itself, the last column:
+        #   rows    sum_j x_ij = 1                          sequence i is on one pipeline
+        #   loads   sum_i T_ij x_ij + b_j - tau <= 0        pipeline j is done by tau
+        #   drains  (PP_j - 1) T_ij x_ij - b_j <= 0         its bubble is that of its longest sequence
+        tau, columns = len(pairs) + len(bubbles), len(pairs) + len(bubbles) + 1
+        rows: list[list[tuple[int, float]]] = [[] for _ in range(n)]
+        loads: list[list[tuple[int, float]]] = [[(tau, -1.0)] for _ in range(pipelines)]
+        drains: list[list[tuple[int, float]]] = []
+        bubble_of = {j: len(pairs) + at for at, j in enumerate(bubbles)}
+        for at, (i, j) in enumerate(pairs):
+            rows[i].append((at, 1.0))
+            loads[j].append((at, float(scaled[j, i])))
+            if j in bubble_of:
+                drains.append([(at, float(scaled[j, i] * (pp[j] - 1))), (bubble_of[j], -1.0)])
+        for j, column in bubble_of.items():
+            loads[j].append((column, 1.0))
+        cost = np.zeros(columns)
+        cost[tau] = 1.0
+        ceiling = np.ones(columns)
+        ceiling[len(pairs) :] = np.inf
+        floor = np.zeros(columns)
+        floor[tau] = 1.0 - 1e-9
+        named = relabel(start, first, kind_sizes)
+        solution = solve_milp(
+            cost, ceiling, rows + loads + drains,
+            [1.0] * n + [-np.inf] * (pipelines + len(drains)), [1.0] * n + [0.0] * (pipelines + len(drains)),
+            integers=len(pairs), node_limit=node_limit, seconds=seconds, floor=floor,
+            start=_start_point(named, scaled, pp, pairs, bubble_of, columns),
         )  # fmt: skip
+        if (point := solution.point) is None:
+            return None
+        owner = _owner_of(point, pairs, n)
+        return ExactResult(
+            owner, dispatch_ms(times, pp, owner), solution.bound * bound_ms, solution.status == "optimal"
+        )

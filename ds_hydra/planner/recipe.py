@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost, read_table, table_record
 from ds_hydra.costs.shares import Shares
@@ -260,17 +260,8 @@ class InvalidAnswerError(ValueError):
     """What a producer said cannot be used."""
 
 
-class Answer(NamedTuple):
-    """What a producer made of a request."""
-
-    plan: StepPlan
-    planning_ms: float
-    highs: HighsShare | None
-    simpler_ms: float | None = None
-
-
-def read_answer(line: str, request: Request, recipe: PlanRecipe) -> Answer:
-    """The plan of an answer, its planning time, and what HiGHS did for it.
+def read_answer(line: str, request: Request, recipe: PlanRecipe) -> PlannedStep:
+    """What a producer made of a request.
 
     Raises InvalidAnswerError for one that is wrong, and PlanError where the producer could not plan these sequences.
     """
@@ -290,7 +281,8 @@ def read_answer(line: str, request: Request, recipe: PlanRecipe) -> Answer:
         check_safe(plan, recipe.table, recipe.strategies[0].num_ranks)
     except (ValueError, TypeError, KeyError) as error:
         raise InvalidAnswerError(str(error)) from error
-    return Answer(plan, planning_ms, highs, None if simpler_ms is None else float(simpler_ms))
+    simpler_ms = None if simpler_ms is None else float(simpler_ms)
+    return PlannedStep(plan, planning_ms, hidden=False, highs=highs, simpler_ms=simpler_ms)
 
 
 class Generations:

@@ -347,12 +347,12 @@ class PlannerService:
             patience.turn("the producer plans" if ready else "the producer starts, and compiles or loads its kernels")
         try:
             recipe = self._generations.agree(generation, ready)
-            plan, planning_ms, highs, simpler_ms = read_answer(line, request, recipe)
+            found = read_answer(line, request, recipe)
         except InvalidAnswerError as error:
             logger.warning("planner: step %d: the producer's answer is not valid: %s", request.step + 1, error)
             return "invalid"
         waited_ms = 1e3 * patience.waited_s
-        return PlannedStep(plan, planning_ms, hidden, waited_ms, "producer", recipe.digest, highs, simpler_ms)
+        return replace(found, hidden=hidden, waited_ms=waited_ms, made_by="producer", recipe=recipe.digest)
 
     def _from_here(self, request: Request, patience: _Patience) -> PlannedStep:
         """The plan, made in this process by the same recipe: in a thread, so that others hear that it is waited for."""

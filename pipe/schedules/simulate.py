@@ -54,12 +54,6 @@ class Simulation:
         """When the last stage is done; 0 without actions."""
         return max((timed[-1].stop for timed in self.stages if timed), default=0.0)
 
-    def alive(self, stage: int) -> tuple[tuple[float, float], ...]:
-        """Micro-batches that a stage keeps from each time on: (start of an action, number while it runs)."""
-        timed = self.stages[stage]
-        counts = alive_counts(tuple(action for action, _, _ in timed))
-        return tuple((start, count) for (_, start, _), count in zip(timed, counts, strict=True))
-
 
 class Timing(Protocol):
     """What a simulation asks about the time that things take. A stage's calls come in the order of its slots."""

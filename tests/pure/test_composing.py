@@ -270,7 +270,6 @@ def knapsack(most: float, **limits: float) -> Solved:
     [
         ("optimal", 10.0, {}, True),
         ("infeasible", -1.0, {}, False),
-        ("target", 10.0, {"target": -1.0}, True),
         ("limit", 10.0, {"node_limit": 0}, False),
     ],
 )

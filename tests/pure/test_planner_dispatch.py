@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import math
 import subprocess
 import sys
 import time
 import types
-import typing
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -37,10 +35,10 @@ from ds_hydra.planner.cutting import (
     profiles_of,
 )
 from ds_hydra.planner.exact import pack_exactly, relabel, solve_milp
-from ds_hydra.planner.kernels import Kernels, compiled, load
+from ds_hydra.planner.kernels import compiled, load
 from ds_hydra.planner.kernels.cut_search import fresh_list_walk, list_time, move
 from ds_hydra.planner.kernels.dispatch import empty_placement
-from ds_hydra.planner.kernels.load import _global_names, _kernels
+from ds_hydra.planner.kernels.load import _global_names
 from ds_hydra.planner.kernels.packing import cut, empty_pieces, most_slots, set_targets
 from ds_hydra.planner.kernels.problem import Batch, Bins, Pieces, PipelineKinds, Problem, Profile, Prospect, Scheme
 from ds_hydra.planner.pipelines import order_microbatches, whole_pipeline
@@ -230,29 +228,6 @@ def test_many_sequences_cost_what_more_looking_may_gain() -> None:
 
 
 # --- The kernels' two ways in: names, types, and both versions side by side.
-ENTRY_POINTS = [name for name, value in vars(Kernels).items() if inspect.isfunction(value) and name[0] != "_"]
-
-
-def signature(function: types.FunctionType) -> list[tuple[object, ...]]:
-    """Parameters and result, types resolved, without `self`."""
-    hints = typing.get_type_hints(function)
-    parameters = inspect.signature(function).parameters.values()
-    listed = [(x.name, x.kind, x.default, hints[x.name]) for x in parameters if x.name != "self"]
-    return [*listed, ("return", hints["return"])]
-
-
-def test_the_protocol_has_the_entry_points() -> None:
-    assert len(ENTRY_POINTS) == 12
-    assert set(ENTRY_POINTS) <= set(_kernels())
-
-
-@pytest.mark.parametrize("name", ENTRY_POINTS)
-def test_the_protocol_has_the_kernel_s_own_signature(name: str) -> None:
-    kernel = _kernels()[name]
-    assert isinstance(kernel, types.FunctionType)
-    assert signature(getattr(Kernels, name)) == signature(kernel)
-
-
 def module(name: str, source: str) -> types.ModuleType:
     """A module made of source text."""
     made = types.ModuleType(name)

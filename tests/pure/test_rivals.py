@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-import typing
 from dataclasses import replace
 
 import numpy as np
@@ -115,13 +114,6 @@ def test_search_beats_algorithm_1_and_respects_its_bound() -> None:
         assert found is not None
         assert greedy is not None
         assert found[1] <= problem.ms(found[0]) <= problem.ms(greedy) * (1 + 1e-9)
-
-
-def test_what_is_called_from_outside_has_the_kernels_signatures() -> None:
-    for name in ("greedy_trials", "interval_program", "program_counts"):
-        (kernel,) = (vars(module)[name] for module in kernels.MODULES if name in vars(module))
-        hints = typing.get_type_hints(getattr(kernels.RivalKernels, name))
-        assert list(hints.items()) == list(typing.get_type_hints(kernel).items())
 
 
 @pytest.mark.drawn

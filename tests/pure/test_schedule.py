@@ -249,9 +249,7 @@ def test_1f1b_takes_what_it_takes_on_paper() -> None:
 
 
 def test_micro_batches_alive_over_time() -> None:
-    batches = Batches.whole(3)
-    simulation = simulate(orders("1f1b", batches, 2), batches, lambda _, action: 1.0)
-    assert simulation.alive(0) == ((0.0, 1), (1.0, 2), (3.0, 2), (4.0, 2), (5.0, 2), (7.0, 1))
+    assert alive_counts(orders("1f1b", Batches.whole(3), 2)[0]) == (1, 2, 2, 2, 2, 1)
     # Between I and W 0.9 of a micro-batch stays.
     assert alive_counts(order("F0 F1 I0 F2 W0 I1 W1 I2 W2")) == (1, 2, 2, 2.9, 2.9, 2, 1.9, 1, 0.9)
     assert alive_counts(order("F0 F1 I0 I1 W1 W0")) == (1, 2, 2, 1.9, 1.8, 0.9)

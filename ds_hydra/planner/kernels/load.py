@@ -29,9 +29,9 @@ key of numba's cache: a change anywhere compiles everything anew, into entries o
 One dictionary for all modules means that a name may have only one meaning. `_global_names` refuses a second one: it
 would be used without a word in the compiled version only.
 
-Kernels call each other as ordinary functions. What is called from outside goes through a value of this type, so that
-the choice between the two is made in one place (`load.select`) and every call is checked by types all the same. A test
-compares each signature with the kernel's own. What the arguments mean stands with the kernels.
+Kernels call each other as ordinary functions. What is called from outside goes through a `Kernels`, so that the choice
+between the two is made in one place (`load.select`) and every call is checked by types all the same. What the arguments
+mean stands with the kernels.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import IO, Any, Protocol, cast
+from types import ModuleType
+from typing import IO, Any
 
 import ds_hydra.costs.stage_work as stage_work
 import ds_hydra.pipe.schedules.list_walk as list_walk
@@ -59,19 +59,6 @@ import ds_hydra.planner.kernels.packing as packing
 import ds_hydra.planner.kernels.problem as problem
 from ds_hydra.pipe.schedules.list_walk import TakeWalk
 from ds_hydra.pipe.schedules.registry import SCHEDULES
-from ds_hydra.planner.kernels.problem import (
-    Floats,
-    Ints,
-    Items,
-    Pieces,
-    Pipe,
-    Placement,
-    Problem,
-    Prospect,
-    Scheme,
-    Schemes,
-    SearchEffort,
-)
 from ds_hydra.zero_hetero.files import check_private, keep_file, kept_folder
 
 logger = logging.getLogger(__name__)
@@ -140,46 +127,28 @@ def _copy(module: str, digest: str, release: str) -> str | None:
     return str(copy) if is_there() else None
 
 
-class Kernels(Protocol):
-    """The entry points of the kernels; `is_compiled` says by which way they run."""
+class Kernels:
+    """The entry points of the kernels as plain Python; an instance may have compiled ones of these names, which go
+    first, and has all others too. `is_compiled` says by which way they run."""
 
     is_compiled: bool
 
-    # bounds and proofs: bound.py
-    def share_of_pipeline(self, schemes: Schemes, k: int, items: Items, tau: float, out: Floats) -> None: ...
+    share_of_pipeline = staticmethod(bound.share_of_pipeline)  # bounds and proofs
+    strategy_bound = staticmethod(bound.strategy_bound)
+    refute = staticmethod(bound.refute)
+    pack_all = staticmethod(dispatch.pack_all)  # dispatch and packing
+    dispatch = staticmethod(dispatch.dispatch)
+    pack = staticmethod(packing.pack)
+    packing_bound = staticmethod(packing.packing_bound)
+    search_profiles = staticmethod(cut_search.search_profiles)  # micro-batches with slices
+    search_moves = staticmethod(cut_search.search_moves)
+    subset_costs = staticmethod(bound.subset_costs)  # few sequences
+    best_split = staticmethod(bound.best_split)
+    pack_tiny = staticmethod(bound.pack_tiny)
 
-    def strategy_bound(self, problem: Problem, outer: int, inner: int, price: Floats) -> float: ...
-
-    def refute(
-        self, problem: Problem, tau: float, base_price: Floats, deepest: int, rounds: int, budget: int
-    ) -> int: ...
-
-    # dispatch and packing: dispatch.py, packing.py
-    def dispatch(
-        self, problem: Problem, prospect: Prospect, effort: SearchEffort, seed: int, place: Placement
-    ) -> float: ...
-
-    def pack_all(self, problem: Problem, rounds: int, place: Placement) -> float: ...
-
-    def pack(
-        self, scheme: Scheme, work: Floats, tokens: Ints, rounds: int, out_bin: Ints
-    ) -> tuple[int, float, float, int]: ...
-
-    def packing_bound(self, scheme: Scheme, work: Floats, tokens: Ints, best_v: int, best_ms: float) -> float: ...
-
-    # micro-batches with slices: cut_search.py
-    def search_profiles(
-        self, pipe: Pipe, work: Floats, tokens: Ints, rows: Floats, variations: int, state: Ints, us: Ints, best: Pieces
-    ) -> int: ...
-
-    def search_moves(self, pipe: Pipe, moves: int, took: int, state: Ints, best: Pieces) -> int: ...
-
-    # tiny steps: bound.py
-    def subset_costs(self, scheme: Scheme, work: Floats, tokens: Ints, cost: Floats, parts: Ints) -> None: ...
-
-    def best_split(self, cost: Floats, scheme: Ints, n: int, owner: Ints) -> float: ...
-
-    def pack_tiny(self, scheme: Scheme, work: Floats, tokens: Ints, bin_of: Ints) -> None: ...
+    def __init__(self, kernels: Mapping[str, Callable[..., Any]], *, is_compiled: bool) -> None:
+        vars(self).update(kernels)
+        self.is_compiled = is_compiled
 
 
 _MODULES = (packing, bound, dispatch, cut_search)
@@ -234,7 +203,7 @@ def source_digest(*instead: ModuleType) -> str:
 @functools.cache
 def pure() -> Kernels:
     """The kernels as plain Python functions."""
-    return cast("Kernels", SimpleNamespace(**_kernels(), is_compiled=False))
+    return Kernels(_kernels(), is_compiled=False)
 
 
 @functools.cache
@@ -244,8 +213,7 @@ def compiled(*instead: ModuleType) -> Kernels:
     Functions of the modules `instead` are kernels too, and where one has the name of another, all call it instead.
     """
     names, digest = _global_names(_ALL, instead), source_digest(*instead)
-    kernels = _clones(_kernels(*instead), names, digest, _compiler(digest))
-    return cast("Kernels", SimpleNamespace(**kernels, is_compiled=True))
+    return Kernels(_clones(_kernels(*instead), names, digest, _compiler(digest)), is_compiled=True)
 
 
 def _compiler(digest: str) -> Callable[[Any], Any]:
@@ -310,7 +278,7 @@ def _timing(walk: TakeWalk, is_compiled: bool) -> Kernels:
     kernels = _clones(usual, names, digest, wrap)
     own |= {name: kernels[name] for name, value in own.items() if name in usual and value is usual[name]}
     names["list_walk"] = _clones(dict(_own(module)), own, digest, wrap)[walk.__name__]
-    return cast("Kernels", SimpleNamespace(**kernels, is_compiled=is_compiled))
+    return Kernels(kernels, is_compiled=is_compiled)
 
 
 def select(which: str) -> Kernels:
