@@ -1,8 +1,5 @@
 """The search of one step: the best plan over all candidate strategies, with a certified bound. Pure: no torch.
 
-Every strategy gets a bound; strategies are tried best bound first, and left untried once their bound is no
-better than the best plan found. The least bound over all strategies certifies the chosen plan.
-
 Strategies of whole sequences under 1F1B are searched first (`search`), those with chunked pipelines then (`chunked`),
 and the plan that is simulated to be done soonest wins. So chunked candidates never make a plan worse. Where
 a run of micro-batches does not fit a stage, they compute layers again, as few as that takes: so a long sequence may run
@@ -97,11 +94,8 @@ class StrategySearch:
         self._batch = batch
         self._kernels = kernels.select(options.kernels)
         full = SearchEffort(1 + options.effort, _MOVES, _LEVEL_ROUNDS, _REPACKINGS, packs=True)
+        self.is_compiled = self._kernels.is_compiled
         self.effort = full if self.is_compiled else LEAN
-
-    @property
-    def is_compiled(self) -> bool:
-        return self._kernels.is_compiled
 
     @property
     def can_refute(self) -> bool:
@@ -345,15 +339,11 @@ class Search:
             target = best_ms / (1.0 + share)
             if target <= proven:
                 return
-            open_ones = [index for index in known.bounds if known.bounds[index] < target]
-            if all(self._refuted(index, target, known) for index in open_ones):
+            open_ones = [(index, self._kinds[index]) for index in known.bounds if known.bounds[index] < target]
+            if all(self._one.refute(one, target - one.exposed_ms, known.prices[index]) for index, one in open_ones):
                 for index in known.bounds:
                     known.bounds[index] = max(known.bounds[index], target)
                 return
-
-    def _refuted(self, index: int, target: float, known: _Candidates) -> bool:
-        kinds = self._kinds[index]
-        return self._one.refute(kinds, target - kinds.exposed_ms, known.prices[index])
 
 
 _LEAN_CUTS = 1  # of plain Python and without effort: dispatches and cuts once
@@ -406,11 +396,17 @@ class StepSearch:
         # Plain Python is too slow to search in: then it only helps out.
         if not kinds or (below_ms < math.inf and not self._searches):
             return [], math.inf
-        self._chunked = self._chunked_search()
+        pool = self._pool
+        loads = Counted.of(self._loads, self._tokens, self._space.costs, pool.num_ranks) if self._loads else None
+        self._chunked = ChunkedSearch(
+            self._space, self._kernel, self._chunked_batch, num_ranks=pool.num_ranks, seed=pool.options.seed,
+            tries=(pool.budget.tries if self._kernel.is_compiled else 0) or _LEAN_CUTS,
+            simplest=pool.options.simplest, loads=loads,
+        )  # fmt: skip
         bound = self._chunked.bound(kinds)
         if bound >= below_ms:
             return [], bound
-        found = self._chunked.best_of(kinds, self._pool.finalists)
+        found = self._chunked.best_of(kinds, pool.finalists)
         self._best_chunked = found[0].kinds if found else None
         return self._as_plans(found), bound
 
@@ -455,15 +451,6 @@ class StepSearch:
     @functools.cached_property
     def _chunked_batch(self) -> Batch:
         return self._space.batch(self._tokens)
-
-    def _chunked_search(self) -> ChunkedSearch:
-        pool = self._pool
-        return ChunkedSearch(
-            self._space, self._kernel, self._chunked_batch,
-            num_ranks=pool.num_ranks, tries=(pool.budget.tries if self._kernel.is_compiled else 0) or _LEAN_CUTS,
-            seed=pool.options.seed, simplest=pool.options.simplest,
-            loads=Counted.of(self._loads, self._tokens, self._space.costs, pool.num_ranks) if self._loads else None,
-        )  # fmt: skip
 
     def _as_plans(self, found: Sequence[Chunked]) -> list[StepPlan]:
         batch = self._chunked_batch
@@ -608,7 +595,7 @@ class Planner:
         best = self._simplest(found)
         # The bound is over all candidates, so that of plans which lost counts too. It is one of steps, and a plan
         # states what it leaves to the plan's own pipelines.
-        bound = min(bound, bound_of_chunked) - self._exposed_ms(best)
+        bound = min(bound, bound_of_chunked) - self._exposed[best.strategy]
         best = replace(best, lower_bound_ms=max(0.0, min(bound, best.searched_ms)))
         # Where a composed pipeline would stand, and so whether it has a slow rank, is not known while it is composed.
         made = Made(best, None)
@@ -637,7 +624,7 @@ class Planner:
             return Made(best, share)
         # What the messages of a new strategy add is not known, but hardly differs from those of the best one; where
         # whole steps are simulated, they are.
-        exposed_ms = self._exposed_ms(best)
+        exposed_ms = self._exposed[best.strategy]
         plans, bound = search.of_composed(composed.strategies, exposed_ms, self._estimated(best).step_ms)
         if self._step_ms is not None:
             best, plans = best if simulated else self._simulated(best), list(map(self._simulated, plans))
@@ -659,18 +646,18 @@ class Planner:
         share = share._replace(gain=gain, new_strategy=bool(allowed), strategy=plan.strategy)
         if not allowed:
             return Made(best, share)
-        bound = min(best.lower_bound_ms, bound - self._exposed_ms(best), plan.searched_ms)
+        bound = min(best.lower_bound_ms, bound - self._exposed[best.strategy], plan.searched_ms)
         return Made(replace(plan, source=COMPOSED, lower_bound_ms=max(0.0, bound)), share)
 
     def _sooner(self, best: StepPlan, plans: Sequence[StepPlan]) -> StepPlan:
         """The soonest of these plans of candidates, with the bound that holds for the best one before."""
         sooner = self._simplest([best, *plans])
-        bound = best.lower_bound_ms + self._exposed_ms(best) - self._exposed_ms(sooner)
+        bound = best.lower_bound_ms + self._exposed[best.strategy] - self._exposed[sooner.strategy]
         return replace(sooner, lower_bound_ms=max(0.0, min(bound, sooner.searched_ms)))
 
     def _estimated(self, plan: StepPlan) -> StepPlan:
         """The plan with what messages usually add under its strategy."""
-        return replace(plan, messages_ms=self._exposed_ms(plan))
+        return replace(plan, messages_ms=self._exposed[plan.strategy])
 
     def _simulated(self, plan: StepPlan) -> StepPlan:
         """The plan with what messages add by a simulation of the whole step."""
@@ -680,7 +667,7 @@ class Planner:
     def _hiding(self, plan: StepPlan) -> StepPlan:
         """The simulated plan, or one that hides its messages better where they add more than they usually do."""
         for _ in range(_TURNS):
-            taken_ms = plan.step_ms - self._exposed_ms(plan)
+            taken_ms = plan.step_ms - self._exposed[plan.strategy]
             if taken_ms <= (1.0 + _USUAL) * plan.predicted_ms:
                 break
             found = with_hidden_pulls(plan, self._pool.table, taken_ms)
@@ -688,9 +675,6 @@ class Planner:
                 break
             plan = found
         return plan
-
-    def _exposed_ms(self, plan: StepPlan) -> float:
-        return self._exposed[plan.strategy]
 
     def _replayed(self, step: int, ids: tuple[int, ...], tokens: tuple[int, ...]) -> StepPlan:
         plan = self._replay.get(step)

@@ -1,4 +1,4 @@
-"""The list order: what each stage of a pipeline does next, whenever it is free; and its virtual stages. No torch.
+"""The list order: what each stage of a pipeline does next, whenever it is free; and its virtual stages. Pure.
 
 [Note: virtual stages]
 A stage that holds two ranges of layers is visited twice by each micro-batch. The ranges are virtual stages, numbered as

@@ -27,9 +27,9 @@ LAYERS = (
     ("pipe/models",),
     ("ds_hydra/ranks", "ds_hydra/data", "ds_hydra/costs", "ds_hydra/losses"),
     ("ds_hydra/watchdog", "ds_hydra/plan", "ds_hydra/planner/kernels"),
-    ("ds_hydra/step", "ds_hydra/report", "ds_hydra/planner/exact"),
+    ("ds_hydra/step", "ds_hydra/report"),
     ("ds_hydra/planner",),
-    ("ds_hydra/planner/proposal", "ds_hydra/config"),
+    ("ds_hydra/config",),
     ("ds_hydra/matrices",),
     ("ds_hydra/host", "ds_hydra/profiling"),
     ("ds_hydra/checkpoint", "ds_hydra/self_check", "ds_hydra/simulate"),
@@ -110,7 +110,7 @@ def test_the_package_itself_imports_nothing_but_its_errors_and_names() -> None:
 @pytest.mark.parametrize(
     "module",
     ["zero_hetero.twin_plan", "zero_hetero.layout", "pipe.placement", "pipe.model_plan", "planner.producer",
-     "planner.proposal.propose", "costs.analytic", "config.hydra_block", "data.sampler", "report.record",
+     "planner.propose", "costs.analytic", "config.hydra_block", "data.sampler", "report.record",
      "simulate.links", "simulate.step", "report.trace"],
 )  # fmt: skip
 def test_what_must_plan_without_a_device_says_pure(module: str) -> None:
