@@ -54,9 +54,7 @@ before has had its backward.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Hashable, Mapping
 from functools import partial
 from typing import Any
 
@@ -64,6 +62,7 @@ import torch
 from torch import Tensor
 
 from ds_hydra.pipe.on_host import HostRows, HostStore
+from ds_hydra.pipe.recomputed import runs_again
 from ds_hydra.pipe.rows import ALL, Reach
 from ds_hydra.zero_hetero.errors import PlanError
 
@@ -156,22 +155,6 @@ class _HandOn(torch.autograd.Function):
 
 
 _PIECE = 8  # reaches: of rows that stay an eighth is copied, at most
-_pass = threading.local()
-
-
-@contextmanager
-def computed_again() -> Iterator[None]:
-    """Within it, in this thread, a layer runs that its backward computes again, the first time or the second."""
-    before, _pass.again = getattr(_pass, "again", False), True
-    try:
-        yield
-    finally:
-        _pass.again = before
-
-
-def runs_again() -> bool:
-    """Whether such a layer runs in this thread."""
-    return getattr(_pass, "again", False)
 
 
 class Context:

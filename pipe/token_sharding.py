@@ -55,9 +55,9 @@ from ds_hydra.pipe.collectives import (
     start_gather,
     start_sum,
 )
+from ds_hydra.pipe.recomputed import rows_of_tile
 from ds_hydra.pipe.stage import StandIn
 from ds_hydra.pipe.tensor_parallel import COLUMN_STYLES, TensorParallel, style_of
-from ds_hydra.pipe.tiles import rows_of_tile
 from ds_hydra.pipe.weight_gradients import PackedLinears, Product, WeightGradients
 from ds_hydra.pipe.wrappers import wrap
 from ds_hydra.zero_hetero.errors import ConfigError

@@ -73,7 +73,7 @@ CAPABILITIES: Mapping[str, Capability] = {
     ),
     # Sequences of a million tokens on one node: MLPs in tiles of rows, attention kept, what layers keep on the host.
     "long contexts": Capability(
-        "pipe/tiles.py pipe/on_host.py pipe/attention/kept.py tests/test_long_contexts.py tests/support/long_cases.py",
+        "pipe/recomputed.py pipe/on_host.py tests/test_long_contexts.py tests/support/long_cases.py",
         Lines(382, 152, 0),
     ),
     # FP32 masters and optimizer states in the host's memory, updated on the device run by run.

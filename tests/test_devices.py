@@ -25,14 +25,13 @@ from ds_hydra.costs.cost_table import CostTable, SchemeCost, TableFile
 from ds_hydra.costs.memory import Activations, JobMemory, Needs
 from ds_hydra.data.sampler import TokenBudgetSampler
 from ds_hydra.emulate.cluster import emulate_plans
-from ds_hydra.pipe import loss, transfers
+from ds_hydra.pipe import loss, model_plan
 from ds_hydra.pipe.loss import HeadLoss
-from ds_hydra.pipe.model_plan import ModelPlan
+from ds_hydra.pipe.model_plan import ModelPlan, bucket_places, gradient_places, twins_of
 from ds_hydra.pipe.placement import Strategy, place_strategy
 from ds_hydra.pipe.rows import MicroBatch, Pack
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.pipe.stage_options import StageOptions
-from ds_hydra.pipe.transfers import bucket_places, gradient_places, twins_of
 from ds_hydra.plan.step_plan import MicroBatchPlan, Phase, PipelinePlan, StepPlan
 from ds_hydra.profiling.stage_timer import StageTimer, hollow_source
 from ds_hydra.ranks.channel import peers_of
@@ -152,7 +151,7 @@ def test_a_step_has_few_operations_of_pulls_and_pushes(text: str, num_ranks: int
     25 GB/s takes 0.5 % longer."""
     plan = plan_of("7B")
     world = cast(World, SimpleNamespace(links=None, collectives=None, lane=HostLane()))
-    found = transfers.plan_transfers(plan, placed(text, num_ranks, plan), NODE)
+    found = model_plan.plan_transfers(plan, placed(text, num_ranks, plan), NODE)
     for rank in range(0, num_ranks, num_ranks // 16):
         links: list[Any] = [pull_link(pull, rank, world) for pull, _ in found]
         links += [push_link(push, rank, world) for _, push in found if push is not None]

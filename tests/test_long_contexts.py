@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ds_hydra.costs.memory import JobMemory
 from ds_hydra.engine.costs import may_keep_attention
-from ds_hydra.pipe import tiles
+from ds_hydra.pipe import recomputed
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.pipe.stage_options import StageOptions
@@ -36,7 +36,7 @@ def test_ranks_that_share_tokens_gather_a_tile_of_rows() -> None:
     for tiled in (False, True):
         asked = StageOptions(activation_checkpointing=True, functions="auto", token_sharding=True, tiles=tiled)
         timer = StageTimer(CausalLM(model, asked), ParallelScheme(8, 4), 1, CPU, torch.bfloat16)
-        with tiles.of_rows(256):
+        with recomputed.of_rows(256):
             small, large = (step_peak(timer, (tokens,)) - kept_bytes(timer, (tokens,)) for tokens in (2048, 6144))
         times[tiled] = (large - small) / 4096 / (128 * 2 / 8)
     assert times[True] <= 18.0 < 24.0 <= times[False], times
@@ -58,7 +58,7 @@ def source_of(**options: bool) -> CausalLM:
 )  # fmt: skip
 def test_predicted_memory_is_what_stages_are_counted_to_hold(tp: int, sp: int, option: str) -> None:
     source = source_of(**{"tiles": True, option: True})
-    with tiles.of_rows(16):
+    with recomputed.of_rows(16):
         kept = measure_activations(source, tp, sp, CPU, torch.float32, TOKENS)
         timer = StageTimer(source, ParallelScheme(tp, 1, sp), 0, CPU, torch.float32)
         counted = step_peak(timer, (2 * TOKENS,))

@@ -40,12 +40,11 @@ from numpy.typing import NDArray
 
 from ds_hydra.commands.figures import figures_parser, finish, guarded, print_table
 from ds_hydra.costs.cost_table import CostTable
-from ds_hydra.pipe.model_plan import ModelPlan
+from ds_hydra.pipe.model_plan import ModelPlan, plan_transfers
 from ds_hydra.pipe.placement import Strategy, place_strategy
 from ds_hydra.pipe.rows import edge
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
 from ds_hydra.pipe.stage import StagePlace
-from ds_hydra.pipe.transfers import plan_transfers
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.simulate.job import SimulatedJob
 from ds_hydra.simulate.links import LinkModel, Speed

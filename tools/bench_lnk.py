@@ -28,10 +28,9 @@ import torch
 import torch.distributed as dist
 
 from ds_hydra.commands.figures import figures_parser, finish, print_table
-from ds_hydra.pipe.model_plan import ModelPlan
+from ds_hydra.pipe.model_plan import ModelPlan, twins_of
 from ds_hydra.pipe.placement import Strategy, place_strategy
 from ds_hydra.pipe.shape import StrategyShape
-from ds_hydra.pipe.transfers import twins_of
 from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.layout import ALIGNMENT, BucketSpec, Layout, even_layout
 from ds_hydra.zero_hetero.link import Link

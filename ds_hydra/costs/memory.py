@@ -39,12 +39,12 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_hydra.costs.shares import CONTEXT, RECOMPUTED, UNTIL_WEIGHT, Shares, Terms
-from ds_hydra.pipe.model_plan import HEAD_LOGITS_AT_ONCE, LOGITS_AT_ONCE, Bucket, ModelPlan
-from ds_hydra.pipe.placement import Strategy, place_pipeline, place_strategy
-from ds_hydra.pipe.schedules.registry import most_alive, most_sent, weighs
-from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
-from ds_hydra.pipe.transfers import (
+from ds_hydra.pipe.model_plan import (
+    HEAD_LOGITS_AT_ONCE,
+    LOGITS_AT_ONCE,
+    Bucket,
     BucketTransfers,
+    ModelPlan,
     bucket_kinds,
     bucket_sizes,
     places_by_size,
@@ -53,6 +53,9 @@ from ds_hydra.pipe.transfers import (
     room_for_pushes,
     twins_of,
 )
+from ds_hydra.pipe.placement import Strategy, place_pipeline, place_strategy
+from ds_hydra.pipe.schedules.registry import most_alive, most_sent, weighs
+from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.zero_hetero.errors import ConfigError
 from ds_hydra.zero_hetero.layout import Column, padded
 from ds_hydra.zero_hetero.nodes import Cluster, NodeSize

@@ -19,9 +19,9 @@ from ds_hydra.costs.shape_costs import used_schemes
 from ds_hydra.emulate.clock import check_ranks, machine_limits
 from ds_hydra.emulate.engine import EmulatedEngine, EmulatedModel, counted_norm
 from ds_hydra.host.launch import init_distributed
+from ds_hydra.pipe.model_plan import plan_transfers
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
-from ds_hydra.pipe.transfers import plan_transfers
 from ds_hydra.plan.step_plan import StepPlan, save_plans
 from ds_hydra.ranks.forked import rank_environment, run_ranks
 from ds_hydra.simulate.job import SimulatedJob

@@ -35,9 +35,9 @@ from ds_hydra.host.optimizers import update_bytes
 from ds_hydra.pipe.attention.backends import NAME as FLASH_3
 from ds_hydra.pipe.attention.backends import choose_backend, flash_3_runs, torch_varlen
 from ds_hydra.pipe.model_plan import ModelPlan
+from ds_hydra.pipe.recomputed import TILE_ROWS
 from ds_hydra.pipe.shape import ParallelScheme, StageShape, StrategyShape
 from ds_hydra.pipe.stage import ModelSource
-from ds_hydra.pipe.tiles import TILE_ROWS
 from ds_hydra.plan.layouts import feasible_schemes
 from ds_hydra.planner.cutting import counts_more, longest_of
 from ds_hydra.ranks.groups import ROOM_FOR_COMMUNICATORS

@@ -28,13 +28,13 @@ from torch.utils._pytree import tree_leaves
 
 from ds_hydra.costs.memory import Activations
 from ds_hydra.costs.shares import CONTEXT
-from ds_hydra.pipe import tiles
-from ds_hydra.pipe.attention.kept import watched
+from ds_hydra.pipe import recomputed
 from ds_hydra.pipe.contexts import Contexts
 from ds_hydra.pipe.head_sharing import state_bytes
 from ds_hydra.pipe.model_plan import LOGITS_AT_ONCE
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.placement import split_layers
+from ds_hydra.pipe.recomputed import watched
 from ds_hydra.pipe.rows import Chunk, MicroBatch
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.pipe.stage import ModelSource
@@ -230,7 +230,8 @@ def measure_activations(
         transient, context = transient + host, 2 * CONTEXT
     return Activations(
         layer, first, last, transient, until_weight, context, again,
-        state_bytes(plan.boxes, tp, sp) / plan.num_layers + fixed, of_experts, tile, host, float(tiles.TILE_ROWS * sp),
+        state_bytes(plan.boxes, tp, sp) / plan.num_layers + fixed, of_experts, tile, host,
+        float(recomputed.TILE_ROWS * sp),
     )  # fmt: skip
 
 
@@ -365,16 +366,16 @@ def _while_computing(timer: StageTimer, num_tokens: int) -> tuple[float, float]:
     options = timer.source.options
 
     def beyond(tokens: int, rows: int) -> int:
-        with tiles.of_rows(rows):
+        with recomputed.of_rows(rows):
             return step_peak(timer, (tokens,)) - kept_bytes(timer, (tokens,))
 
     if not (options.tiles and options.activation_checkpointing and timer.source.functions.by_rows):  # type: ignore[attr-defined]
-        return max(0.0, beyond(num_tokens, tiles.TILE_ROWS) / num_tokens), 0.0
+        return max(0.0, beyond(num_tokens, recomputed.TILE_ROWS) / num_tokens), 0.0
     # Few rows, so that a tile is small beside the tokens: what it takes grows with them, but for the weights' sums.
     few = max(1, num_tokens // timer.place.stage.sp // 16)
     small, half, large = beyond(num_tokens, few), beyond(num_tokens // 2, few), beyond(num_tokens, 2 * few)
     by_token, by_row = max(0.0, 2 * (small - half) / num_tokens), max(0.0, (large - small) / few)
-    return by_token, max(0.0, small - by_token * num_tokens) + by_row * (tiles.TILE_ROWS - few)
+    return by_token, max(0.0, small - by_token * num_tokens) + by_row * (recomputed.TILE_ROWS - few)
 
 
 def _probabilities(timer: StageTimer, num_tokens: int) -> int:

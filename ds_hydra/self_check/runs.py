@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from ds_hydra.costs.cost_table import SchemeCost
 from ds_hydra.costs.shares import Shares
 from ds_hydra.data.tokens import TokenSequence
-from ds_hydra.pipe import tiles
+from ds_hydra.pipe import recomputed
 from ds_hydra.pipe.in_process import InProcessRanks
 from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.placement import Pipeline, Strategy
@@ -134,7 +134,7 @@ def run_pipeline(source: ModelSource, pipeline: Pipeline, data: Data) -> Outcome
         worker.contribute(totals)
         return loss, worker.evaluate(data)
 
-    with tiles.of_rows(_TILE_ROWS):
+    with recomputed.of_rows(_TILE_ROWS):
         losses, exact = on_all_ranks(source, pipeline, program)
     gradients = _gradients(source, totals)
     return Outcome(sum(loss for loss, _ in losses), sum(evaluated for _, evaluated in losses), gradients, exact)

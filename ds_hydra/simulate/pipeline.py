@@ -13,13 +13,12 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ds_hydra.costs.memory import ElementBytes, push_turns
-from ds_hydra.pipe.model_plan import ModelPlan
+from ds_hydra.pipe.model_plan import BucketTransfers, ModelPlan, plan_transfers, push_order
 from ds_hydra.pipe.placement import Pipeline, Stage, Strategy
 from ds_hydra.pipe.rows import edge
 from ds_hydra.pipe.schedules.actions import Action, Slot, backward_of_first_push
 from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.simulate import SHARES, TimedAction, beside_of, simulate_slots
-from ds_hydra.pipe.transfers import BucketTransfers, plan_transfers, push_order
 from ds_hydra.simulate.links import LinkModel, Parcels, Port, Routes, Speed
 from ds_hydra.zero_hetero.buddies import copy_plan
 from ds_hydra.zero_hetero.layout import Column

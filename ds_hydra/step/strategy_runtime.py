@@ -41,14 +41,8 @@ from torch import Tensor, nn
 
 from ds_hydra.costs.memory import ElementBytes, held_elements
 from ds_hydra.pipe.adapters import switched_off
-from ds_hydra.pipe.model_plan import ModelPlan
-from ds_hydra.pipe.models.refusals import failing, refuse_misaligned_experts
-from ds_hydra.pipe.placement import Stage, Strategy, place_strategy
-from ds_hydra.pipe.rows import edge
-from ds_hydra.pipe.runtime import Doing, StageRuntime
-from ds_hydra.pipe.schedules.registry import evaluation_slots, training_slots
-from ds_hydra.pipe.stage import ModelSource, StagePlace, dtype_of, install_bucket, widths
-from ds_hydra.pipe.transfers import (
+from ds_hydra.pipe.model_plan import (
+    ModelPlan,
     bucket_places,
     gradient_places,
     plan_transfers,
@@ -57,6 +51,12 @@ from ds_hydra.pipe.transfers import (
     twins_of,
     twins_with,
 )
+from ds_hydra.pipe.models.refusals import failing, refuse_misaligned_experts
+from ds_hydra.pipe.placement import Stage, Strategy, place_strategy
+from ds_hydra.pipe.rows import edge
+from ds_hydra.pipe.runtime import Doing, StageRuntime
+from ds_hydra.pipe.schedules.registry import evaluation_slots, training_slots
+from ds_hydra.pipe.stage import ModelSource, StagePlace, dtype_of, install_bucket, widths
 from ds_hydra.pipe.weight_gradients import accumulate_into
 from ds_hydra.ranks.groups import ROOM_FOR_COMMUNICATORS
 from ds_hydra.zero_hetero.clock import Laps, Stopwatch

@@ -51,11 +51,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import attention
 
-from ds_hydra.pipe.attention.kept import is_kept, made_once
 from ds_hydra.pipe.contexts import Context
 from ds_hydra.pipe.dropout import AttentionDropout
 from ds_hydra.pipe.head_sharing import RowPart
 from ds_hydra.pipe.pinned import on_device
+from ds_hydra.pipe.recomputed import is_kept, made_once
 from ds_hydra.pipe.rows import Pack, Reach, Seen
 from ds_hydra.pipe.ulysses import HeadGroup, over_heads
 from ds_hydra.zero_hetero.errors import ConfigError

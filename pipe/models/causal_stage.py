@@ -32,10 +32,10 @@ from ds_hydra.pipe.models.experts import Replay, Routers
 from ds_hydra.pipe.models.positions import count_by_sequence, scale_noise_by_length, split_rotary_by_length
 from ds_hydra.pipe.models.recurrent_heads import own_heads, share_heads
 from ds_hydra.pipe.on_host import HostStore
+from ds_hydra.pipe.recomputed import install_tiles
 from ds_hydra.pipe.rows import MicroBatch, Pack
 from ds_hydra.pipe.stage import StageModule, StagePlace
 from ds_hydra.pipe.tensor_parallel import TensorParallel
-from ds_hydra.pipe.tiles import install_tiles
 from ds_hydra.pipe.token_sharding import TokenSharding, with_blocks
 from ds_hydra.pipe.weight_gradients import PackedLinears
 

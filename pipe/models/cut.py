@@ -43,12 +43,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from ds_hydra.pipe.attention.kept import Made, kept_in
-from ds_hydra.pipe.contexts import computed_again
 from ds_hydra.pipe.models.flow import Door, Flow
 from ds_hydra.pipe.models.whose_code import HOOKS
 from ds_hydra.pipe.on_host import HostStore
 from ds_hydra.pipe.placement import Stage, whole_layers
+from ds_hydra.pipe.recomputed import Made, computed_again, kept_in
 from ds_hydra.pipe.tensor_parallel import is_linear
 from ds_hydra.pipe.wrappers import wrap
 

@@ -12,10 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_hydra.pipe.head_sharing import head_parts
-from ds_hydra.pipe.model_plan import Bucket, ModelPlan, ParamSpec, ShardRule, end_of_slots, make_buckets
+from ds_hydra.pipe.model_plan import (
+    Bucket,
+    ModelPlan,
+    ParamSpec,
+    ShardRule,
+    bucket_kinds,
+    bucket_places,
+    bucket_sizes,
+    end_of_slots,
+    make_buckets,
+    twins_of,
+)
 from ds_hydra.pipe.placement import Pipeline, Stage, Strategy, place_strategy
 from ds_hydra.pipe.shape import LayerRange, ParallelScheme, StrategyShape
-from ds_hydra.pipe.transfers import bucket_kinds, bucket_places, bucket_sizes, twins_of
 from ds_hydra.plan.layouts import feasible_schemes
 from ds_hydra.zero_hetero.errors import PlanError
 from tests.support.planner_cases import fused_llama_plan

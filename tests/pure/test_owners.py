@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from ds_hydra.costs.analytic import analytic_cost_table
 from ds_hydra.costs.cost_table import TableFile
-from ds_hydra.pipe.model_plan import ModelPlan
+from ds_hydra.pipe.model_plan import ModelPlan, plan_transfers
 from ds_hydra.pipe.placement import Strategy, place_strategy
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
-from ds_hydra.pipe.transfers import plan_transfers
 from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.simulate.job import SimulatedJob, llama_plan
 from ds_hydra.simulate.links import LinkModel, Speed

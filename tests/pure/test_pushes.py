@@ -17,13 +17,12 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.pipe.model_plan import ModelPlan
+from ds_hydra.pipe.model_plan import ModelPlan, gradient_places, plan_transfers, push_order, twins_of
 from ds_hydra.pipe.placement import Strategy, place_strategy
 from ds_hydra.pipe.schedules.actions import Action, Slot, backward_of_first_push, last_weight_gradient, slots_from_text
 from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.registry import evaluation_slots, training_slots
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
-from ds_hydra.pipe.transfers import gradient_places, plan_transfers, push_order, twins_of
 from ds_hydra.plan.step_plan import Phase, StepPlan
 from ds_hydra.plan.validate import validate_plan
 from ds_hydra.planner import Planner, PlannerOptions

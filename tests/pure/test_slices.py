@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_hydra.data.tokens import TokenSequence
 from ds_hydra.pipe.attention.backends import varlen_attention
-from ds_hydra.pipe.contexts import Context, Contexts, computed_again
+from ds_hydra.pipe.contexts import Context, Contexts
 from ds_hydra.pipe.dropout import (
     AttentionDropout,
     drop,
@@ -38,6 +38,7 @@ from ds_hydra.pipe.head_sharing import most_of_room, row_parts
 from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.placement import place_pipeline
+from ds_hydra.pipe.recomputed import computed_again
 from ds_hydra.pipe.rows import Chunk, Pack, Reach, position_ids
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
 from ds_hydra.pipe.stage import StagePlace

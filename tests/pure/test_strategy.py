@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ds_hydra.costs.analytic import ModelShape, analytic_cost_table
 from ds_hydra.costs.cost_table import CostTable
-from ds_hydra.pipe.model_plan import ModelPlan
+from ds_hydra.pipe.model_plan import ModelPlan, twins_of
 from ds_hydra.pipe.placement import Pipeline, Stage, Strategy, place_pipeline, place_strategy, split_layers
 from ds_hydra.pipe.rows import edge
 from ds_hydra.pipe.schedules.actions import backward_of_first_push, last_weight_gradient
@@ -21,7 +21,6 @@ from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.registry import training_slots
 from ds_hydra.pipe.shape import LayerRange, ParallelScheme, PipelineShape, StageShape, StrategyShape
 from ds_hydra.pipe.stage import StagePlace
-from ds_hydra.pipe.transfers import twins_of
 from ds_hydra.plan.layouts import crossings, fillings, most_used, ordered, stays_inside
 from ds_hydra.planner.exact import counts_to_strategy
 from ds_hydra.planner.propose import ProposalEffort, propose_strategies

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_hydra.pipe.model_plan import twins_of
 from ds_hydra.pipe.placement import Strategy
-from ds_hydra.pipe.transfers import twins_of
 from ds_hydra.zero_hetero.contributions import order_contributions
 from ds_hydra.zero_hetero.errors import PlanError
 from ds_hydra.zero_hetero.layout import Layout, Piece, even_layout, layout_of_intervals

@@ -20,7 +20,7 @@ from ds_hydra import testing
 from ds_hydra.engine import job as jobs
 from ds_hydra.engine import prepare
 from ds_hydra.engine.job import model_source
-from ds_hydra.pipe import loss, tiles
+from ds_hydra.pipe import loss, recomputed
 from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.models.causal_lm import CausalLM
@@ -199,7 +199,7 @@ def _in_blocks(case: Case) -> Iterator[None]:
     run = mock.patch.object(host_states, "RUN", case.run or host_states.RUN)
     owners = StrategyShape.parse(case.owned_by) if case.owned_by else None
     chosen = mock.patch.object(prepare, "_owners_by", return_value=owners)
-    with run, chosen, tiles.of_rows(case.tile_rows or tiles.TILE_ROWS):
+    with run, chosen, recomputed.of_rows(case.tile_rows or recomputed.TILE_ROWS):
         if logits_at_once is None:
             yield
             return

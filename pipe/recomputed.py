@@ -1,4 +1,20 @@
-"""Modules that look at no other token, in tiles of rows: what a layer needs at once for them no longer grows with them.
+"""Layers that the backward computes again: what they keep of attention, and their modules in tiles of rows.
+
+[Note: kept attention]
+A layer that is computed again keeps its input. With long rows most of its second forward is attention, whose cost grows
+with the square of the length, while what it makes does not: an output as wide as the queries, and a number for each
+head, the log-sum-exp. A kernel's backward asks for these two beside queries, keys and values. So they may stay:
+
+  forward         norm  q k v   attention            o  mlp     keeps the layer's input, out and log-sum-exp
+  forward again   norm  q k v   out, log-sum-exp     o  mlp     attention is not run
+  backward        of all of it, the kernel's own for attention
+
+Each call of a kernel is one entry, first in, first out: a layer makes several where heads travel in groups, or where a
+slice stands beside whole sequences. They lie beside the layer's forward that is to run again, and go with it. Where no
+kernel tells its log-sum-exp, attention is run again: with a softcap, with dropout, of values narrower than keys, and on
+GPUs in more than 16 bit.
+
+Selective recomputation: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models".
 
 [Note: tiles]
 The MLP of an 8B model is 3.5 times as wide as what enters it, and its backward holds several tensors of that width. It
@@ -21,6 +37,8 @@ Weights' gradients of tiles are added up in FP32 at least and rounded once, as o
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -28,9 +46,72 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_hydra.pipe.contexts import runs_again
 from ds_hydra.pipe.weight_gradients import PackedLinears
 from ds_hydra.pipe.wrappers import wrap
+
+_pass = threading.local()
+
+
+@contextmanager
+def computed_again() -> Iterator[None]:
+    """Within it, in this thread, a layer runs that its backward computes again, the first time or the second."""
+    before, _pass.again = getattr(_pass, "again", False), True
+    try:
+        yield
+    finally:
+        _pass.again = before
+
+
+def runs_again() -> bool:
+    """Whether such a layer runs in this thread."""
+    return getattr(_pass, "again", False)
+
+
+Made = deque[tuple[Tensor, ...]]
+_watching: list[Callable[[Tensor], object]] = []
+
+
+@contextmanager
+def kept_in(made: Made | None, *, again: bool) -> Iterator[None]:
+    """Within it, in this thread, a layer runs of whose attention is kept what `made` has, which it fills, or takes when
+    it runs `again`; None: nothing is kept."""
+    before, _pass.now = getattr(_pass, "now", None), None if made is None else (made, again)
+    try:
+        yield
+    finally:
+        _pass.now = before
+
+
+def is_kept() -> bool:
+    """Whether a layer runs in this thread of which attention's output is kept."""
+    return getattr(_pass, "now", None) is not None
+
+
+def made_once(compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """What `compute` makes, outside of autograd; where a layer runs again, what it has made the first time."""
+    if not is_kept():
+        return compute()
+    made, again = _pass.now
+    if again:
+        return made.popleft()  # type: ignore[no-any-return]
+    found = compute()
+    # Apart from autograd: what a graph holds must not hold the graph.
+    made.append(tuple(one.detach() for one in found))
+    for told in _watching:
+        for one in found:
+            told(one)
+    return found
+
+
+@contextmanager
+def watched(told: Callable[[Tensor], object]) -> Iterator[None]:
+    """Within it `told` is called with each tensor that is kept; for whoever counts bytes."""
+    _watching.append(told)
+    try:
+        yield
+    finally:
+        _watching.remove(told)
+
 
 TILE_ROWS = 4096  # of all ranks that share tokens; few launches beside the work, and small beside long rows
 
@@ -70,35 +151,19 @@ def install_tiles(module: nn.Module, packed: Sequence[PackedLinears], shards: in
         if not isinstance(x, Tensor) or not (rows := rows_of_tile(x, shards)):
             return forward(*args, **kwargs)
         trained = [leaf for leaf in leaves() if leaf.requires_grad]
-        return _Tiles.apply(_Keep.apply(x, entered := _Entered()), entered, forward, rows, *trained)
+        entered: list[Any] = []  # the node of autograd that keeps what has entered
+        return _Tiles.apply(_Keep.apply(x, entered), entered, forward, rows, *trained)
 
     wrap(module, in_tiles, "in tiles")
-
-
-class _Entered:
-    """What has entered a module, as autograd keeps it."""
-
-    def __init__(self) -> None:
-        self._node: Any = None
-
-    def at(self, node: Any) -> None:
-        self._node = node
-
-    def take(self) -> Tensor:
-        """The rows; in the backward of a layer that is computed again this computes it."""
-        (rows,) = self._node.saved_tensors
-        self._node = None
-        assert isinstance(rows, Tensor), "it was saved"
-        return rows
 
 
 class _Keep(torch.autograd.Function):
     """Hands rows on, and keeps them: the last that a layer keeps which is computed again up to here."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, entered: _Entered) -> Tensor:
+    def forward(ctx: Any, x: Tensor, entered: list[Any]) -> Tensor:
         ctx.save_for_backward(x)
-        entered.at(ctx)
+        entered.append(ctx)
         return x.view_as(x)
 
     @staticmethod
@@ -109,7 +174,7 @@ class _Keep(torch.autograd.Function):
 class _Tiles(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, entered: _Entered, module: Callable[[Tensor], Tensor], rows: int, *leaves: nn.Parameter
+        ctx: Any, x: Tensor, entered: list[Any], module: Callable[[Tensor], Tensor], rows: int, *leaves: nn.Parameter
     ) -> Tensor:
         ctx.entered, ctx.module, ctx.rows, ctx.leaves = entered, module, rows, leaves
         out = torch.empty_like(x)
@@ -119,7 +184,8 @@ class _Tiles(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, leaves = ctx.entered.take(), ctx.leaves
+        # Where the layer is computed again, asking for what was saved computes it up to here.
+        (x,), leaves = ctx.entered.pop().saved_tensors, ctx.leaves
         dx = torch.empty_like(x)
         sums: list[Tensor | None] = [None] * len(leaves)
         for part, given, made in zip(*(one.split(ctx.rows, -2) for one in (x, dy, dx)), strict=True):
