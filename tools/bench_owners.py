@@ -28,7 +28,7 @@ from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner import Planner, PlannerOptions
 from ds_hydra.planner.propose import Wider, propose_strategies, wider_shapes
 from ds_hydra.rivals.costs import cluster_of
-from ds_hydra.rivals.static import RowSimulator, balanced
+from ds_hydra.rivals.systems import RowSimulator, balanced
 from ds_hydra.simulate.job import SimulatedJob
 from ds_hydra.simulate.owners import best_owners, nearest_exposed_ms, owned_by_stages
 from ds_hydra.simulate.step import exposed_ms

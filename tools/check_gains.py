@@ -21,7 +21,7 @@ from ds_hydra.commands.figures import figures_parser, finish, print_table, shipp
 from ds_hydra.commands.preview import parse_arguments, prepared
 from ds_hydra.rivals.costs import Setting
 from ds_hydra.rivals.preview import BALANCED, FIXED, Messages, drawn_batches
-from ds_hydra.rivals.static import Configuration, Lengths, balanced, batch_rebalance, hindsight, megatron
+from ds_hydra.rivals.systems import Configuration, Lengths, balanced, batch_rebalance, hindsight, megatron
 from ds_hydra.zero_hetero.errors import PlanError
 from tools import aims
 from tools.systems.cells import MIXES as CELLS

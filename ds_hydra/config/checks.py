@@ -249,3 +249,12 @@ def parse_block(
     if missing:
         raise ConfigError(f"config: block {place!r} lacks {', '.join(map(repr, missing))}: add it, it has no default")
     return block_type(**values)
+
+
+def block(block_type: type[Any], *, gone: Mapping[str, str] = MappingProxyType({}), optional: bool = False) -> Check:
+    """A block within another, as `parse_block` reads it."""
+
+    def check(value: Any, place: str) -> Any:
+        return None if value is None and optional else parse_block(block_type, value, place, gone=gone)
+
+    return check

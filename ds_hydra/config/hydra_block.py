@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ds_hydra.config.checks import AUTO, choice, flag, integer, number, parse_block, setting, text, whole_numbers
+from ds_hydra.config.checks import AUTO, block, choice, flag, integer, number, parse_block, setting, text, whole_numbers
 from ds_hydra.config.deepspeed_settings import KNOWN_SETTINGS, is_on, screen_deepspeed_settings, states_offload
 from ds_hydra.config.hosts import filled_in
 from ds_hydra.costs.memory import EXPERT_IMBALANCE
@@ -114,7 +114,7 @@ def read_cluster(value: Any, place: str) -> tuple[NodesConfig, ...]:
         return ()
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise ConfigError(f"config: {place} must be a list of nodes, such as {_EXAMPLE}, but is {value!r}")
-    return tuple(parse_block(NodesConfig, block, f"{place}[{index}]") for index, block in enumerate(value))
+    return tuple(parse_block(NodesConfig, one, f"{place}[{index}]") for index, one in enumerate(value))
 
 
 def read_tables(value: Any, place: str) -> str | Mapping[str, str] | None:
@@ -183,10 +183,6 @@ _FAULTS_GONE = {
 }
 
 
-def _planner(value: Any, place: str) -> PlannerConfig:
-    return parse_block(PlannerConfig, value, place, gone=PLANNER_GONE)
-
-
 def _resume(value: Any, place: str) -> bool | str:
     if isinstance(value, str) and value == WEIGHTS:
         return value
@@ -234,14 +230,6 @@ class FaultsConfig:
         return self.frozen_seconds or _FROZEN_S
 
 
-def _checkpoint(value: Any, place: str) -> CheckpointConfig | None:
-    return None if value is None else parse_block(CheckpointConfig, value, place)
-
-
-def _faults(value: Any, place: str) -> FaultsConfig:
-    return parse_block(FaultsConfig, value, place, gone=_FAULTS_GONE)
-
-
 @dataclass(frozen=True, slots=True)
 class TraceConfig:
     """The block "hydra.trace": steps whose traces are written beside `steps_file`, for https://ui.perfetto.dev."""
@@ -269,10 +257,6 @@ class ElasticConfig:
     lost ends itself, and is lost too."""
 
 
-def _elastic(value: Any, place: str) -> ElasticConfig | None:
-    return None if value is None else parse_block(ElasticConfig, value, place)
-
-
 def _lengths(value: Any, place: str) -> str | None:
     if isinstance(value, (list, tuple)):
         raise ConfigError(
@@ -285,10 +269,6 @@ def _correction(value: Any, place: str) -> str:
     if isinstance(value, str) and value.endswith(".jsonl"):
         return value
     return choice(AUTO, "off", "report", "apply")(value, f"{place} (or a steps file, *.jsonl)")
-
-
-def _trace(value: Any, place: str) -> TraceConfig:
-    return parse_block(TraceConfig, value, place)
 
 
 def _recomputation(value: Any, place: str) -> bool | str:
@@ -305,8 +285,13 @@ def _fast_paths(value: Any, place: str) -> tuple[str, ...]:
     known = (*StageOptions.paths(), FLASH_3)
     if value in (AUTO, "off"):
         return tuple(name for name in known if name != RECOMPUTE_MLP) if value == AUTO else ()
+    return _names(value, place, known, '"auto", "off" or ')
+
+
+def _names(value: Any, place: str, known: Sequence[str], otherwise: str = "") -> tuple[str, ...]:
+    """A list of known names, each once; `otherwise` is what else might stand there."""
     if not isinstance(value, (list, tuple)):
-        raise ConfigError(f'config: {place} must be "auto", "off" or a list of {", ".join(known)}, but is {value!r}')
+        raise ConfigError(f"config: {place} must be {otherwise}a list of {', '.join(known)}, but is {value!r}")
     check = choice(*known)
     return tuple(dict.fromkeys(check(name, f"{place}[{index}]") for index, name in enumerate(value)))
 
@@ -316,10 +301,7 @@ ACTIVATIONS, OPTIMIZER = OFFLOADED = ("activations", "optimizer")
 
 
 def _offload(value: Any, place: str) -> tuple[str, ...]:
-    if not isinstance(value, (list, tuple)):
-        raise ConfigError(f"config: {place} must be a list of {', '.join(OFFLOADED)}, but is {value!r}")
-    check = choice(*OFFLOADED)
-    return tuple(dict.fromkeys(check(name, f"{place}[{index}]") for index, name in enumerate(value)))
+    return _names(value, place, OFFLOADED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,7 +341,7 @@ class HydraConfig:
     well, and in a few early steps tries layouts that the first costs made dear. "auto": "apply" on devices; "report" on
     CPU ranks and with `deterministic` or `replay`, since measured times differ from run to run. A run's steps file,
     "*.jsonl": costs are scaled at the same steps as there."""
-    planner: PlannerConfig = setting(_planner, PlannerConfig())
+    planner: PlannerConfig = setting(block(PlannerConfig, gone=PLANNER_GONE), PlannerConfig())
     seed: int = setting(integer(), 0)
     """Seed of the order of sequences, of dropout, of `initial_weights`, and of the search for plans."""
     initial_weights: str | None = setting(text(optional=True), None)
@@ -420,14 +402,14 @@ class HydraConfig:
     """How long a collective, or on GPUs a part of a step, may wait for a rank before the job is given up, in torch's
     default group too, whoever made it. In a job with `elastic` the default is 30, and more is refused: some waits for a
     lost rank end by this time-out alone."""
-    checkpoint: CheckpointConfig | None = setting(_checkpoint, None)
-    faults: FaultsConfig = setting(_faults, FaultsConfig())
-    elastic: ElasticConfig | None = setting(_elastic, None)
+    checkpoint: CheckpointConfig | None = setting(block(CheckpointConfig, optional=True), None)
+    faults: FaultsConfig = setting(block(FaultsConfig, gone=_FAULTS_GONE), FaultsConfig())
+    elastic: ElasticConfig | None = setting(block(ElasticConfig, optional=True), None)
     steps_file: str | None = setting(text(optional=True), "steps.jsonl")
     """One JSON record per step is appended here by rank 0; None writes none."""
     plans_file: str | None = setting(text(optional=True), None)
     """Each step's plan is written here by rank 0, for `replay`; None writes none."""
-    trace: TraceConfig = setting(_trace, TraceConfig())
+    trace: TraceConfig = setting(block(TraceConfig), TraceConfig())
 
     def __post_init__(self) -> None:
         """Refuse settings that contradict each other, or that would have no effect."""
@@ -533,10 +515,10 @@ def parse_config(raw: Mapping[str, Any], host: str | None = None) -> ParsedConfi
     _refuse_near_misses(raw)
     if BLOCK not in raw:
         return None
-    block = raw[BLOCK]
-    if isinstance(block, Mapping) and block.get("elastic") is not None:
-        block = {"timeout_seconds": _ELASTIC_TIMEOUT_S, **block}
-    hydra = parse_block(HydraConfig, block, BLOCK, gone=_GONE)
+    given = raw[BLOCK]
+    if isinstance(given, Mapping) and given.get("elastic") is not None:
+        given = {"timeout_seconds": _ELASTIC_TIMEOUT_S, **given}
+    hydra = parse_block(HydraConfig, given, BLOCK, gone=_GONE)
     settings = filled_in({key: value for key, value in raw.items() if key != BLOCK}, host)
     hydra = replace(hydra, offload=tuple(dict.fromkeys((*hydra.offload, *_offloaded(settings)))))
     deepspeed, notes = screen_deepspeed_settings(settings, hydra.total_steps, host)

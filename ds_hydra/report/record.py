@@ -34,11 +34,7 @@ _REMEDY = {
     "apply": "; the plans of the steps after the next one give it less",
     "report": '; with hydra.cost_correction "apply" later plans give it less',
 }
-
-
-STEPS = ".jsonl"  # of a steps file
-
-
+_MODES = ("off", *_REMEDY)  # any other is a run's steps file
 _WORSE = 1.25  # of what was told of uneven experts, before it is told again
 
 
@@ -65,7 +61,7 @@ class StepWatch:
         self._imbalance = expert_imbalance
         self._cluster = cluster if cluster is not None and cluster.mixed else None
         self.table = found.table  # that plans are made by
-        self._replayed = read_corrections(mode, found.table) if mode.endswith(STEPS) else None
+        self._replayed = None if mode in _MODES else read_corrections(mode, found.table)
         self.calibration, self.stragglers = self.fresh(), self.fresh_stragglers()
 
     def fresh_stragglers(self, state: Mapping[str, Any] | None = None) -> Stragglers:

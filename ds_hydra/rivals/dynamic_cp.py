@@ -22,7 +22,7 @@ from typing import NamedTuple
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.rivals.costs import Recomputed, Setting, Way, cluster_of, measured, powers_of_two, table_of
-from ds_hydra.rivals.static import Lengths
+from ds_hydra.rivals.systems import Lengths
 from ds_hydra.simulate.step import exposed_ms
 from ds_hydra.zero_hetero.errors import PlanError
 

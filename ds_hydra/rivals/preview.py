@@ -32,8 +32,16 @@ from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.planner.selection import Planner
 from ds_hydra.rivals.costs import Setting
 from ds_hydra.rivals.dynamic_cp import as_made
-from ds_hydra.rivals.infinipipe import infinipipe
-from ds_hydra.rivals.static import Configuration, RowSimulator, balanced, deepspeed, hindsight, megatron, planned_by
+from ds_hydra.rivals.systems import (
+    Configuration,
+    RowSimulator,
+    balanced,
+    deepspeed,
+    hindsight,
+    infinipipe,
+    megatron,
+    planned_by,
+)
 from ds_hydra.simulate.hosts import HostWay, hosts_ways
 from ds_hydra.simulate.job import SimulatedJob
 from ds_hydra.simulate.step import exposed_ms
@@ -129,12 +137,15 @@ class Messages:
 
     def ms(self, plan: StepPlan, table: CostTable) -> float:
         """One step with its computing, by the costs that it was planned with."""
-        if self._cluster is None:
-            return plan.predicted_ms
+        return plan.predicted_ms if self._cluster is None else self.of(table).step_ms(plan)
+
+    def of(self, table: CostTable) -> RowSimulator:
+        """The simulator of the job with these costs."""
+        assert self._cluster is not None, "there is a job to simulate"
         if id(table) not in self._simulators:
             found = replace(self._cluster.found, table=table)
             self._simulators[id(table)] = table, RowSimulator(replace(self._cluster, found=found))
-        return self._simulators[id(table)][1].step_ms(plan)
+        return self._simulators[id(table)][1]
 
 
 def _planner(

@@ -23,12 +23,30 @@ from ds_hydra.planner import PhasedPlanner, validate_plan
 from ds_hydra.planner.fixed_layout import in_turn, packed
 from ds_hydra.rivals.costs import BETWEEN, Recomputed, Way, cluster_of, measured, table_of
 from ds_hydra.rivals.dynamic_cp import AS_MADE, Group, Turn, Units, as_made, balanced_turns, packed_turns
-from ds_hydra.rivals.infinipipe import chunks, mesh_of
-from ds_hydra.rivals.static import OPTIONS, Configuration, balanced, by_load, hindsight
+from ds_hydra.rivals.systems import OPTIONS, Configuration, balanced, by_load, chunks, hindsight, mesh_of
 from ds_hydra.rivals.waits import TwoHopCost, WaitingCost, crossing, two_hops_ms, waits_of
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tools import aims
-from tools.bench_systems import kept_cells, run_cells
+from tools.bench_systems import (
+    FACTORS,
+    NOBODYS,
+    Point,
+    Result,
+    cause_row,
+    draw_curves,
+    draw_systems,
+    figures,
+    kept_cells,
+    markdown,
+    missed_aims,
+    notes,
+    page,
+    pays_rows,
+    published_rows,
+    read_results,
+    run_cells,
+    system_rows,
+)
 from tools.systems.cells import (
     DEVICES,
     FLAGSHIP,
@@ -61,24 +79,6 @@ from tools.systems.measure import (
     Simulators,
     all_schemes,
     measure,
-)
-from tools.systems.page import (
-    FACTORS,
-    NOBODYS,
-    Point,
-    Result,
-    cause_row,
-    draw_curves,
-    draw_systems,
-    figures,
-    markdown,
-    missed_aims,
-    notes,
-    page,
-    pays_rows,
-    published_rows,
-    read_results,
-    system_rows,
 )
 from tools.systems.rivals import layouts, mixes_of_groups
 

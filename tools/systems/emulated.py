@@ -11,7 +11,7 @@ from ds_hydra.costs.cost_table import read_table_file
 from ds_hydra.data.sampler import TokenBudgetSampler
 from ds_hydra.emulate.cluster import emulate_plans
 from ds_hydra.rivals.costs import NODE, Way, measured
-from ds_hydra.rivals.static import hindsight, megatron
+from ds_hydra.rivals.systems import hindsight, megatron
 from ds_hydra.simulate.job import shipped_job
 from ds_hydra.simulate.links import LinkModel
 from ds_hydra.simulate.step import Simulator

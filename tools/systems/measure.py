@@ -29,19 +29,19 @@ from ds_hydra.planner.chunked import ChunkedSpace
 from ds_hydra.planner.exact import continuous_ms, scheme_of
 from ds_hydra.planner.kernels.problem import Batch, scheme_arrays
 from ds_hydra.planner.propose import Wider, propose_strategies, wider_shapes
-from ds_hydra.rivals.costs import NODE, cluster_of, with_ulysses
+from ds_hydra.rivals.costs import NODE, cluster_of, measured, with_ulysses
 from ds_hydra.rivals.dynamic_cp import AS_MADE, as_made
-from ds_hydra.rivals.infinipipe import infinipipe
-from ds_hydra.rivals.static import (
+from ds_hydra.rivals.preview import Messages
+from ds_hydra.rivals.systems import (
     Chosen,
     Configuration,
     Lengths,
-    RowSimulator,
     StepMs,
     balanced,
     batch_rebalance,
     deepspeed,
     hindsight,
+    infinipipe,
     megatron,
     planned_by,
 )
@@ -276,11 +276,10 @@ class Simulated(NamedTuple):
 
 
 class Simulators:
-    """Simulators of a cell's cluster, one for each cost table; each plan is simulated once."""
+    """Simulates plans on a cell's cluster, by any cost table; each plan once."""
 
     def __init__(self, cell: Cell) -> None:
-        self._cell = cell
-        self._known: dict[int, tuple[CostTable, RowSimulator]] = {}
+        self._messages = Messages(cluster_of(cell, measured(cell)), cell.tokens)
         self._done: dict[int, tuple[StepPlan, Simulated]] = {}  # the plans too, so that no other gets the id of one
 
     def simulated(self, plan: StepPlan, table: CostTable) -> Simulated:
@@ -294,9 +293,7 @@ class Simulators:
         return self.simulated(plan, table).ms
 
     def _simulated(self, plan: StepPlan, table: CostTable) -> Simulated:
-        if id(table) not in self._known:
-            self._known[id(table)] = table, RowSimulator(cluster_of(self._cell, table))
-        step = self._known[id(table)][1].step(plan)
+        step = self._messages.of(table).step(plan)
         times = iter(simulate_plan(plan, table))
         noise = sum(jitter_ms(list(itertools.islice(times, len(phase.pipelines)))) for phase in plan.phases)
         waits = 0.0

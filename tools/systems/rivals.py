@@ -44,7 +44,7 @@ from ds_hydra.plan.step_plan import PipelinePlan, StepPlan
 from ds_hydra.planner import PhasedPlanner, Planner
 from ds_hydra.planner.propose import QUICK, propose_strategies
 from ds_hydra.rivals.costs import Way, measured, powers_of_two, table_of
-from ds_hydra.rivals.static import OPTIONS, Configuration, Lengths, PlanStep, planned_by
+from ds_hydra.rivals.systems import OPTIONS, Configuration, Lengths, PlanStep, planned_by
 from ds_hydra.rivals.waits import WaitingCost
 from ds_hydra.zero_hetero.errors import PlanError
 from tools.systems.cells import Cell
