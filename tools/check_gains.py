@@ -21,22 +21,15 @@ from ds_hydra.commands.figures import figures_parser, finish, print_table, shipp
 from ds_hydra.commands.preview import parse_arguments, prepared
 from ds_hydra.rivals.costs import Setting
 from ds_hydra.rivals.preview import BALANCED, FIXED, Messages, drawn_batches
-from ds_hydra.rivals.systems import Configuration, Lengths, balanced, batch_rebalance, hindsight, megatron
+from ds_hydra.rivals.systems import Configuration, balanced, hindsight, megatron
 from ds_hydra.zero_hetero.errors import PlanError
 from tools import aims
 from tools.systems.cells import MIXES as CELLS
 from tools.systems.cells import Cell
-from tools.systems.rivals import flexsp, hetu_b, hotspa, hydraulis
+from tools.systems.measure import RIVALS
 
-System = Callable[[Cell, Sequence[Lengths]], Iterator[Configuration]]
 KINDS: dict[str, Callable[[Setting], Iterator[Configuration]]] = {FIXED: megatron, BALANCED: balanced}
-MORE: dict[str, System] = {
-    "batch_rebalance": lambda cell, _: batch_rebalance(cell),
-    "HotSPa": hotspa,
-    "Hetu-B": hetu_b,
-    "FlexSP": lambda cell, _: flexsp(cell),
-    "Hydraulis": lambda cell, _: hydraulis(cell),
-}
+MORE = ("batch_rebalance", "HotSPa", "Hetu-B", "FlexSP", "Hydraulis")
 _FINALISTS = 16  # layouts of a kind that are compared on all batches
 
 
@@ -103,9 +96,9 @@ def _others(gain: Gain) -> Iterator[str]:
         text, ms = mean(system(given.setting))
         if ms < gain.mean_ms[name] * (1.0 - aims.SHIPPED_OFF):
             yield f"{gain.model} {gain.lengths}: {text} takes {ms:.0f} ms, {name!r} as printed {gain.mean_ms[name]:.0f}"
-    for name, other in MORE.items():
+    for name in MORE:
         with suppress(PlanError):
-            text, ms = mean(other(cell, batches))
+            text, ms = mean(RIVALS[name](cell, batches))
             if ms < best * (1.0 - aims.SHIPPED_OFF):
                 yield f"{gain.model} {gain.lengths}: {name} ({text}) takes {ms:.0f} ms, the best as printed {best:.0f}"
 

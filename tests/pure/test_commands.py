@@ -10,23 +10,22 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ds_hydra import __version__
 from ds_hydra.commands.__main__ import COMMANDS, main
-from ds_hydra.commands.figures import FILES, CommandParser, shipped
+from ds_hydra.commands.figures import CommandParser, shipped
 from ds_hydra.commands.launch import as_ours, read_options
 from ds_hydra.commands.launch import main as launch
 from ds_hydra.commands.launch_node import Job, code_of, job_of
 from ds_hydra.config.hydra_block import ElasticConfig, HydraConfig
 from ds_hydra.config.versions import NEEDED, refuse_older
 from ds_hydra.costs.cost_table import CostTable
-from ds_hydra.data.lengths import read_lengths
 from ds_hydra.elastic.agent import Invitation
 from ds_hydra.host.environment import INVITATION, JOINS, MEMBERS_FOLDER, MOST_RANKS, longest_wait_s, members_folder
 from ds_hydra.pipe.shape import StrategyShape
@@ -39,6 +38,13 @@ from ds_hydra.zero_hetero.errors import ConfigError
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 TINY = str(TOOLS.parent / "examples" / "llama_tiny.json")
 SIMULATED = ("--cost-table", "a800-7b", "--lengths", "pretraining", "--tokens", "20000", "--context", "4096")
+
+
+def figures_of(folder: Path, *command: str) -> dict[str, Any]:
+    """What a command that ends well writes to `--json`."""
+    file = folder / "figures.json"
+    assert main([*command, "--json", str(file)]) == 0
+    return dict(json.loads(file.read_text()))
 
 
 def test_help_lists_every_command_without_importing_torch() -> None:
@@ -81,10 +87,6 @@ def test_strategies_are_named_by_one_option_in_all_commands(capsys: pytest.Captu
     with pytest.raises(SystemExit, match="2"):
         main(["simulate", "4*tp4", "--strategies", "8*tp2", *SIMULATED])
     assert "name one strategy" in capsys.readouterr().err
-
-
-def test_each_command_is_a_module_with_a_main() -> None:
-    assert all(callable(import_module(f"ds_hydra.commands.{name.replace('-', '_')}").main) for name in COMMANDS)
 
 
 @pytest.mark.drawn
@@ -137,57 +139,47 @@ def test_files_that_cannot_be_written_are_refused_before_the_work(
         assert f"cannot write {file}: {words}" in capsys.readouterr().err
 
 
-def test_what_is_shipped_is_there() -> None:
-    assert [len(CostTable.load(shipped(name)).costs) > 3 for name in ("a800-7b", "a800-32b")] == [True, True]
-    assert len(read_lengths(shipped("pretraining"), 4096, count=100).lengths)
-    assert all(Path(shipped(name)).is_file() for name in FILES)
-    assert shipped("my/table.json") == "my/table.json"
-
-
 def test_steps_are_simulated_from_a_strategy_and_from_what_was_recorded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trace, picture, figures = tmp_path / "step.json", tmp_path / "step.png", tmp_path / "figures.json"
-    command = ["simulate", "4*tp4", *SIMULATED, "--steps", "2", "--json", str(figures)]
-    assert main([*command, "--trace", str(trace), "--gantt", str(picture)]) == 0
+    trace, picture = tmp_path / "step.json", tmp_path / "step.png"
+    drawn = ("--trace", str(trace), "--gantt", str(picture))
+    simulated = figures_of(tmp_path, "simulate", "4*tp4", *SIMULATED, "--steps", "2", *drawn)["steps"]
+    assert list(simulated) == ["0", "1"]
     said = capsys.readouterr().out
     assert "2 steps on 16 GPUs" in said
     assert "GiB" in said
     assert not trace_faults(json.loads(trace.read_text()))
     assert picture.read_bytes().startswith(b"\x89PNG")
-    simulated = json.loads(figures.read_text())["steps"]
-    assert list(simulated) == ["0", "1"]
 
     table = CostTable.load(shipped("a800-7b"))
     planner = Planner(table, [StrategyShape.parse("4*tp4")], PlannerOptions())
     plan = planner.plan(5, range(3), [400, 900, 2000])
     save_plans([plan], tmp_path / "plans.jsonl")
     assert main(["simulate", "4*tp4 then 2*tp8", *SIMULATED]) == 0
-    assert main(["simulate", str(tmp_path / "plans.jsonl"), "--cost-table", "a800-7b", "--json", str(figures)]) == 0
-    ((number, found),) = json.loads(figures.read_text())["steps"].items()
+    recorded = figures_of(tmp_path, "simulate", str(tmp_path / "plans.jsonl"), "--cost-table", "a800-7b")
+    ((number, found),) = recorded["steps"].items()
     assert number == "5"
     assert 1e3 * found["step_s"] > plan.predicted_ms
 
 
 def test_a_config_says_in_which_types_gradients_are_held_and_travel(tmp_path: Path) -> None:
-    def simulated(name: str, settings: dict[str, object]) -> tuple[float, float]:
-        config, figures = tmp_path / f"{name}.json", tmp_path / f"{name}_figures.json"
-        config.write_text(json.dumps(settings))
-        command = ["simulate", "4*tp4", *SIMULATED, "--deepspeed_config", str(config), "--json", str(figures)]
-        assert main(command) == 0
-        (found,) = json.loads(figures.read_text())["steps"].values()
+    def simulated(settings: dict[str, object]) -> tuple[float, float]:
+        (config := tmp_path / "ds.json").write_text(json.dumps(settings))
+        command = ("simulate", "4*tp4", *SIMULATED, "--deepspeed_config", str(config))
+        (found,) = figures_of(tmp_path, *command)["steps"].values()
         return max(found["peak_bytes"]), found["step_s"]
 
-    peak, seconds = simulated("usual", {})
-    narrow, same = simulated("narrow", {"data_types": {"grad_accum_dtype": "bf16"}})
-    wide, longer = simulated("wide", {"data_types": {"grad_accum_dtype": "bf16"}, "communication_data_type": "fp32"})
+    peak, seconds = simulated({})
+    narrow, same = simulated({"data_types": {"grad_accum_dtype": "bf16"}})
+    wide, longer = simulated({"data_types": {"grad_accum_dtype": "bf16"}, "communication_data_type": "fp32"})
     assert narrow < peak
     assert narrow <= wide, "pulls may need more scratch memory than pushes of either type"
     assert same == seconds < longer
 
 
 def test_memory_of_gradients_on_their_way_is_counted(tmp_path: Path) -> None:
-    model, figures = tmp_path / "model.json", tmp_path / "figures.json"
+    model = tmp_path / "model.json"
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 2**17}
     model.write_text(json.dumps({"model_type": "llama", "num_attention_heads": 4, **sizes}))
 
@@ -195,10 +187,8 @@ def test_memory_of_gradients_on_their_way_is_counted(tmp_path: Path) -> None:
         config = tmp_path / "ds.json"
         narrow = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
         config.write_text(json.dumps({**narrow, **settings}))
-        command = ["memory", "--model", str(model), "--gpus", "2", "--deepspeed_config", str(config),
-                   "--device_memory", "8", "--json", str(figures)]  # fmt: skip
-        assert main(command) == 0
-        return max(float(row["scratch"]) for row in json.loads(figures.read_text())["rows"])
+        of_job = ("--model", str(model), "--gpus", "2", "--deepspeed_config", str(config), "--device_memory", "8")
+        return max(float(row["scratch"]) for row in figures_of(tmp_path, "memory", *of_job)["rows"])
 
     assert scratch({"communication_data_type": "fp32"}) > scratch({})
 
@@ -221,10 +211,9 @@ def test_memory_ends_with_the_schemes_that_hold_what_was_asked(capsys: pytest.Ca
 
 def test_memory_shows_the_longest_sequence_by_each_choice_and_what_hosts_hold(tmp_path: Path) -> None:
     def longest(host: float) -> dict[str, object]:
-        figures = tmp_path / "figures.json"
-        command = ["memory", "--model", TINY, "--gpus", "4", "--device-memory", "1", "--host-memory", str(host)]
-        assert main([*command, "--dtype", "bf16", "--json", str(figures)]) == 0
-        return next(row for row in json.loads(figures.read_text())["longest"] if row["replica"] == "sp4")
+        machine = ("--gpus", "4", "--device-memory", "1", "--host-memory", str(host), "--dtype", "bf16")
+        found = figures_of(tmp_path, "memory", "--model", TINY, *machine)
+        return next(row for row in found["longest"] if row["replica"] == "sp4")
 
     ample, scarce = longest(1000.0), longest(1.0)
     kept, attended, again, fetched = (
@@ -240,15 +229,14 @@ def test_memory_shows_the_longest_sequence_by_each_choice_and_what_hosts_hold(tm
 
 
 def test_memory_counts_states_where_the_config_has_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config, figures = tmp_path / "config.json", tmp_path / "figures.json"
+    config = tmp_path / "config.json"
     rows: dict[str, dict[str, object]] = {}
     for name, optimizer, device in (("here", "AdamW", "none"), ("there", "AdamW", "cpu"), ("stays", "Muon", "cpu")):
         zero = {"offload_optimizer": {"device": device}}
         settings = {"optimizer": {"type": optimizer, "params": {"lr": 1e-3}}, "zero_optimization": zero}
         config.write_text(json.dumps(settings | {"hydra": {"tokens_per_step": 64}}))
-        command = ["memory", "--model", TINY, "--gpus", "2", "--device-memory", "1", "--host-memory", "1000"]
-        assert main([*command, "--deepspeed-config", str(config), "--json", str(figures)]) == 0
-        found = json.loads(figures.read_text())
+        machine = ("--gpus", "2", "--device-memory", "1", "--host-memory", "1000")
+        found = figures_of(tmp_path, "memory", "--model", TINY, *machine, "--deepspeed-config", str(config))
         rows[name] = next(row for row in found["rows"] if row["replica"] == "tp2")
         assert ("states there" in found["longest"][0]) is (name != "stays")
     assert (rows["there"]["fp32"], rows["there"]["optimizer"]) == ("0.00", "0.00")
@@ -265,10 +253,8 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_each_layout_holds_a_parameter_once_in_each_pipeline(tmp_path: Path) -> None:
-    figures = tmp_path / "figures.json"
-    given = ["layout", "layers.1.self_attn.o_proj.weight", "--model", TINY, "--gpus", "4", "--gpus-per-node", "2"]
-    assert main([*given, "--strategies", "2*tp2", "4*tp1", "--json", str(figures)]) == 0
-    held = json.loads(figures.read_text())["held"]
+    given = ("layout", "layers.1.self_attn.o_proj.weight", "--model", TINY, "--gpus", "4", "--gpus-per-node", "2")
+    held = figures_of(tmp_path, *given, "--strategies", "2*tp2", "4*tp1")["held"]
 
     def whole(*ranks: list[list[int]]) -> list[list[int]]:
         """Their intervals one after the other, joined."""

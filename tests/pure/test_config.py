@@ -7,6 +7,7 @@ import contextlib
 import json
 import math
 from argparse import Namespace
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from ds_hydra.config.checks import read_config
 from ds_hydra.config.describe import LIST
 from ds_hydra.config.describe import settings as every_setting
 from ds_hydra.config.hosts import ACCELERATE, CALLS, STEPS, TRAINER, TRAINERS
-from ds_hydra.config.hydra_block import OPTIMIZER, HydraConfig, check_num_ranks, parse_config
+from ds_hydra.config.hydra_block import OPTIMIZER, HydraConfig, ParsedConfig, check_num_ranks, parse_config
 from ds_hydra.costs.cost_table import CostTable, SchemeCost, TableFile, check_job, read_table_file
 from ds_hydra.costs.job_fingerprint import JobFingerprint
 from ds_hydra.pipe.shape import ParallelScheme
@@ -31,10 +32,15 @@ from ds_hydra.zero_hetero.errors import ConfigError
 HYDRA: dict[str, Any] = {"tokens_per_step": 4096, "strategies": ["tp4 + 2*tp1pp2", "8*tp1"]}
 
 
-def parse(**settings: Any) -> HydraConfig:
-    parsed = parse_config({"hydra": {**HYDRA, **settings}})
+def accepted(raw: Mapping[str, Any], host: str | None = None) -> ParsedConfig:
+    """A config with a block, parsed."""
+    parsed = parse_config(raw, host)
     assert parsed is not None
-    return parsed.hydra
+    return parsed
+
+
+def parse(**settings: Any) -> HydraConfig:
+    return accepted({"hydra": {**HYDRA, **settings}}).hydra
 
 
 def refusal(raw: dict[str, Any], host: str | None = None) -> str:
@@ -50,6 +56,7 @@ def test_defaults_and_canonical_strategies() -> None:
     assert parse(strategies="auto").strategies == parse(strategies=["auto"]).strategies == ()
     assert parse(strategies="2*tp1pp2").strategies == ("2*pp2",)
     assert [len(shape.pipelines) for shape in config.shapes] == [3, 8]
+    assert (config.trace.steps, parse(trace={"steps": [10, 20]}).trace.steps) == ((), (10, 20))
 
 
 def test_stages_compute_as_the_settings_say() -> None:
@@ -72,11 +79,6 @@ def test_strategies_by_the_ranks_that_are_left() -> None:
     assert (parse().expert_imbalance, parse(expert_imbalance=2).expert_imbalance) == (1.5, 2.0)
 
 
-def test_steps_to_trace() -> None:
-    assert parse().trace.steps == ()
-    assert parse(trace={"steps": [10, 20]}).trace.steps == (10, 20)
-
-
 def test_what_the_planner_is_told() -> None:
     assert parse(seed=5).planner_options().seed == 5
     replaying = parse(replay="plans.jsonl").planner_options()
@@ -91,8 +93,9 @@ def test_highs_composes_where_strategies_are_proposed_and_advises_where_they_are
     assert parse().planner_options().method == "search"
 
 
-def test_no_block_means_plain_deepspeed() -> None:
-    assert parse_config({"train_batch_size": 8}) is None
+@pytest.mark.parametrize("settings", [{}, {"hybrid_engine": {"enabled": True}}])
+def test_no_block_means_plain_deepspeed_and_its_settings_are_no_near_miss(settings: dict[str, Any]) -> None:
+    assert parse_config({"train_batch_size": 8, **settings}) is None
 
 
 @pytest.mark.parametrize(
@@ -172,10 +175,6 @@ def test_bad_settings_are_refused_by_name(settings: dict[str, Any], words: list[
     assert all(word in message for word in words), message
 
 
-def test_the_block_is_a_mapping() -> None:
-    assert "block" in refusal({"hydra": [1]})
-
-
 @pytest.mark.parametrize("name", ["hydrra", "Hydra", "ds_hydra", "ds-hydra", "hydra_", "hidra", "deepspeed_hydra"])
 def test_near_miss_of_the_block_name(name: str) -> None:
     message = refusal({name: HYDRA})
@@ -183,7 +182,8 @@ def test_near_miss_of_the_block_name(name: str) -> None:
     assert '"hydra"' in message
 
 
-def test_block_in_another_block() -> None:
+def test_block_in_another_block_or_no_block() -> None:
+    assert "hydra must be a block" in refusal({"hydra": [1]})
     message = refusal({"zero_optimization": {"stage": 1, "hydra": HYDRA}})
     assert all(word in message for word in ("'zero_optimization'", "would ignore it", "top level")), message
 
@@ -199,20 +199,14 @@ def test_block_in_another_block() -> None:
 )
 def test_a_schedule_ends_with_the_job(params: dict[str, Any], length: int, words: str | None) -> None:
     scheduler = {"type": "WarmupDecayLR", "params": params}
-    parsed = parse_config({"hydra": {**HYDRA, "total_steps": 500}, "scheduler": scheduler})
-    assert parsed is not None
+    parsed = accepted({"hydra": {**HYDRA, "total_steps": 500}, "scheduler": scheduler})
     assert parsed.deepspeed["scheduler"]["params"] == {"total_num_steps": length}
     assert parsed.source["scheduler"]["params"] == params, "the user's config was changed"
     assert [note for note in parsed.notes if words and words in note] or not (words or parsed.notes), parsed.notes
 
 
-def test_deepspeed_settings_are_no_near_miss() -> None:
-    assert parse_config({"hybrid_engine": {"enabled": True}, "train_batch_size": 1}) is None
-
-
 def test_batch_keys_are_filled_in_and_explained() -> None:
-    parsed = parse_config({"hydra": HYDRA, "train_batch_size": 64, "gradient_accumulation_steps": 2})
-    assert parsed is not None
+    parsed = accepted({"hydra": HYDRA, "train_batch_size": 64, "gradient_accumulation_steps": 2})
     assert parsed.deepspeed == {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
     assert any("train_batch_size, gradient_accumulation_steps" in note for note in parsed.notes)
     assert parsed.source["train_batch_size"] == 64
@@ -279,9 +273,7 @@ ADAMW_AUTO = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": 
 def test_auto_is_for_those_hosts_that_fill_it_in() -> None:
     whole = {"hydra": HYDRA, **AUTO, "optimizer": ADAMW_AUTO}
     for host in TRAINERS:
-        parsed = parse_config(whole, host)
-        assert parsed is not None
-        assert parsed.source == whole, "values for the checks alone"
+        assert accepted(whole, host).source == whole, "values for the checks alone"
     assert parse_config({"hydra": HYDRA, **AUTO}, ACCELERATE) is not None
     nobody: tuple[str | None, ...] = (None, CALLS, STEPS)
     for unfilled in nobody:
@@ -298,8 +290,7 @@ def test_auto_is_for_those_hosts_that_fill_it_in() -> None:
 )  # fmt: skip
 def test_one_type_at_most_is_filled_in(bf16: object, fp16: object, expected: tuple[Any, Any]) -> None:
     given = {key: {"enabled": value} for key, value in (("bf16", bf16), ("fp16", fp16)) if value is not None}
-    parsed = parse_config({"hydra": HYDRA, **given}, TRAINER)
-    assert parsed is not None
+    parsed = accepted({"hydra": HYDRA, **given}, TRAINER)
     assert tuple(parsed.deepspeed.get(key, {}).get("enabled") for key in ("bf16", "fp16")) == expected
 
 
@@ -331,40 +322,32 @@ def test_every_setting_takes_an_odd_value_or_refuses_it_in_words(value: object) 
     ],
 )
 def test_nothing_is_ignored_in_silence(settings: dict[str, Any], word: str) -> None:
-    parsed = parse_config({"hydra": HYDRA, **settings})
-    assert parsed is not None
+    parsed = accepted({"hydra": HYDRA, **settings})
     assert any(word in note for note in parsed.notes), parsed.notes
 
 
-def test_the_type_of_gradients_reaches_deepspeed() -> None:
-    parsed = parse_config({"hydra": HYDRA, "data_types": {"grad_accum_dtype": "bf16"}})
-    assert parsed is not None
-    assert (parsed.deepspeed["data_types"], parsed.notes) == ({"grad_accum_dtype": "bf16"}, ())
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"data_types": {"grad_accum_dtype": "bf16"}},
+        {"communication_data_type": "fp32"},
+        {"fp16": {"enabled": False}, "torch_autocast": {"enabled": False}},
+    ],
+)
+def test_types_reach_deepspeed_and_what_is_switched_off_is_fine(settings: dict[str, Any]) -> None:
+    parsed = accepted({"hydra": HYDRA, **settings})
+    assert parsed.notes == ()
+    assert all(parsed.deepspeed[key] == value for key, value in settings.items() if key != "torch_autocast")
 
 
 @pytest.mark.parametrize(("newer", "enabled"), [({}, True), ({"bf16": {"enabled": False}}, False)])
 def test_the_old_name_of_bf16_is_honoured_as_deepspeed_does(newer: dict[str, Any], enabled: bool) -> None:
-    parsed = parse_config({"hydra": HYDRA, "bfloat16": {"enabled": True}, **newer})
-    assert parsed is not None
+    parsed = accepted({"hydra": HYDRA, "bfloat16": {"enabled": True}, **newer})
     assert (parsed.deepspeed["bf16"], parsed.notes) == ({"enabled": enabled}, ())
     assert "bf16.amp" in refusal({"hydra": HYDRA, "bfloat16": {"enabled": True, "amp": 2}})
-    scaled = parse_config({"hydra": HYDRA, "bf16": {"enabled": True, "hysteresis": 2, "loss_scale": 0}})
-    assert scaled is not None
+    scaled = accepted({"hydra": HYDRA, "bf16": {"enabled": True, "hysteresis": 2, "loss_scale": 0}})
     assert scaled.deepspeed["bf16"] == {"enabled": True}
     assert scaled.notes == ("bf16: hysteresis, loss_scale have no effect here: BF16 has no loss scale",)
-
-
-def test_switched_off_blocks_are_fine() -> None:
-    parsed = parse_config({"hydra": HYDRA, "fp16": {"enabled": False}, "torch_autocast": {"enabled": False}})
-    assert parsed is not None
-    assert parsed.notes == ()
-
-
-def test_the_type_on_the_wire_is_honoured() -> None:
-    parsed = parse_config({"hydra": HYDRA, "communication_data_type": "fp32"})
-    assert parsed is not None
-    assert parsed.deepspeed["communication_data_type"] == "fp32"
-    assert parsed.notes == ()
 
 
 def test_number_of_ranks() -> None:
@@ -374,11 +357,10 @@ def test_number_of_ranks() -> None:
 
 
 # --- Where a config is read from, and that any JSON is a config or refused as one.
-SECTION = {"tokens_per_step": 4096, "strategies": ["tp4 + 2*tp1pp2", "8*tp1"]}
 
 
 def test_read_config_from_every_place(tmp_path: Path) -> None:
-    raw = {"hydra": SECTION}
+    raw = {"hydra": HYDRA}
     file = tmp_path / "ds.json"
     file.write_text("// a comment\n" + json.dumps(raw))
     encoded = base64.urlsafe_b64encode(json.dumps(raw).encode()).decode()
@@ -392,7 +374,7 @@ def test_read_config_from_every_place(tmp_path: Path) -> None:
     ]
     assert all(source == raw for source in sources)
     read_config(config=raw)["hydra"]["seed"] = 3
-    assert "seed" not in SECTION, "the caller's dict was changed"
+    assert "seed" not in HYDRA, "the caller's dict was changed"
 
 
 @pytest.mark.parametrize(
@@ -435,7 +417,7 @@ KEYS = st.sampled_from(sorted(HydraConfig.__dataclass_fields__)) | st.text(max_s
 @given(st.dictionaries(KEYS, JSON, max_size=4), st.dictionaries(st.text(max_size=8), JSON, max_size=2))
 def test_any_json_parses_or_is_refused_as_config_error(block: dict[str, Any], rest: dict[str, Any]) -> None:
     with contextlib.suppress(ConfigError):
-        parse_config({**rest, "hydra": {**SECTION, **block}})
+        parse_config({**rest, "hydra": {**HYDRA, **block}})
 
 
 # --- How stages compute: every option changes a job's fingerprint, is a setting, and may be given up alone.
@@ -469,9 +451,7 @@ def test_every_option_changes_the_fingerprint(name: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("name", NAMES)
 def test_every_option_is_a_setting(name: str) -> None:
     def parsed(**settings: Any) -> StageOptions:
-        found = parse_config({"hydra": {"tokens_per_step": 1, **settings}})
-        assert found is not None
-        made = found.hydra.stage_options
+        made = accepted({"hydra": {"tokens_per_step": 1, **settings}}).hydra.stage_options
         own = made.activation_checkpointing, made.as_paths(), made.host_activations, made.keep_attention
         assert StageOptions.of_settings(*own) == made
         return made
@@ -518,8 +498,7 @@ def test_fallbacks_give_up_all_and_then_one_at_a_time() -> None:
 
 def test_deepspeeds_states_on_the_host_are_taken() -> None:
     def offloaded(zero: Any, *block: str) -> tuple[str, ...]:
-        found = parse_config({"zero_optimization": zero, "hydra": {"tokens_per_step": 1, "offload": list(block)}})
-        assert found is not None
+        found = accepted({"zero_optimization": zero, "hydra": {"tokens_per_step": 1, "offload": list(block)}})
         told = any("offload" in note and "has no effect" in note for note in found.notes)
         assert told is not (OPTIMIZER in found.hydra.offload)
         return found.hydra.offload
@@ -533,8 +512,7 @@ def test_deepspeeds_states_on_the_host_are_taken() -> None:
 
 def test_deepspeeds_checkpoints_on_the_host_are_taken() -> None:
     def offloaded(**block: Any) -> tuple[str, ...]:
-        found = parse_config({"activation_checkpointing": block, "hydra": {"tokens_per_step": 1}})
-        assert found is not None
+        found = accepted({"activation_checkpointing": block, "hydra": {"tokens_per_step": 1}})
         assert found.hydra.may_recompute is bool(found.hydra.offload)
         return found.hydra.offload
 

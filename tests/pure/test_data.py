@@ -44,31 +44,28 @@ class Items(list[Any]):
         return super().__getitem__(index)
 
 
-def test_labels_are_the_next_tokens_of_the_same_sequence() -> None:
-    data = SequenceData([[5, 6, 7], [8, 9]], vocab_size=10)
-    ids, labels, *_ = data.load_sequence(0)
-    assert ids.tolist() == [5, 6, 7]
-    assert labels.tolist() == [6, 7, IGNORE_INDEX]
+NONE = IGNORE_INDEX
+FOUR = {"input_ids": [3, 4, 5, 6]}
 
 
-def test_users_labels_are_shifted_and_padding_is_taken_out() -> None:
-    item = {"input_ids": [3, 4, 5, 0], "labels": [IGNORE_INDEX, 4, 5, IGNORE_INDEX], "attention_mask": [1, 1, 1, 0]}
-    data = SequenceData([item])
-    ids, labels, *_ = data.load_sequence(0)
-    assert ids.tolist() == [3, 4, 5]
-    assert labels.tolist() == [4, 5, IGNORE_INDEX]
-    prompt = {"input_ids": [3, 4, 5], "labels": [IGNORE_INDEX, IGNORE_INDEX, 5]}
-    assert SequenceData([prompt]).load_sequence(0)[1].tolist() == [IGNORE_INDEX, 5, IGNORE_INDEX]
-
-
-@pytest.mark.parametrize("name", ["completion_mask", "assistant_masks"])
-def test_masked_positions_are_not_learnt(name: str) -> None:
-    item = {"input_ids": [3, 4, 5, 6], name: [0, 0, 1, 1]}
-    assert SequenceData([item]).load_sequence(0)[1].tolist() == [IGNORE_INDEX, 5, 6, IGNORE_INDEX]
-    labelled = item | {"labels": [3, 4, IGNORE_INDEX, 7]}
-    assert SequenceData([labelled]).load_sequence(0)[1].tolist() == [IGNORE_INDEX, IGNORE_INDEX, 7, IGNORE_INDEX]
-    both = {"input_ids": [3, 4, 5, 6], "completion_mask": [0, 1, 1, 1], "assistant_masks": [0, 1, 0, 1]}
-    assert SequenceData([both]).load_sequence(0)[1].tolist() == [4, IGNORE_INDEX, 6, IGNORE_INDEX]
+@pytest.mark.parametrize(
+    ("item", "ids", "labels"),
+    [
+        ([5, 6, 7], [5, 6, 7], [6, 7, NONE]),
+        ({"input_ids": [3, 4, 5, 0], "labels": [NONE, 4, 5, NONE], "attention_mask": [1, 1, 1, 0]}, [3, 4, 5],
+         [4, 5, NONE]),
+        ({"input_ids": [3, 4, 5], "labels": [NONE, NONE, 5]}, [3, 4, 5], [NONE, 5, NONE]),
+        (FOUR | {"completion_mask": [0, 0, 1, 1]}, [3, 4, 5, 6], [NONE, 5, 6, NONE]),
+        (FOUR | {"assistant_masks": [0, 0, 1, 1]}, [3, 4, 5, 6], [NONE, 5, 6, NONE]),
+        (FOUR | {"completion_mask": [0, 0, 1, 1], "labels": [3, 4, NONE, 7]}, [3, 4, 5, 6], [NONE, NONE, 7, NONE]),
+        (FOUR | {"completion_mask": [0, 1, 1, 1], "assistant_masks": [0, 1, 0, 1]}, [3, 4, 5, 6], [4, NONE, 6, NONE]),
+    ],
+)  # fmt: skip
+def test_labels_are_shifted_within_a_sequence_and_padding_is_taken_out(
+    item: Any, ids: list[int], labels: list[int]
+) -> None:
+    found = SequenceData([item, [8, 9]], vocab_size=10).load_sequence(0)
+    assert (found.input_ids.tolist(), found.labels.tolist()) == (ids, labels)
 
 
 @pytest.mark.parametrize(
@@ -150,6 +147,7 @@ def test_truncate_and_skip_are_counted() -> None:
     ("items", "options", "words"),
     [
         ([], {}, ["empty"]),
+        (iter([[1, 2]]), {}, ["map-style"]),
         ([[1]], {}, ["no sequence is left"]),
         ([[1, 2, 3]], {"context_length": 2}, ["1 of 1", "context_length 2", "sequence 0 has 3", "truncate"]),
         ([[1, 2, 3]], {"context_length": 2, "too_long": "skip"}, ["no sequence is left", "1 skipped"]),
@@ -180,11 +178,6 @@ def test_bad_data_are_refused(items: Any, options: dict[str, Any], words: list[s
     with pytest.raises(ConfigError) as error:
         SequenceData(items, **options)
     assert all(word in str(error.value) for word in words), error.value
-
-
-def test_data_without_length_or_index() -> None:
-    with pytest.raises(ConfigError, match="map-style"):
-        SequenceData(iter([[1, 2]]))
 
 
 @pytest.mark.parametrize("tokens", [[1, 99, 3], [1, -2, 3]])

@@ -24,7 +24,7 @@ from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.planner import validate_plan
 from ds_hydra.planner.exact import dispatch_ms, pack_exactly
 from ds_hydra.planner.kernels.problem import Scheme
-from ds_hydra.rivals.costs import JobSetting, MemoryModel, OwnModel, Recomputed, Way, table_of
+from ds_hydra.rivals.costs import JobSetting, OwnModel, Recomputed, Way, table_of
 from ds_hydra.simulate.links import LinkModel
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tests.support.planner_cases import POOL, TABLES, a800_batch
@@ -76,13 +76,6 @@ def test_algorithm_1_is_the_printed_one(text: str) -> None:
         problem.times, problem.items.tokens.tolist(), problem.max_length.tolist(), problem.pp.tolist(), 2, 5
     )
     assert ours.tolist() == printed
-
-
-def test_ties_of_algorithm_1_go_to_the_first_pipeline() -> None:
-    problem = ComparedDispatch.of([50], StrategyShape.parse("4*tp16"), TABLE)
-    owner = problem.by_algorithm_1()
-    assert owner is not None
-    assert owner.tolist() == [0]
 
 
 def test_highs_finds_the_optimum_of_small_dispatches() -> None:
@@ -156,18 +149,6 @@ def test_hydraulis_plans_are_valid_and_state_what_they_take() -> None:
 def test_the_paper_s_program_with_one_scheme_gives_that_scheme() -> None:
     only = propose_by_program(TABLE, 64, a800_batch(0, 5000), 16384, [ParallelScheme(8)])
     assert only == (StrategyShape.parse("8*tp8"),)
-
-
-@pytest.mark.parametrize(
-    ("scheme", "activation", "expected"),
-    [((1, 4), 36, 1994), ((2, 2), 36, 4045), ((4, 1), 37, 7872), ((8, 3), 42, 27288), ((16, 1), 50, 43614)],
-)
-def test_memory_model_gives_published_limits_of_32b(scheme: tuple[int, int], activation: int, expected: int) -> None:
-    capacity = 85198897152 - 10737418240 - 5242880000
-    model = MemoryModel(6656, 60, 30592, capacity, 64, activation, state_bytes=201, sharded_share=0.75)
-    assert model.max_length(ParallelScheme(*scheme)) == expected
-    table = CostTable.load(TABLES / "llama_32b_a800.json")
-    assert table[ParallelScheme(*scheme)].max_length == expected
 
 
 def test_of_a_users_table_ulysses_counts_as_it_was_measured_and_rings_as_shares_of_its_units() -> None:
