@@ -105,7 +105,7 @@ CAPABILITIES: Mapping[str, Capability] = {
         needs="comparison, previews and pages",
     ),
     # Its cells are run as they stand, without Jupyter.
-    "notebook": Capability("tests/test_notebook.py tests/support/notebooks.py", Lines(0, 162, 0)),
+    "notebook": Capability("tests/test_notebook.py", Lines(0, 162, 0)),
     "comparison, previews and pages": Capability(
         "ds_hydra/rivals/*.py ds_hydra/commands/pages.py ds_hydra/commands/preview.py "
         "ds_hydra/commands/init.py ds_hydra/commands/init_job.py "

@@ -61,7 +61,7 @@ from ds_hydra.zero_hetero.nodes import Cluster
 _LAST_STEPS, LEAST_STEPS = 12, 8  # steps that are looked at, and the fewest that tell
 SLOW = 1.1  # times as long as others
 PACE_CHANGE = 0.05  # of a pace, which plans follow; measured times scatter by less
-_RECOVERED = 0.5  # of what is told as slow: a rank that is told at 1.1 has recovered below 1.05
+_RECOVERED = 1.0 + 0.5 * (SLOW - 1.0)  # times as long as others: below it a slow rank has recovered
 
 
 class StageTime(NamedTuple):
@@ -74,12 +74,11 @@ class StageTime(NamedTuple):
 
 
 class Stragglers:
-    """Watches the ranks of a job; `slow` is how many times as long as others a rank computes that is to be told, and
-    `remedy` what its line ends with. With a `state` it goes on where another one was: ValueError, TypeError or KeyError
-    for what is none. The same calls give the same on every rank."""
+    """Watches the ranks of a job; `remedy` is what the line on a slow rank ends with. With a `state` it goes on where
+    another one was: ValueError, TypeError or KeyError for what is none. The same calls give the same on every rank."""
 
-    def __init__(self, slow: float = SLOW, state: Mapping[str, Any] | None = None, remedy: str = "") -> None:
-        self._slow, self._recovered, self._remedy = slow, 1.0 + _RECOVERED * (slow - 1.0), remedy
+    def __init__(self, state: Mapping[str, Any] | None = None, remedy: str = "") -> None:
+        self._remedy = remedy
         self._ratios: dict[int, deque[float]] = {}  # of each rank, those of its last steps
         self._paces: dict[int, float] = {}  # of those that were told
         if state is not None:
@@ -122,10 +121,10 @@ class Stragglers:
             low, high = sorted(last)[len(last) // 4], sorted(last)[3 * len(last) // 4]
             # The upper median: with as many old times as new ones a mean of both would be neither.
             pace = round(min(MOST, max(1.0, sorted(last)[len(last) // 2])), 3)
-            if rank not in self._paces and low >= self._slow:
+            if rank not in self._paces and low >= SLOW:
                 slow.append(rank)
                 self._paces[rank] = pace
-            elif rank in self._paces and high < self._recovered:
+            elif rank in self._paces and high < _RECOVERED:
                 recovered.append(rank)
                 del self._paces[rank]
             elif rank in self._paces and abs(pace / self._paces[rank] - 1.0) > PACE_CHANGE:

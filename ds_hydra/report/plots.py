@@ -34,9 +34,9 @@ _LOSS, _RATE, _WAIT, _COMPUTE, _IDLE = "#0072B2", "#E69F00", "#D55E00", "#009E73
 _SMOOTHED = 9  # steps of a running median
 
 
-def running_median(values: Sequence[float], width: int = _SMOOTHED) -> list[float]:
-    """For each value the median of it and those before it, `width` in all where there are so many."""
-    return [median(values[max(0, end - width) : end]) for end in range(1, len(values) + 1)]
+def running_median(values: Sequence[float]) -> list[float]:
+    """For each value the median of it and those before it, _SMOOTHED in all where there are so many."""
+    return [median(values[max(0, end - _SMOOTHED) : end]) for end in range(1, len(values) + 1)]
 
 
 def ranks_of(record: Record) -> int:
