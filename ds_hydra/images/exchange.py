@@ -1,8 +1,8 @@
 """Images from a script's batches to the ranks that run their sequences.
 
-Every rank learns the sizes of all columns by one text, so both ends of every message know what it holds. Pixels go to
-the first stage of the pipeline that runs their sequence, in the type that the model computes in, and nowhere else;
-positions go to all of its stages.
+Every rank learns by one text which images there are, and the sizes of all messages. Pixels go to the first stage of the
+pipeline that runs their sequence, in the type that the model computes in, and nowhere else; positions go to all of its
+stages.
 
 [Note: which rows are whose]
 Processors put the images of a call into columns, and what is of which image follows from the layout that the seam was
@@ -24,6 +24,7 @@ The images of a batch are those of its sequences, one after the other: each take
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -295,9 +296,6 @@ def _share(column: Tensor, number: int, starts: Any, unit: int, axis: int) -> Te
 
 logger = logging.getLogger(__name__)
 
-_TYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64,
-                                          torch.int32, torch.uint8, torch.bool)}  # fmt: skip
-
 
 class ImageExchange:
     """Of one crew. Every rank must call the same methods."""
@@ -363,46 +361,36 @@ class ImageExchange:
         self, plan: StepPlan, owners: Sequence[int], mine: Mapping[int, TokenSequence], delivered: Delivered
     ) -> Delivered:
         """The delivered sequences of a plan with their images; arguments as of `deliver`."""
-        crew, channel = self._crew, self._crew.world.channel
-        told = {position: _described(sequence.images) for position, sequence in mine.items() if sequence.images.units}
-        described: dict[int, list[Any]] = {}
-        for text in channel.texts(json.dumps(told, separators=(",", ":"))):
-            described |= {int(position): value for position, value in json.loads(text).items()}
-        units = [columns for value in described.values() for *_, columns in value[0]]
-        self._tell(crew.update, images=not all(map(is_clip, units)), clips=any(map(is_clip, units)))
+        crew, channel, seam = self._crew, self._crew.world.channel, self._source.seam
         strategies = crew.strategies_of(plan)
         ranks, encoding = runners(plan, strategies), _encoders(plan, strategies)
-        outgoing: dict[int, list[Tensor]] = {}
-        incoming: dict[int, list[int]] = {}
-        found: dict[int, Images] = {}
-        for position, value in sorted(described.items()):
-            owner = owners[position]
-            for receiver in sorted(ranks[position] - {owner}):
-                if owner == channel.rank:
-                    outgoing.setdefault(receiver, []).append(
-                        _bytes(mine[position].images, pixels=receiver in encoding[position])
-                    )
-                elif receiver == channel.rank:
-                    incoming.setdefault(owner, []).append(position)
-            if owner == channel.rank:
-                found[position] = mine[position].images
-            assert value, "a sequence with images has units"
-        parcels = {receiver: _parcel(parts) for receiver, parts in outgoing.items()}
-        parcels = {receiver: parcel for receiver, parcel in parcels.items() if len(parcel)}
-        sizes = {
-            owner: -(-sum(_size(described[at], pixels=channel.rank in encoding[at]) for at in positions) // 8)
-            for owner, positions in incoming.items()
-        }
-        came = channel.exchange(parcels, {owner: size for owner, size in sizes.items() if size})
-        for owner, positions in incoming.items():
-            data, begin = came[owner].view(torch.uint8) if owner in came else torch.zeros(0, dtype=torch.uint8), 0
-            for position in positions:
-                pixels = channel.rank in encoding[position]
-                size = _size(described[position], pixels=pixels)
-                part = data[begin : begin + size]
-                found[position] = _images(described[position], part, self._source.seam, pixels=pixels)
-                begin += size
-        none = self._source.seam.images()
+        found = {position: sequence.images for position, sequence in mine.items() if sequence.images.units}
+        outgoing: dict[int, dict[int, _Tensors]] = {}
+        for position, images in sorted(found.items()):
+            for receiver in ranks[position] - {channel.rank}:
+                if receiver in encoding[position] or images.positions is not None:
+                    tensors = _tensors(images, pixels=receiver in encoding[position])
+                    outgoing.setdefault(receiver, {})[position] = tensors
+        parcels = {receiver: _packed(tensors) for receiver, tensors in outgoing.items()}
+        told = [{position: _described(images) for position, images in found.items()},
+                {receiver: len(parcel) for receiver, parcel in parcels.items()}]  # fmt: skip
+        units, sizes = dict[int, list[Any]](), dict[int, int]()
+        for owner, text in enumerate(channel.texts(json.dumps(told, separators=(",", ":")))):
+            of_owner, lengths = json.loads(text)
+            units |= {int(position): described for position, described in of_owner.items()}
+            if str(channel.rank) in lengths:
+                sizes[owner] = lengths[str(channel.rank)]
+        clips = [clip for described in units.values() for *_, clip in described]
+        self._tell(crew.update, images=not all(clips), clips=any(clips))
+        came: dict[int, _Tensors] = {}
+        for parcel in channel.exchange(parcels, sizes).values():
+            came |= _unpacked(parcel)
+        for position in units.keys() - found.keys():
+            columns, positions = came.get(position, ([], None))
+            each = zip(columns or [{}] * len(units[position]), units[position], strict=True)
+            made = [Unit(own, first, rows, Load(*load)) for own, (first, rows, load, _) in each]
+            found[position] = seam.images(made, positions)
+        none = seam.images()
         places = {number: position for position, number in enumerate(plan.sequence_ids)}
         shown = {
             number: sequence._replace(images=found.get(places[number], none))
@@ -440,46 +428,26 @@ def _typed(unit: Unit, dtype: torch.dtype) -> Unit:
 
 
 def _described(images: Images) -> list[Any]:
-    """Shapes and types of a sequence's images: units with their loads, and axes and tokens of positions."""
-    units = [[one.first, one.rows, one.load, {n: [list(c.shape), str(c.dtype)] for n, c in sorted(one.columns.items())}]
-             for one in images.units]  # fmt: skip
-    return [units, None if images.positions is None else list(images.positions.shape)]
+    """Of each unit of a sequence its rows and load, and whether it is a clip."""
+    return [[one.first, one.rows, one.load, is_clip(one.columns)] for one in images.units]
 
 
-def _size(described: Sequence[Any], *, pixels: bool) -> int:
-    """Bytes of what was described; of a rank that encodes with its `pixels`."""
-    units, shape = described
-    size = 0 if shape is None else 8 * shape[0] * shape[1]
-    columns = [column for *_, columns in units for column in columns.values()] if pixels else []
-    return size + sum(torch.Size(shape).numel() * _TYPES[dtype].itemsize for shape, dtype in columns)
+_Tensors = tuple[list[dict[str, Tensor]], Tensor | None]  # columns of each unit, where a rank encodes; positions
 
 
-def _bytes(images: Images, *, pixels: bool) -> Tensor:
-    parts = [] if images.positions is None else [images.positions]
-    if pixels:
-        parts += [column for unit in images.units for _, column in sorted(unit.columns.items())]
-    return torch.cat([torch.zeros(0, dtype=torch.uint8), *(p.contiguous().view(-1).view(torch.uint8) for p in parts)])
+def _tensors(images: Images, *, pixels: bool) -> _Tensors:
+    # Copies: of a part of a batch torch would save the whole of it.
+    columns = [{name: c.clone() for name, c in unit.columns.items()} for unit in images.units] if pixels else []
+    return columns, images.positions
 
 
-def _parcel(parts: Sequence[Tensor]) -> Tensor:
-    data = torch.cat(list(parts))
+def _packed(tensors: Mapping[int, _Tensors]) -> Tensor:
+    """Tensors of sequences as one message, (numbers,) of int64."""
+    torch.save(dict(tensors), buffer := io.BytesIO(), _use_new_zipfile_serialization=False)  # which may be followed
+    data = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
     return torch.nn.functional.pad(data, (0, -len(data) % 8)).view(torch.int64)
 
 
-def _images(described: Sequence[Any], data: Tensor, seam: Seam, *, pixels: bool) -> Images:
-    units, shape = described
-    begin = 0
-
-    def next_of(size: Sequence[int], dtype: torch.dtype) -> Tensor:
-        nonlocal begin
-        end = begin + torch.Size(size).numel() * dtype.itemsize
-        part, begin = data[begin:end].clone(), end
-        return part.view(dtype).view(*size)
-
-    positions = None if shape is None else next_of(shape, torch.int64)
-    made = [
-        Unit({n: next_of(size, _TYPES[dtype]) for n, (size, dtype) in columns.items()} if pixels else {}, first, rows,
-             Load(*load))
-        for first, rows, load, columns in units
-    ]  # fmt: skip
-    return seam.images(made, positions)
+def _unpacked(parcel: Tensor) -> dict[int, _Tensors]:
+    found: dict[int, _Tensors] = torch.load(io.BytesIO(parcel.numpy().tobytes()), weights_only=True)
+    return found

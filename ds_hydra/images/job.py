@@ -17,7 +17,7 @@ from ds_hydra.costs.loads import Load, first_ranks
 from ds_hydra.data.tokens import TokenSequence
 from ds_hydra.images.content import Images, Unit, is_clip
 from ds_hydra.images.exchange import ImageExchange
-from ds_hydra.images.find import NEAR, Sample, Subject, rows_of_one, subject_of
+from ds_hydra.images.find import Sample, Subject, rows_of_one, subject_of
 from ds_hydra.images.load import heads_of, image_tokens, measured, price_of, with_room
 from ds_hydra.images.seam import Ear, Seam, numbered
 from ds_hydra.images.small import small_model
@@ -35,7 +35,7 @@ from ds_hydra.pipe.stage import StageModule, StagePlace
 from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.plan.step_plan import MicroBatchPlan
 from ds_hydra.profiling.stage_timer import hollow_model
-from ds_hydra.self_check.runs import Data, Outcome, doubled, run_pipeline
+from ds_hydra.self_check.runs import Data, Outcome, compare, doubled, run_pipeline
 from ds_hydra.self_check.schemes import uneven_pipeline
 from ds_hydra.zero_hetero.errors import ConfigError
 
@@ -173,7 +173,6 @@ def _attention_of(model: Any, root: str) -> str:
 
 SLICES = "slices"
 KINDS = ("tp1", "tp2", "sp2", "pp2", SLICES)
-_FLOOR = 1e-3  # of the largest gradient: one that is zero but for rounding, as a key's bias has, is as far off
 
 
 @dataclass(frozen=True)
@@ -255,17 +254,9 @@ class Trial:
             return f"its run ends with {failing(error)[:200]}"
 
     def _compared(self, found: Outcome) -> str:
-        loss, right = self._subject.loss, self._subject.gradients
-        if not abs(found.loss - loss) <= NEAR * abs(loss):
-            return f"the loss is {abs(found.loss - loss) / abs(loss):.0e} off"
-        floor = _FLOOR * max(float(gradient.abs().max()) for gradient in right.values())
-        for name, gradient in found.gradients.items():
-            expected = right.get(name, torch.zeros_like(gradient))
-            off = float((gradient - expected).abs().max()) / max(floor, float(expected.abs().max()))
-            if not off <= NEAR:
-                return f"the gradient of {name} is {off:.0e} of the largest off"
-        missing = sorted(right.keys() - found.gradients.keys())
-        return f"{missing[0]} has no gradient" if missing else ""
+        missing = {name: torch.zeros_like(gradient) for name, gradient in found.gradients.items()}
+        right = Outcome(self._subject.loss, found.eval_loss, missing | self._subject.gradients)
+        return compare(right, replace(found, exact=True)).what or ""
 
 
 def verdicts(subject: Subject, kinds: Sequence[str] = KINDS, attends: str = "") -> dict[str, str]:

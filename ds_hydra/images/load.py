@@ -38,7 +38,7 @@ from ds_hydra.costs.loads import Load
 from ds_hydra.costs.memory import JobMemory
 from ds_hydra.images.content import Columns, Unit, is_clip
 from ds_hydra.images.seam import Audio, count_of, encoded
-from ds_hydra.images.small import clips, makers
+from ds_hydra.images.small import audio_config, clips, makers, number_of, vision_config
 from ds_hydra.pipe.model_plan import ParamSpec
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.profiling.stage_timer import StageTimer
@@ -97,8 +97,8 @@ class Tower(NamedTuple):
     def of(cls, source: ImageText, *, clips: bool = False) -> Tower:
         """Of a model with images or audio; of both that of images, or of `clips`."""
         clips = clips or source.seam.clips_alone
-        config = _audio_config(source.config) if clips else _vision_config(source.config)
-        width, layers = _number(config, _WIDTHS) or 1, _number(config, _LAYERS) or 1
+        config = audio_config(source.config) if clips else vision_config(source.config)
+        width, layers = number_of(config, _WIDTHS) or 1, number_of(config, _LAYERS) or 1
         roots: dict[str, list[ParamSpec]] = {}
         for param in (p for bucket in source.plan.buckets for p in bucket.params):
             for root in source.seam.roots_of(clips=clips):
@@ -110,11 +110,11 @@ class Tower(NamedTuple):
         adapted = [root for root, params in roots.items() if trained[root] and not all(p.trainable for p in params)]
         each = {root: (2.0 if not trained[root] else 4.0 if root in adapted else 6.0) for root in roots}
         attention = (14.0 if trained[largest] else 4.0) * width * layers
-        patch = _number(config, ("patch_size",))
+        patch = number_of(config, ("patch_size",))
         seam = source.seam
         of_row = float(seam.per_row)
         if seam.layout not in ("grid", "padded", "strip") and not clips:
-            side = _number(config, ("image_size",)) // patch if patch else 0
+            side = number_of(config, ("image_size",)) // patch if patch else 0
             of_row = side * side / seam.per_row if seam.per_row else 0.0
         within, inside, beside = "" if seam.cut is None or clips else f"{seam.cut.layers}.", 0.0, 0.0
         for root, param in ((root, p) for root, params in roots.items() for p in params if len(p.shape) > 1):
@@ -220,33 +220,7 @@ def image_tokens(source: ImageText, memory: JobMemory, scheme: ParallelScheme, i
 
 def heads_of(config: Any) -> int:
     """Heads of a model's encoder; 0: its config does not say it."""
-    return _number(_vision_config(config), _HEADS)
-
-
-def _vision_config(config: Any) -> Any:
-    """The part of a model's config that is of its encoder; of Omni models one level further down."""
-    for name in ("vision_config", "thinker_config"):
-        found = getattr(config, name, None)
-        if found is not None:
-            return found if name == "vision_config" else _vision_config(found)
-    return config
-
-
-def _audio_config(config: Any) -> Any:
-    """The part of a model's config that is of its encoder of audio."""
-    parts = (getattr(config, name, None) for name in ("audio_config", "encoder_config"))
-    return next((part for part in parts if part is not None), config)
-
-
-def _number(config: Any, names: tuple[str, ...]) -> int:
-    """The first of these settings; of one that names several, the first. 0: there is none."""
-    known = config if isinstance(config, dict) else getattr(config, "__dict__", {})
-    for name in names:
-        found = known.get(name)
-        found = found[0] if isinstance(found, list | tuple) and found else found
-        if isinstance(found, int) and found > 0:
-            return found
-    return 0
+    return number_of(vision_config(config), _HEADS)
 
 
 _SIZES = (0, 1, 3, 7, 15, 31, 63, 127)  # which images, each about twice the one before; then two large ones

@@ -141,7 +141,7 @@ def _shrink_other(part: Any, old: Any, hidden: int, of_encoder: int) -> None:
         if key == "num_hidden_layers":  # fewer than a text's stay: each may have its own width
             vars(part)[key] = min(value, vars(old)[key])
         elif key == "image_size":
-            vars(part)[key] = _PATCHES * _number(part, ("patch_size",), 16)
+            vars(part)[key] = _PATCHES * number_of(part, ("patch_size",), 16)
         elif _HEAD.search(key) and isinstance(value, int):
             vars(part)[key] = _HEADS
         elif _COUNT.search(key):
@@ -149,7 +149,7 @@ def _shrink_other(part: Any, old: Any, hidden: int, of_encoder: int) -> None:
 
 
 def _size(config: Any) -> int:
-    return _number(config, ("image_size",), 1)
+    return number_of(config, ("image_size",), 1)
 
 
 def _of_encoder(key: str, value: Any, widths: Mapping[int, int], old: Any, hidden: int) -> Any:
@@ -179,15 +179,33 @@ def _of_encoder(key: str, value: Any, widths: Mapping[int, int], old: Any, hidde
 
 
 def vision_config(config: Any) -> Any:
-    """The part of a config that is of the encoder of images; itself where there is none."""
+    """The part of a config that is of the encoder of images, of Omni models one level further down; itself where there
+    is none."""
     named = [key for key, value in vars(config).items() if hasattr(value, "to_dict") and re.search("vis|vit", key)]
+    if not named and hasattr(config, "thinker_config"):
+        return vision_config(config.thinker_config)
     return getattr(config, named[0]) if named else config
+
+
+def audio_config(config: Any) -> Any:
+    """The part of a config that is of the encoder of audio; itself where there is none."""
+    return getattr(config, next(iter(_audio_parts(config)), ""), config)
 
 
 def _audio_parts(config: Any) -> list[str]:
     """Which parts of a config are of encoders of audio."""
     return [key for key, part in vars(config).items() if hasattr(part, "to_dict")
             and re.search("audio|encoder_config|speech", key)]  # fmt: skip
+
+
+def number_of(config: Any, keys: tuple[str, ...], default: int = 0) -> int:
+    """The first of these settings; of one that names several, the first."""
+    for key in keys:
+        value = getattr(config, key, None)
+        value = value[0] if isinstance(value, list | tuple) and value else value
+        if isinstance(value, int):
+            return value
+    return default
 
 
 def placeholder(config: Any, kind: str = "images") -> int | None:
@@ -209,11 +227,11 @@ class Maker(NamedTuple):
 def makers(config: Any, taken: Mapping[str, Any] | tuple[str, ...]) -> Iterator[Maker]:
     """Ways to make an image for an encoder that takes these arguments, the likeliest first."""
     part = vision_config(config)
-    patch = _number(part, ("patch_size", "spatial_patch_size"), 7)
-    size = _number(part, ("image_size",), 28)
-    channels = _number(part, ("in_channels", "num_channels", "in_chans"), 3)
-    merge = _number(part, ("spatial_merge_size", "merge_size"), _number(config, ("spatial_merge_size",), 1))
-    frames = _number(part, ("temporal_patch_size", "patch_temporal"), 1)
+    patch = number_of(part, ("patch_size", "spatial_patch_size"), 7)
+    size = number_of(part, ("image_size",), 28)
+    channels = number_of(part, ("in_channels", "num_channels", "in_chans"), 3)
+    merge = number_of(part, ("spatial_merge_size", "merge_size"), number_of(config, ("spatial_merge_size",), 1))
+    frames = number_of(part, ("temporal_patch_size", "patch_temporal"), 1)
 
     def noise(*shape: int) -> Tensor:
         return torch.randn(*shape, dtype=torch.float64)
@@ -226,10 +244,10 @@ def makers(config: Any, taken: Mapping[str, Any] | tuple[str, ...]) -> Iterator[
         for of in (*flat, (channels, patch, patch), (merge * patch, merge * patch, channels)):
             yield Maker("grid", _patches(of, merge, grid, beside="image_merge_sizes" in taken))
     if "image_position_ids" in taken:
-        pooled = _number(part, ("pooling_kernel_size",), 1)
+        pooled = number_of(part, ("pooling_kernel_size",), 1)
         yield from (_padded(patch, pooled, channels), _padded(patch * pooled, 1, channels))
     if "spatial_shapes" in taken:
-        yield Maker("padded", _shaped(patch, channels, _number(config, ("downsample_factor",), merge)))
+        yield Maker("padded", _shaped(patch, channels, number_of(config, ("downsample_factor",), merge)))
     elif "pixel_attention_mask" in taken:
         for each in ((size, size), ()):  # a mask of pixels, or of images
             yield Maker("beside", _masked((1, 1, channels, size, size), (1, 1, *each)))
@@ -248,7 +266,7 @@ def makers(config: Any, taken: Mapping[str, Any] | tuple[str, ...]) -> Iterator[
             "pixel_values": noise(1, channels, size, size), "num_local_patches": torch.tensor([1 + which]),
             "pixel_values_local": noise(1 + which, channels, size, size)})  # fmt: skip
     if "high_res_pixel_values" in taken:
-        high = _number(getattr(config, "high_res_vision_config", part), ("image_size",), size)
+        high = number_of(getattr(config, "high_res_vision_config", part), ("image_size",), size)
         yield Maker("each", pictures(high_res_pixel_values=noise(1, channels, high, high)))
     if "pixel_mask" in taken:
         yield Maker("each", pictures(pixel_mask=torch.ones(1, size, size, dtype=torch.bool)))
@@ -311,13 +329,13 @@ def clips(config: Any, taken: tuple[str, ...]) -> Iterator[Maker]:
     """Ways to make a clip for a forward that takes these `clip_columns`, the likeliest first. Clips of the sizes 0 and
     1 are as long as each other with padding; without it, where there is a mask, the first is half as long."""
     values, masks = taken[0], taken[1:]
-    part = getattr(config, next(iter(_audio_parts(config)), ""), config)
+    part = audio_config(config)
     bins = [
         value
         for key, value in vars(part).items()
         if re.search(r"mel_bins|feat_size|input_(size|dim)$|audio_embed_dim", key)
     ] or [128, 80]  # what most have
-    bins = [value * count for count in (1, _number(part, ("num_stacked_frames",), 1)) for value in bins]
+    bins = [value * count for count in (1, number_of(part, ("num_stacked_frames",), 1)) for value in bins]
     whole = [2 * part.max_source_positions] if isinstance(getattr(part, "max_source_positions", None), int) else []
 
     def maker(count: int, *of: int, behind: bool) -> Maker:
@@ -330,7 +348,7 @@ def clips(config: Any, taken: tuple[str, ...]) -> Iterator[Maker]:
 
         return Maker(CLIP, make)
 
-    for frames in (*whole, 4 * _number(part, ("n_window",), 16), 400):
+    for frames in (*whole, 4 * number_of(part, ("n_window",), 16), 400):
         for each in bins:
             yield maker(frames, each, behind=False)
             yield maker(frames, each, behind=True)
@@ -339,12 +357,3 @@ def clips(config: Any, taken: tuple[str, ...]) -> Iterator[Maker]:
         yield maker(samples, 1, behind=False)
     if masks:
         yield from clips(config, taken[:1])
-
-
-def _number(config: Any, keys: tuple[str, ...], default: int) -> int:
-    for key in keys:
-        value = getattr(config, key, None)
-        value = value[0] if isinstance(value, list | tuple) and value else value
-        if isinstance(value, int):
-            return value
-    return default
