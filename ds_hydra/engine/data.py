@@ -23,6 +23,7 @@ from ds_hydra.engine.crew import Crew
 from ds_hydra.engine.plugs import plugged
 from ds_hydra.pipe.rows import Field, FieldLayout
 from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.planner import PlannedStep
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.ranks.together import agree, together
 from ds_hydra.step.delivery import Delivered, deliver
@@ -177,6 +178,19 @@ class Gathered(NamedTuple):
         return slice(*self.begins[rank : rank + 2])
 
 
+class Dispatched(NamedTuple):
+    """What ranks have handed in: planned, and delivered to the ranks that run it."""
+
+    mine: Mine
+    planned: PlannedStep
+    gathered: Gathered
+    delivered: Delivered
+
+    @property
+    def plan(self) -> StepPlan:
+        return self.planned.plan
+
+
 class SequenceExchange:
     """Reads, gathers and delivers on a crew. Every rank must call the same methods."""
 
@@ -236,6 +250,22 @@ class SequenceExchange:
             num_learnt,
             _layout_of_all(layouts),
         )
+
+    def dispatch(
+        self, mine: Mine, what: str = "", call: str = "", *, step: int | None = None, first: int = 0,
+        run: Callable[[Sequence[TokenSequence], Gathered], Sequence[TokenSequence]] = lambda own, _: own,
+    ) -> Dispatched:  # fmt: skip
+        """Gather, plan and deliver what ranks hand in: for a `step`, counted from 0, of which `first` sequences were
+        dispatched before, or outside of training. `what` and `call` as of `gather`; `run` gives the sequences that run
+        in the place of this rank's."""
+        gathered, plans = self.gather(mine, what or f"step {(step or 0) + 1}", call), self._crew.plans
+        if step is None:
+            planned = plans.plan_once(tuple(range(len(gathered.lengths))), gathered.lengths)
+        else:
+            planned = plans.given(step, gathered.lengths, first)
+        own = run(mine.sequences, gathered)
+        delivered = self.deliver(planned.plan, own, gathered, gathered.layout.num_columns)
+        return Dispatched(mine, planned, gathered, delivered)
 
     def deliver(self, plan: StepPlan, mine: Sequence[TokenSequence], gathered: Gathered, columns: int = 0) -> Delivered:
         """The sequences of a plan where they run; their fields have so many columns."""

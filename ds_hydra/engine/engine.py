@@ -26,7 +26,7 @@ from ds_hydra.engine.crew import Crew
 from ds_hydra.engine.data import read_twice, scan_together
 from ds_hydra.engine.guard import Guard
 from ds_hydra.engine.job import Job, give_buffers, look_once, model_source, spread_where_cheaper
-from ds_hydra.engine.logits import evaluated, in_rows
+from ds_hydra.engine.logits import in_rows
 from ds_hydra.engine.losses import SequenceLoss
 from ds_hydra.engine.own_loss import same_on_all, try_loss
 from ds_hydra.engine.plans import Callback, PreStepCallback
@@ -448,12 +448,9 @@ class HydraEngine(HostEngine):
         """
         if not isinstance(self.job.source, CausalLM):
             raise ConfigError("predict() needs a Hugging Face model: the layers of a PipelineModule end in its loss")
-        if function is None:
-            loss, logits = self._evaluating("predict()", EngineCall(lambda: evaluated(self, batch), once="predict"))
-            return torch.tensor(loss, dtype=torch.float32, device="cpu"), logits
         part = EngineCall(lambda: self.steps.scoring.predict(batch, function), once="predict")
         loss, found = self._evaluating("predict()", part)
-        return torch.tensor(loss, dtype=torch.float32, device="cpu"), torch.from_numpy(found)
+        return torch.tensor(loss, dtype=torch.float32, device="cpu"), found
 
     @overload
     def log_probs(

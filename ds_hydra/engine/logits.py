@@ -18,16 +18,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ds_hydra.data.columns import IGNORE_INDEX
 from ds_hydra.data.tokens import TokenSequence
-from ds_hydra.engine.data import Gathered, Mine
+from ds_hydra.engine.data import Dispatched, Mine
+from ds_hydra.engine.scoring import every_token, summed_loss
 from ds_hydra.host.three_calls import Collected
 from ds_hydra.pipe.loss import Objective
 from ds_hydra.pipe.rows import Field, FieldLayout
-from ds_hydra.planner import PlannedStep
 from ds_hydra.zero_hetero.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -48,8 +46,7 @@ class _Own(NamedTuple):
 class Run(NamedTuple):
     """What has run forward, and is to be trained on."""
 
-    planned: PlannedStep
-    gathered: Gathered
+    handed: Dispatched
     own: list[_Own]
 
     @property
@@ -63,15 +60,11 @@ def forward(host: HydraEngine, mine: Mine, entries: Sequence[Collected], first: 
     before."""
     crew, steps, step = host.crew, host.steps, host.global_steps
     with crew.activity("reading sequences"):
-        gathered = steps.shares.gather(
-            mine.checked(lambda _: steps.scoring.check_model(trains=True)), f"step {step + 1}"
-        )
-        planned = crew.plans.given(step, gathered.lengths, first)
-        known = [_known(sequence) for sequence in mine.sequences]
-        delivered = steps.shares.deliver(planned.plan, known, gathered)
+        mine = mine.checked(lambda _: steps.scoring.check_model(trains=True))
+        handed = steps.shares.dispatch(mine, step=step, first=first, run=every_token)
     with crew.together("evaluation"):
         objective = Objective(of_logits=crew.job.source.vocab_size or 0)
-        found, _ = steps.scoring.found_by(objective, planned.plan, delivered, gathered, step + 1)
+        found, _ = steps.scoring.found_by(objective, handed, step + 1)
     own, begin = [], 0
     for entry, (share, _) in zip(entries, mine.batches, strict=True):
         parts = found[begin : (begin := begin + len(share.sequences))]
@@ -79,24 +72,7 @@ def forward(host: HydraEngine, mine: Mine, entries: Sequence[Collected], first: 
         host.three_calls.hand_out(entry, in_rows(entry.batch, numbers))
         kept = _kept(entry.batch, len(numbers))
         own.append(_Own(entry, share.sequences, numbers.to(host.three_calls.dtype), kept))
-    return Run(planned, gathered, own)
-
-
-def evaluated(host: HydraEngine, batch: Any) -> tuple[float, Tensor]:
-    """Without an update: the mean loss of the batches of all ranks, and the logits of this rank's, (tokens, words)."""
-    crew, scoring, shares = host.crew, host.steps.scoring, host.steps.shares
-    with crew.activity("evaluation"):
-        mine = shares.read([(batch, 1.0)]).checked(lambda _: scoring.check_model())
-        gathered = shares.gather(mine, "predict()", "logits")
-        plan = crew.plans.plan_once(tuple(range(len(gathered.lengths))), gathered.lengths)
-        delivered = shares.deliver(plan, [_known(sequence) for sequence in mine.sequences], gathered)
-    with scoring.evaluating():
-        words = crew.job.source.vocab_size or 0
-        found, _ = scoring.found_by(Objective(of_logits=words), plan, delivered, gathered, None)
-    numbers = torch.from_numpy(np.concatenate(found)) if found else torch.zeros(0, words)
-    summed, count = _summed(host, numbers, mine.sequences)
-    total, targets = crew.world.channel.rows(torch.tensor([float(summed), count], dtype=torch.float64)).sum(dim=0)
-    return float(total / targets), numbers.to(host.three_calls.dtype)
+    return Run(handed, own)
 
 
 def in_rows(batch: Any, numbers: Tensor) -> Tensor:
@@ -121,16 +97,16 @@ def train(host: HydraEngine, run: Run) -> bool:
     for one in run.own:
         counts = _counts(host, one).double().cpu().numpy()
         begin = 0
-        for sequence in one.sequences:
+        for sequence in every_token(one.sequences):
             part = counts[begin : (begin := begin + len(sequence.labels))]
-            sequences.append(_known(sequence)._replace(fields=part))
+            sequences.append(sequence._replace(fields=part))
         if one.entry.is_trained:  # and stays so
             one.entry.factor = one.entry.factor or 0.0
         one.entry.logits = one.entry.by_logits = None
     layout = FieldLayout((Field(_GRADIENTS, words, False),))
-    delivered = steps.shares.deliver(run.planned.plan, sequences, run.gathered, words)
+    delivered = steps.shares.deliver(run.handed.plan, sequences, run.handed.gathered, words)
     whole = host.three_calls.batches_of_update() * host.world_size
-    steps.parts.add_objective(run.planned, delivered, Objective(_linear, layout, of_logits=words), float(whole))
+    steps.parts.add_objective(run.handed.planned, delivered, Objective(_linear, layout, of_logits=words), float(whole))
     return padding
 
 
@@ -153,22 +129,8 @@ def _counts(host: HydraEngine, one: _Own) -> Tensor:
 
 def _loss(host: HydraEngine, logits: Tensor, sequences: Sequence[TokenSequence]) -> Tensor:
     """The mean loss of a batch's targets, (), by its logits (tokens, words)."""
-    summed, count = _summed(host, logits, sequences)
+    summed, count = summed_loss(host.job.source, logits, sequences)
     return summed / count
-
-
-def _summed(host: HydraEngine, logits: Tensor, sequences: Sequence[TokenSequence]) -> tuple[Tensor, int]:
-    """The sum of the losses of a batch's targets, (), and their number."""
-    labels = torch.from_numpy(np.concatenate([one.labels for one in sequences] or [np.zeros(0, dtype=np.int64)]))
-    learnt = labels != IGNORE_INDEX
-    own: Any = getattr(host.job.source, "token_loss", None)
-    of_tokens = own or (lambda given, targets: F.cross_entropy(given, targets, reduction="none"))
-    return of_tokens(logits[learnt], labels[learnt]).sum(), int(learnt.sum())
-
-
-def _known(sequence: TokenSequence) -> TokenSequence:
-    """The same tokens, each of which counts, whatever its label."""
-    return sequence._replace(labels=np.zeros_like(sequence.labels), weight=1.0)
 
 
 def _kept(batch: Any, tokens: int) -> Tensor:

@@ -434,7 +434,7 @@ class PlanSource:
         assert self._pre_step is not None, "rank 0 has a callback"
         return self._pre_step(*batch, waiting)
 
-    def plan_once(self, ids: tuple[int, ...], lengths: tuple[int, ...]) -> StepPlan:
+    def plan_once(self, ids: tuple[int, ...], lengths: tuple[int, ...]) -> PlannedStep:
         """A plan for a batch outside the training order. Every rank must call it."""
         batch = _Batch(0, ids, lengths)
 
@@ -443,7 +443,7 @@ class PlanSource:
             validate_plan(plan, self.table, self.num_ranks)
             return PlannedStep(plan, 0.0, hidden=False)
 
-        return self._share(0, batch, made).plan
+        return self._share(0, batch, made)
 
     def close(self) -> None:
         """End the producer process."""

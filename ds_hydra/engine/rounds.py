@@ -37,7 +37,8 @@ from ds_hydra.step.outcome import mean_of
 from ds_hydra.zero_hetero.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ds_hydra.engine.data import Gathered, Mine
+    from ds_hydra.data.tokens import TokenSequence
+    from ds_hydra.engine.data import Dispatched, Gathered, Mine
     from ds_hydra.engine.engine import HydraEngine
     from ds_hydra.ranks.rank_stats import Floats
     from ds_hydra.step.outcome import StepOutcome
@@ -261,7 +262,7 @@ class Rounds:
         """`_losses` of batches whose logits are handed out."""
         run = logits.forward(self._host, mine, entries, self._sequences)
         self._logit_runs.append(run)
-        self._sequences += len(run.gathered.lengths)
+        self._sequences += len(run.handed.plan.lengths)
         return logits.losses(self._host, run)
 
     def _train_runs(self, number: int) -> None:
@@ -291,33 +292,32 @@ class Rounds:
         steps.refuse(handed=True)
         if not self._held:
             steps.parts.refuse_if_any("engine(batch)")
+
+        def weighed(_: Sequence[TokenSequence], gathered: Gathered) -> list[TokenSequence]:
+            return steps.handed.weighed(mine, gathered, self._whole)
+
         with crew.activity("reading sequences"):
-            gathered = steps.shares.gather(mine, f"step {step + 1}")
-            planned = crew.plans.given(step, gathered.lengths, self._sequences)
-            weighed = steps.handed.weighed(mine, gathered, self._whole)
-            delivered = steps.shares.deliver(planned.plan, weighed, gathered)
+            handed = steps.shares.dispatch(mine, step=step, first=self._sequences, run=weighed)
+        _, planned, gathered, delivered = handed
         self._normaliser = self._normaliser or float(gathered.num_targets * self._host.gradient_accumulation_steps())
         divisor = None if steps.handed.by_batch else self._normaliser
         kept = steps.parts.add(planned, delivered, divisor)
         self._held, self._batches = self._held + 1, self._batches + gathered.num_batches
         self._sequences += len(gathered.lengths)
-        return self._means(mine, gathered, kept, lambda: steps.parts.router_loss(weighed))
+        return self._means(handed, kept, lambda: steps.parts.router_loss(weighed([], gathered)))
 
     def _losses(self, mine: Mine) -> list[float]:
         """The mean loss of each of this rank's batches, as in the step that they are of."""
-        crew, steps, step = self._host.crew, self._host.steps, self._host.global_steps
+        crew, step = self._host.crew, self._host.global_steps + 1
         with crew.activity("reading sequences"):
-            gathered = steps.shares.gather(mine, f"step {step + 1}")
-            plan = crew.plans.plan_once(tuple(range(len(gathered.lengths))), gathered.lengths)
-            delivered = steps.shares.deliver(plan, mine.sequences, gathered)
+            handed = self._host.steps.shares.dispatch(mine, f"step {step}")
         with crew.together("evaluation"):
             forwards = crew.stepper.forwards
-            kept = forwards.sequence_losses(plan, delivered, crew.plans.table, step=step + 1)
-            return self._means(mine, gathered, kept, lambda: forwards.router_loss(kept))
+            kept = forwards.sequence_losses(handed.plan, handed.delivered, crew.plans.table, step=step)
+            return self._means(handed, kept, lambda: forwards.router_loss(kept))
 
-    def _means(
-        self, mine: Mine, gathered: Gathered, kept: tuple[Floats, Floats], of_routers: Callable[[], float]
-    ) -> list[float]:
+    def _means(self, handed: Dispatched, kept: tuple[Floats, Floats], of_routers: Callable[[], float]) -> list[float]:
         """The mean loss of each of this rank's batches, with what routers add to it; all ranks call it together."""
         added = of_routers() if self._host.crew.job.source.balances else 0.0
-        return [mean_of(kept, own) + added for own in mine.places(gathered.begins[self._host.crew.world.rank])]
+        begin = handed.gathered.begins[self._host.crew.world.rank]
+        return [mean_of(kept, own) + added for own in handed.mine.places(begin)]

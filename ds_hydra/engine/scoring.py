@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from ds_hydra.data.columns import IGNORE_INDEX
 from ds_hydra.data.sequences import SequenceData
-from ds_hydra.data.tokens import Float64Array, LeftOut, Reads
+from ds_hydra.data.tokens import Float64Array, LeftOut, Reads, TokenSequence
 from ds_hydra.engine.crew import Crew
-from ds_hydra.engine.data import Gathered, Mine, SequenceExchange
+from ds_hydra.engine.data import Dispatched, Mine, SequenceExchange
 from ds_hydra.host.host_engine import HostEngine
 from ds_hydra.pipe.loss import ENTROPY, LOG_PROB, VALUE, Objective, TokenFunction, width_of
 from ds_hydra.pipe.models.adapted import active_adapters
@@ -25,13 +27,12 @@ from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.models.experts import find_routing
 from ds_hydra.pipe.rows import ROUTED_EXPERTS, TEMPERATURE, FieldLayout, Routing
 from ds_hydra.step.delivery import collect, pieces_of
-from ds_hydra.step.outcome import Floats, mean_of
+from ds_hydra.step.outcome import mean_of
 from ds_hydra.zero_hetero.errors import ConfigError
 
 if TYPE_CHECKING:
     from ds_hydra.pipe.stage import ModelSource
     from ds_hydra.plan.step_plan import StepPlan
-    from ds_hydra.step.delivery import Delivered
 
 
 @dataclass(frozen=True)
@@ -132,32 +133,45 @@ class Scoring:
         finally:
             forwards.adapted = True
 
+    def _dispatched(
+        self, batch: Any, what: str = "evaluation", call: str = "", *, reads: Callable[[], Reads] | None = None,
+        check: Callable[[Mine], None] = lambda _: None, run: Any = lambda own, _: own,
+    ) -> Dispatched:  # fmt: skip
+        """A batch of each rank's, planned and delivered; `what`, `call` and `run` as of `SequenceExchange.dispatch`."""
+        with self._crew.activity("evaluation"):
+            try:
+                mine = self._shares.read([(batch, 1.0)], None if reads is None else reads()).checked(check)
+            except ConfigError as error:
+                mine = Mine(error=error)
+            return self._shares.dispatch(mine, what, call, run=run)
+
     def handed(self, batch: Any) -> tuple[float, float]:
         """Mean losses of what the ranks hand in: over this rank's targets, and over all; NaN where there are none."""
-        plan, data, own = self._evaluated(batch)
-        with self.evaluating():
-            found = self._crew.stepper.forwards.sequence_losses(plan, data, self._crew.plans.table)
-        return mean_of(found, own), mean_of(found)
-
-    def predict(self, batch: Any, function: TokenFunction) -> tuple[float, Floats]:
-        """Mean loss of the batches that the ranks hand in, and what a function of logits gives for each token of this
-        rank's: (tokens, k), sequence after sequence."""
         refuse_without_loss(self._crew.job.source)
-        width = width_of(function, self._crew.job.source.vocab_size or 2)
-        plan, data, own = self._evaluated(batch)
+        handed = self._dispatched(batch)
         with self.evaluating():
-            loss, found = self._crew.stepper.forwards.predictions(plan, data, self._crew.plans.table, function, width)
-        begin = sum(plan.lengths[: own.start])
-        return loss, found[begin : begin + sum(plan.lengths[own])]
+            found = self._crew.stepper.forwards.sequence_losses(handed.plan, handed.delivered, self._crew.plans.table)
+        return mean_of(found, handed.gathered.own(self._crew.world.rank)), mean_of(found)
 
-    def _evaluated(self, batch: Any) -> tuple[StepPlan, Delivered, slice]:
-        """Plan and deliver a batch of this rank; the slice says which of the plan's sequences it holds."""
-        refuse_without_loss(self._crew.job.source)
-        with self._crew.activity("evaluation"):
-            mine = self._shares.read([(batch, 1.0)])
-            gathered = self._shares.gather(mine, "evaluation")
-            plan = self._crew.plans.plan_once(tuple(range(len(gathered.lengths))), gathered.lengths)
-            return plan, self._shares.deliver(plan, mine.sequences, gathered), gathered.own(self._crew.world.rank)
+    def predict(self, batch: Any, function: TokenFunction | None) -> tuple[float, Tensor]:
+        """See `HydraEngine.predict`."""
+        crew, source = self._crew, self._crew.job.source
+        words = source.vocab_size or 0
+        if function is not None:
+            refuse_without_loss(source)
+            width = width_of(function, words or 2)
+            handed = self._dispatched(batch)
+            with self.evaluating():
+                loss, mine = crew.stepper.forwards.predictions(
+                    handed.plan, handed.delivered, crew.plans.table, function, width
+                )
+                return loss, _joined(self._brought_back(mine, handed), width)
+        handed = self._dispatched(batch, "predict()", "logits", check=lambda _: self.check_model(), run=every_token)
+        with self.evaluating():
+            logits = _joined(self.found_by(Objective(of_logits=words), handed)[0], words)
+        summed, count = summed_loss(source, logits, handed.mine.sequences)
+        total, targets = crew.world.channel.rows(torch.tensor([float(summed), count], dtype=torch.float64)).sum(dim=0)
+        return float(total / targets), logits.to(self._dtype)
 
     def batch(self, batch: Any) -> float:
         """Mean loss of a dataset that all ranks have, run at once."""
@@ -180,7 +194,7 @@ class Scoring:
         return Evaluation(sums, counts)
 
     def _plan_of(self, data: SequenceData, ids: tuple[int, ...]) -> StepPlan:
-        return self._crew.plans.plan_once(ids, tuple(int(data.lengths[i]) for i in ids))
+        return self._crew.plans.plan_once(ids, tuple(int(data.lengths[i]) for i in ids)).plan
 
     @property
     def valued(self) -> bool:
@@ -215,7 +229,8 @@ class Scoring:
         if self.valued:
             raise ConfigError("the model gives a value for each token and no log-probabilities: call values()")
         routing = self._routing if routed_experts else None
-        found, chosen = self._found("log_probs", batch, temperature, routing)
+        call = "log_probs" if routing is None else "log_probs with routed_experts"
+        found, chosen = self._found("log_probs", call, batch, temperature, routing)
         scores = TokenScores(
             self._at_own_place(found, LOG_PROB), self._at_own_place(found, ENTROPY) if entropy else None
         )
@@ -233,68 +248,58 @@ class Scoring:
                 "the model gives logits and no values: values() is for one whose head has one output, such as "
                 "AutoModelForTokenClassification with num_labels=1; call log_probs()"
             )
-        return self._at_own_place(self._found("values", batch, None)[0], VALUE)
+        return self._at_own_place(self._found("values", "values", batch, None)[0], VALUE)
 
     def _found(
-        self, call: str, batch: Any, temperature: float | None, routing: Routing | None = None
+        self, what: str, call: str, batch: Any, temperature: float | None, routing: Routing | None = None
     ) -> tuple[list[Float64Array], list[Float64Array]]:
-        crew, shares = self._crew, self._shares
-        with crew.activity("evaluation"):
-            try:
-                only = (ROUTED_EXPERTS,) if self.valued else (TEMPERATURE, ROUTED_EXPERTS)
-                mine = shares.read([(batch, 1.0)], self.reads(temperature, frozenset(only))).checked(check_all)
-            except ConfigError as error:
-                mine = Mine(error=error)
-            gathered = shares.gather(mine, call, call if routing is None else f"{call} with routed_experts")
-            plan = crew.plans.plan_once(tuple(range(len(gathered.lengths))), gathered.lengths)
-            delivered = shares.deliver(plan, mine.sequences, gathered, gathered.layout.num_columns)
+        only = frozenset((ROUTED_EXPERTS,) if self.valued else (TEMPERATURE, ROUTED_EXPERTS))
+        handed = self._dispatched(batch, what, call, reads=lambda: self.reads(temperature, only), check=check_all)
         with self.evaluating():
-            return self.of_sequences(plan, delivered, gathered, routing=routing)
+            return self.of_sequences(handed, routing=routing)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """Of what scripts get."""
+        return torch.float64 if self._crew.job.types.compute == torch.float64 else torch.float32
 
     def _at_own_place(self, found: list[Float64Array], column: int) -> list[Tensor]:
         """What was found at a token is about the next."""
-        dtype = torch.float64 if self._crew.job.types.compute == torch.float64 else torch.float32
         moved = (torch.from_numpy(one[:, column]).roll(1) for one in found)
-        return [one.to(self._device, dtype) for one in moved]
+        return [one.to(self._device, self._dtype) for one in moved]
 
     def of_sequences(
-        self,
-        plan: StepPlan,
-        delivered: Delivered,
-        gathered: Gathered,
-        step: int | None = None,
-        *,
-        routing: Routing | None = None,
+        self, handed: Dispatched, step: int | None = None, *, routing: Routing | None = None
     ) -> tuple[list[Float64Array], list[Float64Array]]:
         """The scores of this rank's own sequences, (tokens, num_scores) each; with a `step` those of its training. With
         a `routing` also the experts that these routers have chosen, (tokens, routers * chosen) each."""
-        given = self.routing_in(gathered.layout)
-        objective = Objective(
-            layout=gathered.layout, valued=self.valued, routing=routing or given, keeps_routes=routing is not None
-        )
-        return self.found_by(objective, plan, delivered, gathered, step)
+        layout = handed.gathered.layout
+        given = routing or self.routing_in(layout)
+        objective = Objective(layout=layout, valued=self.valued, routing=given, keeps_routes=routing is not None)
+        return self.found_by(objective, handed, step)
 
     def found_by(
-        self, objective: Objective, plan: StepPlan, delivered: Delivered, gathered: Gathered, step: int | None
+        self, objective: Objective, handed: Dispatched, step: int | None = None
     ) -> tuple[list[Float64Array], list[Float64Array]]:
         """`of_sequences`, of what an objective finds."""
-        crew, routing = self._crew, objective.routing if objective.keeps_routes else None
+        crew = self._crew
         costs = crew.plans.table if step is None else crew.plans.table_of(step - 1)
-        mine, chosen = crew.stepper.forwards.scores(plan, delivered, costs, objective, step=step)
-        pieces = partial(
-            pieces_of,
-            plan,
-            crew.strategies_of(plan),
-            crew.world.num_ranks,
-            token_sharding=crew.job.source.plan.token_sharding,
-        )
+        mine, chosen = crew.stepper.forwards.scores(handed.plan, handed.delivered, costs, objective, step=step)
+        found = self._brought_back(mine, handed)
+        return found, self._brought_back(chosen, handed, all_stages=True) if objective.keeps_routes else []
 
-        def collected(of_rank: Float64Array, *, all_stages: bool) -> list[Float64Array]:
-            of_ranks = pieces(all_stages=all_stages)
-            found = collect(plan, of_ranks, gathered.owners, of_rank, crew.world.channel)
-            return [found[position] for position in sorted(found)]
-
-        return collected(mine, all_stages=False), [] if routing is None else collected(chosen, all_stages=True)
+    def _brought_back(
+        self, of_rank: Float64Array, handed: Dispatched, *, all_stages: bool = False
+    ) -> list[Float64Array]:
+        """What all ranks have found of this rank's sequences, (tokens, width) each; `of_rank` as of `collect`,
+        `all_stages` as of `pieces_of`."""
+        crew, plan = self._crew, handed.plan
+        pieces = pieces_of(
+            plan, crew.strategies_of(plan), crew.world.num_ranks, token_sharding=crew.job.source.plan.token_sharding,
+            all_stages=all_stages,
+        )  # fmt: skip
+        found = collect(plan, pieces, handed.gathered.owners, of_rank, crew.world.channel)
+        return [found[position] for position in sorted(found)]
 
     def check_model(self, *, trains: bool = False) -> None:
         """ConfigError where the job's model has no log-probabilities, or adds something of its own to a loss."""
@@ -324,3 +329,22 @@ def check_all(mine: Mine) -> None:
     """ConfigError where some of what was handed in has no place in what a script gets back."""
     if mine.left_out != LeftOut():
         raise ConfigError(f"log-probabilities and values are of all sequences that are handed in, but {mine.left_out}")
+
+
+def every_token(sequences: Sequence[TokenSequence], *_: Any) -> list[TokenSequence]:
+    """The same tokens, each of which counts, whatever its label."""
+    return [one._replace(labels=np.zeros_like(one.labels), weight=1.0) for one in sequences]
+
+
+def summed_loss(source: ModelSource, logits: Tensor, sequences: Sequence[TokenSequence]) -> tuple[Tensor, int]:
+    """The sum of the losses of the sequences' targets, (), by their logits (tokens, words), and their number."""
+    labels = torch.from_numpy(np.concatenate([one.labels for one in sequences] or [np.zeros(0, dtype=np.int64)]))
+    learnt = labels != IGNORE_INDEX
+    own: Any = getattr(source, "token_loss", None)
+    of_tokens = own or (lambda given, targets: F.cross_entropy(given, targets, reduction="none"))
+    return of_tokens(logits[learnt], labels[learnt]).sum(), int(learnt.sum())
+
+
+def _joined(parts: Sequence[Float64Array], width: int) -> Tensor:
+    """Sequence after sequence, (tokens, width)."""
+    return torch.from_numpy(np.concatenate([np.zeros((0, width)), *parts]))

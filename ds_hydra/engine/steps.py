@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -33,7 +34,7 @@ from ds_hydra.data.stream import StreamSampler, is_stream
 from ds_hydra.data.tokens import LeftOut, Sequences, TokenSequence, with_targets
 from ds_hydra.engine.costs import explained
 from ds_hydra.engine.crew import Crew
-from ds_hydra.engine.data import Gathered, Mine, SequenceExchange, deliver_streamed
+from ds_hydra.engine.data import Dispatched, Gathered, Mine, SequenceExchange, deliver_streamed
 from ds_hydra.engine.losses import (
     LossRequest,
     Mixed,
@@ -133,9 +134,7 @@ class HandedSteps:
         mine = self._taken(handed)
         if sequence_loss is None:
             return self._planned(step, mine)
-        gathered = self.shares.gather(self._all_of(mine), f"step {step + 1}")
-        planned = self._crew.plans.given(step, gathered.lengths)
-        return self._weighed_by(sequence_loss, step, planned, mine, gathered)
+        return self._weighed_by(sequence_loss, step, self.shares.dispatch(self._all_of(mine), step=step))
 
     def collected(self, step: int, batches: Iterable[tuple[Any, float]], whole: int) -> HandedStep:
         """Plan and deliver `step` from this rank's batches and the factors of their losses; `whole` batches of all
@@ -166,12 +165,11 @@ class HandedSteps:
     def _planned(self, step: int, mine: Mine, whole: int = 0) -> HandedStep:
         """`whole`: of the three calls, whose batches are told their losses; else as many as there are."""
         mine = self.with_targets(mine)
-        gathered = self.shares.gather(mine, f"step {step + 1}")
-        planned = self._crew.plans.given(step, gathered.lengths)
-        own = tuple(mine.places(gathered.begins[self._crew.world.rank])) if whole else None
+        _, planned, gathered, delivered = self.shares.dispatch(
+            mine, step=step, run=lambda _, of_all: self.weighed(mine, of_all, whole or of_all.num_batches)
+        )
         self.tell_other(gathered.num_batches, whole or gathered.num_batches)
-        weighed = self.weighed(mine, gathered, whole or gathered.num_batches)
-        delivered = self.shares.deliver(planned.plan, weighed, gathered)
+        own = tuple(mine.places(gathered.begins[self._crew.world.rank])) if whole else None
         return HandedStep(planned, delivered, batches=own, run_twice=self.run_twice)
 
     def with_targets(self, mine: Mine) -> Mine:
@@ -208,12 +206,10 @@ class HandedSteps:
             ))  # fmt: skip
         return mine
 
-    def _weighed_by(
-        self, function: SequenceLoss, step: int, planned: PlannedStep, mine: Mine, gathered: Gathered
-    ) -> HandedStep:
+    def _weighed_by(self, function: SequenceLoss, step: int, handed: Dispatched) -> HandedStep:
         """Run a step's sequences forward, and let their tokens count what the function makes of the sums."""
+        mine, planned, gathered, delivered = handed
         crew, plan, channel = self._crew, planned.plan, self._crew.world.channel
-        delivered = self.shares.deliver(plan, mine.sequences, gathered)
         with crew.together("evaluation"):
             sums, _ = crew.stepper.forwards.sequence_losses(plan, delivered, crew.plans.table_of(step), step=step + 1)
         own = gathered.own(channel.rank)
@@ -299,15 +295,14 @@ class Parts:
         with crew.activity("reading sequences"):
             asked, mine = self._asked(batch, loss, normaliser, temperature, mixes_tokens)
             call = f"forward_backward with {asked or f'the loss of the job over {normaliser}'}"
-            gathered = self._shares.gather(mine, f"step {step}", call)
             first = sum(len(planned.plan.lengths) for planned in self._planned)
-            planned = crew.plans.given(step - 1, gathered.lengths, first)
-            delivered = self._deliver(planned.plan, mine, gathered)
+            handed = self._shares.dispatch(mine, call=call, step=step - 1, first=first)
+            _, planned, gathered, delivered = handed
         with crew.together("planning"):
             crew.real_sequences.before_step(planned.plan, delivered, crew.stepper.runtimes.strategy_of)
             of_loss, objective, divisor = None, None, normaliser and float(normaliser)
             if asked is not None and asked.mixes:
-                of_loss, divisor, delivered = self._mix(asked, planned.plan, mine, gathered, delivered)
+                of_loss, divisor, delivered = self._mix(asked, handed)
                 objective = of_mixed(gathered.layout, valued=asked.valued)
             elif asked is not None:
                 objective, divisor = asked.objective(gathered.layout), _counted(asked, gathered)
@@ -342,25 +337,27 @@ class Parts:
 
     def add_objective(self, planned: PlannedStep, delivered: Delivered, objective: Objective, divisor: float) -> None:
         """Train on a part of a step by a loss of scores."""
-        began, crew = time.perf_counter(), self._crew
-        with crew.together("planning"):
-            crew.away.bring_back()
+        with self._running(planned):
             self._run(planned.plan, delivered, objective, divisor)
-        self._planned.append(planned)
-        self._seconds += time.perf_counter() - began
 
     def add(self, planned: PlannedStep, delivered: Delivered, divisor: float | None) -> tuple[Floats, Floats]:
         """Train on a part of a step by the job's own loss; the losses of its sequences, as `sequence_losses` has
         them."""
-        began, crew = time.perf_counter(), self._crew
-        with crew.together("planning"):
-            crew.away.bring_back()
+        crew = self._crew
+        with self._running(planned):
             crew.real_sequences.before_step(planned.plan, delivered, crew.stepper.runtimes.strategy_of)
             self._run(planned.plan, delivered, None, divisor, keep_losses=True)
-            found = crew.stepper.taken_losses()
+            return crew.stepper.taken_losses()
+
+    @contextmanager
+    def _running(self, planned: PlannedStep) -> Iterator[None]:
+        """A part of a step of the three calls runs within it."""
+        began = time.perf_counter()
+        with self._crew.together("planning"):
+            self._crew.away.bring_back()
+            yield
         self._planned.append(planned)
         self._seconds += time.perf_counter() - began
-        return found
 
     def router_loss(self, weighed: Sequence[TokenSequence]) -> float:
         """What the routers add to the mean loss of the part that was added last, of these sequences of this rank."""
@@ -425,15 +422,10 @@ class Parts:
                     "a loss that mixes tokens says itself what sequences count: leave sequence_weight out"
                 )
 
-    def _deliver(self, plan: StepPlan, mine: Mine, gathered: Gathered) -> Delivered:
-        return self._shares.deliver(plan, mine.sequences, gathered, gathered.layout.num_columns)
-
-    def _mix(
-        self, asked: LossRequest, plan: StepPlan, mine: Mine, gathered: Gathered, delivered: Delivered
-    ) -> tuple[float, float, Delivered]:
+    def _mix(self, asked: LossRequest, handed: Dispatched) -> tuple[float, float, Delivered]:
         """The loss, its normaliser, and the sequences with what their scores count in it."""
-        crew, sequences = self._crew, mine.sequences
-        scores, _ = self._scoring.of_sequences(plan, delivered, gathered, self._host.global_steps + 1)
+        crew, gathered, sequences = self._crew, handed.gathered, handed.mine.sequences
+        scores, _ = self._scoring.of_sequences(handed, self._host.global_steps + 1)
         nothing = [np.zeros((len(one.labels), 1 if asked.valued else 2)) for one in sequences]
         mixed, error = Mixed(0.0, 0, list(map(counted, sequences, nothing))), None
         try:
@@ -446,8 +438,7 @@ class Parts:
         total, count = crew.world.channel.rows(row).sum(dim=0).tolist()
         divisor = float(asked.normaliser) if not isinstance(asked.normaliser, str) else count or 1.0
         columns = of_mixed(gathered.layout, valued=asked.valued).layout.num_columns
-        again = self._shares.deliver(plan, mixed.sequences, gathered, columns)
-        return total / divisor, divisor, again
+        return total / divisor, divisor, self._shares.deliver(handed.plan, mixed.sequences, gathered, columns)
 
 
 def _counted(asked: LossRequest, gathered: Gathered) -> float:

@@ -62,6 +62,14 @@ class RankBatches:
         """The same batches, on the device, with room for what a function gives for each token."""
         return replace(self, batches=tuple(replace(b, predictions=Predictions(function)) for b in self.batches))
 
+    def predicted(self) -> list[Float64Array]:
+        """What the function gave, (tokens, k) of each micro-batch, without padding."""
+        return [
+            batch.predictions.found()[:held].double().cpu().numpy()
+            for batch, held in self._held()
+            if batch.labels is not None and batch.predictions is not None
+        ]
+
     def scores(self) -> list[Float64Array]:
         """The scores that were kept, (tokens, num_scores) of each micro-batch, without padding."""
         kept = ((batch.scored.found if batch.scored else None, held) for batch, held in self._held())
@@ -78,19 +86,6 @@ class RankBatches:
         for batch, row in zip(self.batches, self.rows, strict=True):
             start, stop = batch.pack.local
             yield batch, max(0, min(stop, sum(span.stop - span.start for span in row)) - start)
-
-    def places(self, offsets: Sequence[int]) -> list[npt.NDArray[np.int64]]:
-        """For each micro-batch, where its tokens on this rank stand among all of the plan's, (T_local,); -1: padding.
-
-        `offsets` are the places of the sequences' first tokens, by position in the plan.
-        """
-        found = []
-        for batch, row in zip(self.batches, self.rows, strict=True):
-            places = np.full(batch.pack.num_tokens, -1, dtype=np.int64)
-            of_spans = [np.arange(start, stop) + offsets[sequence] for sequence, start, stop in row]
-            places[: sum(map(len, of_spans))] = np.concatenate(of_spans)
-            found.append(places[slice(*batch.pack.local)])
-        return found
 
     def add_losses(self, found: npt.NDArray[np.float64]) -> None:
         """Add the kept losses to found[0] and their number to found[1], by the sequence's position in the plan.

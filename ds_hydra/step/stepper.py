@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -45,8 +44,6 @@ if TYPE_CHECKING:
     from ds_hydra.step.update import Applied, LossScale, Update
 
 logger = logging.getLogger(__name__)
-
-_NUMBERS_AT_ONCE = 1 << 24  # that all ranks hold of all ranks while they are added
 
 
 class Running(NamedTuple):
@@ -415,24 +412,17 @@ class Forwards:
     def predictions(
         self, plan: StepPlan, data: Sequences, costs: CostTable, function: TokenFunction, width: int
     ) -> tuple[float, Float64Array]:
-        """Mean loss of a batch, and the numbers that a function gives for each token, (tokens, width), in the order of
-        the plan's sequences."""
-        offsets = [0, *accumulate(plan.lengths)]
-        found, share = np.zeros((offsets[-1], width)), 0.0
+        """Mean loss of a batch, and the numbers that a function gives for the tokens that this rank has, (tokens,
+        width), in the order of its pieces (`step.delivery`)."""
+        found, share = [np.zeros((0, width))], 0.0
         predicting = partial(RankBatches.predicting, function=function)
         for kept, loss in self._ran(plan, data, costs, predicting, mean=True):
             share += float(loss)
-            for batch, places in zip(kept.batches, kept.places(offsets), strict=True):
-                if batch.labels is not None and batch.predictions is not None:
-                    values = batch.predictions.found().double().cpu().numpy()
-                    found[places[places >= 0]] = values[places >= 0]
-        return self._sum([share]).item(), self._sum(found)
+            found += kept.predicted()
+        return self._of_all(share), np.concatenate(found)
 
-    def _sum(self, mine: Any) -> Float64Array:
-        """The sum of all ranks' arrays, some rows at a time: every rank holds those of all while they are added."""
-        rows = torch.from_numpy(np.asarray(mine, dtype=np.float64))
-        at_once = max(1, _NUMBERS_AT_ONCE // (self._world.num_ranks * max(1, rows[:1].numel())))
-        return torch.cat([self._world.channel.rows(part).sum(dim=0) for part in rows.split(at_once)]).numpy()
+    def _of_all(self, share: float) -> float:
+        return self._world.channel.rows(torch.tensor([share], dtype=torch.float64)).sum(dim=0).item()
 
     def sequence_losses(
         self, plan: StepPlan, data: Sequences, costs: CostTable, *, step: int | None = None
@@ -446,7 +436,7 @@ class Forwards:
         """What the model's routers add to the mean loss of the sequences whose losses, each counting 1, were `found`
         last."""
         sums, counts = found
-        return float((self._sum([float(sum(self._shares))]).item() - sums.sum()) / max(1.0, counts.sum()))
+        return float((self._of_all(float(sum(self._shares))) - sums.sum()) / max(1.0, counts.sum()))
 
     def losses_of(self, kept: Iterable[RankBatches], num_sequences: int) -> tuple[Floats, Floats]:
         """What was kept of the losses of a step's sequences, of all ranks: sums and counts, (sequences,)."""

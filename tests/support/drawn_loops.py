@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -180,14 +181,13 @@ def engine_of(rank: int, loop: Loop, dtype: torch.dtype = torch.float64, **block
 
 def _slice(plans: Any) -> None:
     """Cut most sequences of whatever is planned from now on."""
-    given, once = plans.given, plans.plan_once
 
-    def cut(*asked: Any) -> Any:
-        planned = given(*asked)
+    def cut(plan: Any, *asked: Any) -> Any:
+        planned = plan(*asked)
         return replace(planned, plan=in_slices(planned.plan, plans.table))
 
-    mock.patch.object(plans, "given", cut).start()
-    mock.patch.object(plans, "plan_once", lambda *asked: in_slices(once(*asked), plans.table)).start()
+    for name in ("given", "plan_once"):
+        mock.patch.object(plans, name, partial(cut, getattr(plans, name))).start()
 
 
 def plain_engine(rank: int, loop: Loop, stage: int) -> Any:

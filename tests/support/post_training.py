@@ -465,7 +465,7 @@ def scores(
 def once_by(engine: Any, planned: Planned) -> Iterator[None]:
     """Within it, plans outside of steps are made as those of steps."""
     plans = engine.crew.plans
-    plans.plan_once = lambda ids, lengths: plans.given(0, lengths).plan
+    plans.plan_once = lambda ids, lengths: plans.given(0, lengths)
     try:
         yield
     finally:
