@@ -61,7 +61,7 @@ CAPABILITIES: Mapping[str, Capability] = {
     ),
     # What a script reads of a batch before its step, and trains on what it makes of it; drawn loops beside DeepSpeed.
     "losses read early": Capability(
-        "ds_hydra/engine/rounds.py ds_hydra/engine/logits.py ds_hydra/host/early.py tests/gloo/test_early_losses.py "
+        "ds_hydra/engine/rounds.py tests/gloo/test_early_losses.py "
         "tests/support/drawn_loops.py tests/support/read_orders.py tools/bench_reads.py",
         Lines(560, 700, 110),
     ),

@@ -26,12 +26,11 @@ from ds_hydra.engine.crew import Crew
 from ds_hydra.engine.data import read_twice, scan_together
 from ds_hydra.engine.guard import Guard
 from ds_hydra.engine.job import Job, give_buffers, look_once, model_source, spread_where_cheaper
-from ds_hydra.engine.logits import in_rows
 from ds_hydra.engine.losses import SequenceLoss
 from ds_hydra.engine.own_loss import same_on_all, try_loss
 from ds_hydra.engine.plans import Callback, PreStepCallback
 from ds_hydra.engine.plugs import GoesOn, plugged
-from ds_hydra.engine.rounds import Rounds
+from ds_hydra.engine.rounds import Rounds, in_rows, places_of
 from ds_hydra.engine.saving import EngineCheckpoints
 from ds_hydra.engine.scoring import Evaluation, RoutedScores, TokenScores
 from ds_hydra.engine.steps import Handed, TrainingSteps
@@ -356,12 +355,15 @@ class HydraEngine(HostEngine):
         """
         batch = self.three_calls.batch(inputs, kwargs)
         if self.three_calls.evaluating:
-            return self.three_calls.known(
-                self.evaluate_collected(batch)[0], lambda: in_rows(batch, self.predict(batch)[1])
-            )
+            return self.three_calls.known(self.evaluate_collected(batch)[0], lambda: self._logits(batch))
         entry = self.three_calls.collect(batch, self.backward, kwargs.get("num_items_in_batch"))
         self.rounds.hand_in(entry)
         return self.three_calls.loss_of(entry)
+
+    def _logits(self, batch: Any) -> Tensor:
+        """Of an evaluated batch where its tokens stand, (rows, length, words)."""
+        found = self.predict(batch)[1]
+        return in_rows(places_of(batch, len(found)), found)
 
     def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True, **unused: Any) -> Tensor:
         """Let a loss of `engine(batch)` count in the coming step, with the factors that the script put on it.

@@ -16,6 +16,16 @@ the end sets it right. Two batches of 10 and 30 targets that count 0.5 each, in 
 
 If all batches of all ranks count c times what they have run with, the sums count c times as much, too. Anything else
 (a batch that is left out, factors that depend on its loss) drops the sums, and the step runs as one that is collected.
+
+[Note: logits of batches]
+A script may make its loss of the logits of its batch (distillation, rewards, a cross entropy of its own). They lie on
+the last stages of the pipelines that run the batch's sequences. So the batches of a round run forward, and each rank
+gets the logits z of what it has handed in, as a tensor of torch's own graph. What `backward` leaves there, G = dL/dz,
+are plain numbers; a second run of the same plan trains on the sum of G z, whose gradient is that of L by the chain
+rule. What `out.loss` counts in L is added to G: a loss's gradient by the logits follows from the logits.
+
+Such a step counts each batch as DeepSpeed's loop does: 1 over gradient_accumulation_steps and ranks. Logits of an
+evaluation are numbers alone.
 """
 
 from __future__ import annotations
@@ -24,13 +34,16 @@ import inspect
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ds_hydra.engine import logits
+from ds_hydra.engine.scoring import every_token, summed_loss
 from ds_hydra.host.three_calls import Collected
+from ds_hydra.pipe.loss import Objective
+from ds_hydra.pipe.rows import Field, FieldLayout
 from ds_hydra.ranks.calling import READS, ROUND, LossIsRead
 from ds_hydra.ranks.moving import user_frame, walk
 from ds_hydra.step.outcome import mean_of
@@ -55,6 +68,121 @@ _BATCHES, _RUNS, _READ, _LEAST, _MOST, _LOGITS, _STEP, _READY, _TRAINED, _MADE =
 _NEAR = 1e-12  # relative, of equal ratios
 
 
+_GRADIENTS = "gradients of the loss by the logits"
+
+
+class _Own(NamedTuple):
+    """A batch of this rank in a run."""
+
+    entry: Collected
+    sequences: tuple[TokenSequence, ...]
+    logits: Tensor  # (tokens, words)
+    kept: Tensor  # (rows, length) which places are tokens
+
+
+class LogitRun(NamedTuple):
+    """Batches that have run forward for their logits, and are to be trained on by them [Note: logits of batches]."""
+
+    host: HydraEngine
+    handed: Dispatched
+    own: list[_Own]
+
+    @classmethod
+    def forward(cls, host: HydraEngine, mine: Mine, entries: Sequence[Collected], first: int) -> LogitRun:
+        """Run the batches of all ranks forward and hand each rank's its logits; `first` sequences of the step ran
+        before."""
+        crew, steps, step = host.crew, host.steps, host.global_steps
+        with crew.activity("reading sequences"):
+            mine = mine.checked(lambda _: steps.scoring.check_model(trains=True))
+            handed = steps.shares.dispatch(mine, step=step, first=first, run=every_token)
+        with crew.together("evaluation"):
+            objective = Objective(of_logits=crew.job.source.vocab_size or 0)
+            found, _ = steps.scoring.found_by(objective, handed, step + 1)
+        own, begin = [], 0
+        for entry, (share, _) in zip(entries, mine.batches, strict=True):
+            parts = found[begin : (begin := begin + len(share.sequences))]
+            numbers = torch.from_numpy(np.concatenate(parts)) if parts else torch.zeros(0, objective.of_logits)
+            kept = places_of(entry.batch, len(numbers))
+            host.three_calls.hand_out(entry, in_rows(kept, numbers))
+            own.append(_Own(entry, share.sequences, numbers.to(host.three_calls.dtype), kept))
+        return cls(host, handed, own)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `backward` has come to all batches of this rank."""
+        return all(one.entry.is_trained for one in self.own)
+
+    def losses(self) -> list[float]:
+        """The mean loss of each of this rank's batches."""
+        return [float(self.loss(one.logits, one)) for one in self.own]
+
+    def loss(self, logits: Tensor, one: _Own) -> Tensor:
+        """The mean loss of a batch's targets, (), by its logits (tokens, words)."""
+        summed, count = summed_loss(self.host.job.source, logits, one.sequences)
+        return summed / count
+
+    def train(self) -> bool:
+        """Train on what a script has made of the logits; they are let go of. Whether it has counted padding."""
+        steps, words = self.host.steps, self.host.crew.job.source.vocab_size or 0
+        sequences: list[TokenSequence] = []
+        padding = any(
+            bool(given.cpu()[~one.kept].any()) for one in self.own if (given := one.entry.by_logits) is not None
+        )
+        for one in self.own:
+            counts = self.counts(one).double().cpu().numpy()
+            begin = 0
+            for sequence in every_token(one.sequences):
+                part = counts[begin : (begin := begin + len(sequence.labels))]
+                sequences.append(sequence._replace(fields=part))
+            if one.entry.is_trained:  # and stays so
+                one.entry.factor = one.entry.factor or 0.0
+            one.entry.logits = one.entry.by_logits = None
+        layout = FieldLayout((Field(_GRADIENTS, words, False),))
+        delivered = steps.shares.deliver(self.handed.plan, sequences, self.handed.gathered, words)
+        whole = self.host.three_calls.batches_of_update() * self.host.world_size
+        objective = Objective(_linear, layout, of_logits=words)
+        steps.parts.add_objective(self.handed.planned, delivered, objective, float(whole))
+        return padding
+
+    def counts(self, one: _Own) -> Tensor:
+        """What each logit counts, (tokens, words)."""
+        entry, found = one.entry, torch.zeros_like(one.logits)
+        if entry.by_logits is not None:
+            found += entry.by_logits.cpu()[one.kept]
+        if entry.factor:
+            leaf = one.logits.detach().requires_grad_()
+            with torch.enable_grad():
+                (by_loss,) = torch.autograd.grad(self.loss(leaf, one), leaf)
+            found += entry.factor * by_loss
+        return found
+
+
+def _linear(logits: Tensor, fields: dict[str, Tensor]) -> Tensor:
+    return (fields[_GRADIENTS] * logits).sum(dim=-1)
+
+
+def in_rows(kept: Tensor, numbers: Tensor, padding: float = 0.0) -> Tensor:
+    """Numbers (tokens, k) of a batch's tokens at the places that are `kept`, (rows, length, k); `padding` elsewhere."""
+    out = numbers.new_full((*kept.shape, numbers.shape[1]), padding)
+    out[kept] = numbers
+    return out
+
+
+def places_of(batch: Any, tokens: int, what: str = "logits") -> Tensor:
+    """Which places of a batch (rows, length) are tokens. ConfigError where it is no such batch, or lacks some."""
+    ids = batch.get("input_ids") if hasattr(batch, "get") else None
+    if not isinstance(ids, Tensor) or ids.dim() != 2:
+        raise ConfigError(f"{what} are handed out for batches with a tensor input_ids (rows, length): collate them")
+    mask = batch.get("attention_mask")
+    kept = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
+    if int(kept.sum()) != tokens:
+        raise ConfigError(
+            f"{what} are of all tokens of a batch, but {int(kept.sum()) - tokens} of {int(kept.sum())} belong to "
+            "sequences that are left out or cut: give such of two tokens or more, within hydra.context_length"
+        )
+    return kept.cpu()
+
+
 class Rounds:
     """Of one engine; ranks come to the same rounds, each at a call of its own."""
 
@@ -70,7 +198,7 @@ class Rounds:
         self._factors = [1.0]  # of this rank's batches in the step before
         self._normaliser = 0.0  # of the step before
         self._logits = False  # whether batches are run for their logits
-        self._logit_runs: list[logits.Run] = []  # of this step
+        self._logit_runs: list[LogitRun] = []  # of this step
         self._trained_runs = 0  # of these
         self._step: Sequence[Collected] | None = None  # the batches of the step that is being made
 
@@ -260,15 +388,15 @@ class Rounds:
 
     def _of_logits(self, mine: Mine, entries: Sequence[Collected]) -> list[float]:
         """`_losses` of batches whose logits are handed out."""
-        run = logits.forward(self._host, mine, entries, self._sequences)
+        run = LogitRun.forward(self._host, mine, entries, self._sequences)
         self._logit_runs.append(run)
         self._sequences += len(run.handed.plan.lengths)
-        return logits.losses(self._host, run)
+        return run.losses()
 
     def _train_runs(self, number: int) -> None:
         """Train on so many runs of this step."""
         for run in self._logit_runs[self._trained_runs : number]:
-            if logits.train(self._host, run) and not self._told_padding:
+            if run.train() and not self._told_padding:
                 self._told_padding = True
                 logger.warning(
                     "a loss counts the logits of padding, which are zeros here and train nothing: a plain loop would "

@@ -17,6 +17,20 @@ The two agree where all updates have as many batches as configured, of equally m
 mean: under "batch" it is refused, on all ranks. A factor that the script puts on a loss multiplies what its batch
 counts: with `loss / 2` the first batch's targets count half of this. `backward(loss, scale_wrt_gas=False)` says that
 the script has divided by gradient_accumulation_steps itself, as Accelerate does.
+
+[Note: losses read early]
+A script that reads its loss before the step that its batch belongs to (`total += loss.item()` behind `engine(batch)`)
+needs the loss of one batch, which all ranks compute together. Batches that nobody looks at are collected until the
+step, and calls exchange nothing [Note: three calls]. So which of the two a script does must be found out:
+
+  first step    each `engine(batch)` begins with a round, in which the batches of all ranks run forward: a read finds
+                its number there. Who is at another call serves rounds until all ranks are
+  then          where no rank has read a loss before its step: as ever, without a message more. Else rounds go on, and
+                each batch runs at its call
+  later         who reads a loss for the first time waits for the next call of all others, and the rounds begin there
+
+What is read is a plain tensor in torch's own graph, `counted`. So any function of it works, such as its square, a
+clamp, or a skip by its size, and the gradient that arrives is the factor by which its batch counts in the step.
 """
 
 from __future__ import annotations
@@ -34,7 +48,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ds_hydra.host.asked import needs_no_value
 from ds_hydra.host.devices import refuse_modes, tell_modes
-from ds_hydra.host.early import counted
 from ds_hydra.host.own_updates import refuse_dropping
 from ds_hydra.host.settings import refuse_num_items
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -58,6 +71,27 @@ _SECOND = (
     "or say engine.backward(loss, retain_graph=True) the first time"
 )
 _WAITING = "_ds_hydra_loss"  # attribute of a plain tensor to which a pending loss was added
+
+
+class _Counted(torch.autograd.Function):
+    """The value itself; its gradient goes to a function."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, value: Tensor, count: Callable[[Tensor], None]) -> Tensor:
+        ctx.count = count
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+        ctx.count(grad)
+        return None, None, None
+
+
+def counted(value: Tensor, count: Callable[[Tensor], None]) -> Tensor:
+    """A tensor of this value, with a gradient that `count` is called with in each backward that comes to it."""
+    with torch.enable_grad():
+        found: Tensor = _Counted.apply(torch.zeros((), requires_grad=True), value, count)
+    return found
 
 
 @dataclass(eq=False)

@@ -45,7 +45,7 @@ from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
 from ds_hydra.checkpoint.other_engines import other_checkpoint
-from ds_hydra.engine.logits import in_rows
+from ds_hydra.engine.rounds import in_rows, places_of
 from ds_hydra.host.released import give_back
 from ds_hydra.host.three_calls import Collected, PendingLoss
 from ds_hydra.hugging_face.accelerator import in_place_of_deepspeed
@@ -371,9 +371,10 @@ class HydraTrainer(Trainer):
             return of_script, None, None
         loss, found = engine.predict(inputs, self._token_function)
         if self._token_function is None:
-            rows = in_rows(inputs, found)
+            rows = in_rows(places_of(inputs, len(found)), found)
         else:
-            rows = _in_rows(found, inputs["input_ids"], inputs.get("attention_mask"))
+            rows = in_rows(places_of(inputs, len(found), "predictions"), found, -100.0).squeeze(-1)
+            rows = rows.long() if bool((rows == rows.round()).all()) else rows.float()
         loss = loss.to(self.args.device) if of_script is None else of_script
         return loss, rows.to(self.args.device), inputs.get("labels")
 
@@ -428,21 +429,6 @@ def _refuse_without_engine(folder: Path) -> None:
             f"resume_from_checkpoint={str(folder)!r} has no {_STATE}: it was not saved to its end, or is no "
             "checkpoint of Trainer's; give the one before, or True for the newest that is whole"
         )
-
-
-def _in_rows(found: Tensor, input_ids: Tensor, mask: Tensor | None) -> Tensor:
-    """The numbers (tokens, k) of a batch's tokens where the tokens stand in it: (rows, length) or (rows, length, k),
-    -100 in padding; whole numbers where all are."""
-    kept = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask != 0
-    if int(kept.sum()) != len(found):
-        raise ConfigError(
-            f"predictions are of all tokens, but {int(kept.sum()) - len(found)} of {int(kept.sum())} in a batch belong "
-            "to sequences that are left out or cut: give such of two tokens or more, within hydra.context_length"
-        )
-    rows = torch.full((*input_ids.shape, found.shape[1]), -100.0, dtype=torch.float64)
-    rows[kept.cpu()] = found
-    values = rows.squeeze(-1)
-    return values.long() if bool((values == values.round()).all()) else values.float()
 
 
 def _smoothed(factor: float, logits: Tensor, labels: Tensor) -> Tensor:

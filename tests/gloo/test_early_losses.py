@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_hydra.engine import logits
-from ds_hydra.engine.rounds import _LEAST, Rounds
+from ds_hydra.engine.rounds import _LEAST, LogitRun, Rounds
 from ds_hydra.host import three_calls
 from ds_hydra.host.three_calls import ThreeCalls
 from ds_hydra.testing import float64_throughout, run_ranks
@@ -78,26 +77,26 @@ def test_a_loss_of_padding_is_told_once(masks: bool) -> None:
 
 # --- Mutants of what a batch counts; drawn loops must find each.
 def scaled() -> Any:
-    counts = logits._counts
-    return mock.patch.object(logits, "_counts", lambda host, one: counts(host, one) * 1.0001)
+    counts = LogitRun.counts
+    return mock.patch.object(LogitRun, "counts", lambda self, one: counts(self, one) * 1.0001)
 
 
 def of_the_next_rank() -> Any:
     """Ranks hand what their batches count to each other."""
-    counts = logits._counts
+    counts = LogitRun.counts
 
-    def others(host: Any, one: Any) -> Tensor:
+    def others(self: Any, one: Any) -> Tensor:
         found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, own := counts(host, one))
+        dist.all_gather_object(found, own := counts(self, one))
         other = found[(dist.get_rank() + 1) % len(found)][: len(own)]
         return torch.nn.functional.pad(other, (0, 0, 0, len(own) - len(other)))
 
-    return mock.patch.object(logits, "_counts", others)
+    return mock.patch.object(LogitRun, "counts", others)
 
 
 def without_one_batch() -> Any:
-    counts, left = logits._counts, iter([1.0, 0.0])
-    return mock.patch.object(logits, "_counts", lambda host, one: counts(host, one) * next(left, 1.0))
+    counts, left = LogitRun.counts, iter([1.0, 0.0])
+    return mock.patch.object(LogitRun, "counts", lambda self, one: counts(self, one) * next(left, 1.0))
 
 
 def factor_twice() -> Any:
