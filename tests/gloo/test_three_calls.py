@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import multiprocessing
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,19 +26,23 @@ from ds_hydra.host.settings import batch_sizes
 from ds_hydra.host.user_model import make_whole
 from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.ranks.together import first_channel
-from ds_hydra.testing import OneProcess, Sample, float64_throughout, rank_environment, run_ranks
+from ds_hydra.testing import Sample, rank_environment, run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
-from tests.support.batches import collated, num_targets, prompted
-from tests.support.equivalence import decay_groups
+from tests.support.batches import collated, prompted
 from tests.support.families import build_model, reference_model, vocab_size
-from tests.support.small_job import same, shared_source, small_config, small_engine, small_model
+from tests.support.small_job import (
+    lines_of,
+    same,
+    shared_source,
+    small_config,
+    small_engine,
+    small_model,
+    told,
+)
 
-# --- engine(batch), backward, step: the update of DeepSpeed's own loop, or of train_batch, as hydra.loss_norm
-# says.
-FAMILY, RANKS, ACCUMULATION, STEPS = "llama", 2, 2, 3
-ADAMW: dict[str, Any] = {"lr": 2e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+# --- engine(batch), backward, step; what they train is compared in test_early_losses.py.
+FAMILY, RANKS, ACCUMULATION = "llama", 2, 2
 LENGTHS = (((9, 30), (12,)), ((5, 7, 3), (20, 4)))  # of each rank's batches in a step
-FACTORS = (1.0, 0.5)  # that the script puts on the losses of its batches
 
 
 def batch_of(step: int, rank: int, number: int) -> list[Sample]:
@@ -48,83 +51,8 @@ def batch_of(step: int, rank: int, number: int) -> list[Sample]:
 
 def engine_of(rank: int, **hydra: Any) -> Any:
     rank_environment(rank)
-    model = build_model(FAMILY, torch.float64)
-    settings = {"tokens_per_step": 100, "choose": "cycle", "self_check": "off", "steps_file": None}
-    config = {
-        "optimizer": {"type": "AdamW", "params": ADAMW | {"torch_adam": True}},
-        "gradient_clipping": 1.0,
-        "gradient_accumulation_steps": ACCUMULATION,
-        "hydra": settings | {"planner": {"ahead": 0}, "faults": {"frozen_seconds": 0}} | hydra,
-    }
-    return ds_hydra.initialize(model=model, model_parameters=decay_groups(model), config=config)[0]
-
-
-def trained(rank: int, loss_norm: str, by_hand: bool) -> tuple[list[Any], dict[str, Tensor]]:
-    """As a script written for DeepSpeed; `by_hand`: as Accelerate drives it."""
-    engine = engine_of(rank, strategies=["tp2", "pp2", "sp2"], loss_norm=loss_norm)
-    losses = []
-    for step in range(STEPS):
-        pending, returned = [], []
-        for number, factor in enumerate(FACTORS):
-            loss = engine(**collated(batch_of(step, rank, number))).loss * factor
-            pending.append(loss)
-            if by_hand:
-                engine.set_gradient_accumulation_boundary(number == ACCUMULATION - 1)
-                returned.append(ACCUMULATION * engine.backward(loss / ACCUMULATION, scale_wrt_gas=False))
-            else:
-                assert engine.is_gradient_accumulation_boundary() == (number == ACCUMULATION - 1)
-                # A part without a gradient counts in the number alone.
-                returned.append(ACCUMULATION * engine.backward(engine.scale(loss + loss.detach())) / 2)
-            engine.step()
-            assert engine.was_step_applied() == (number == ACCUMULATION - 1)
-        assert engine.global_steps == step + 1
-        assert torch.allclose(torch.stack(returned), torch.stack(pending))
-        losses.append((engine.last_step.loss, [float(loss) for loss in pending]))
-    return losses, engine.fp32_state_dict()
-
-
-def expected(loss_norm: str) -> tuple[list[Any], dict[str, Tensor]]:
-    """One process, one sequence at a time; what each counts is written out here. Losses of steps and of batches."""
-    reference = OneProcess(
-        reference_model(FAMILY, torch.float64), lambda model: torch.optim.AdamW(decay_groups(model), **ADAMW), clip=1.0
-    )
-    losses = []
-    for step in range(STEPS):
-        batches = [
-            (batch_of(step, rank, number), factor) for rank in range(RANKS) for number, factor in enumerate(FACTORS)
-        ]
-        whole = sum(num_targets(sample) for batch, _ in batches for sample in batch)
-        samples, weights = [], []  # of each token
-        for batch, factor in batches:
-            of_batch = sum(map(num_targets, batch))
-            one = 1 / whole if loss_norm == "token" else 1 / (RANKS * ACCUMULATION * of_batch)
-            samples += batch
-            weights += [torch.full((len(sample["labels"]) - 1,), one * factor, dtype=torch.float64) for sample in batch]
-        own = [factor * mean_of(reference, batch) for batch, factor in batches]
-        losses.append((reference.step(samples, weights).loss, own))
-    return losses, {name: parameter.detach() for name, parameter in reference.parameters.items()}
-
-
-@torch.no_grad()
-def mean_of(reference: OneProcess, batch: Sequence[Sample]) -> float:
-    """As the model's own forward gives it."""
-    outputs = reference.model(**collated(batch), use_cache=False)
-    return float(outputs.loss)
-
-
-@pytest.mark.drawn
-@pytest.mark.parametrize(("loss_norm", "by_hand"), [("token", False), ("batch", False), ("batch", True)])
-def test_the_update_is_that_of_one_process(loss_norm: str, by_hand: bool) -> None:
-    with float64_throughout(reference_model(FAMILY, torch.float64)):
-        losses, parameters = expected(loss_norm)
-        with shared_source(build_model(FAMILY, torch.float64)):
-            results = run_ranks(trained, RANKS, loss_norm, by_hand)
-        for rank, (own_losses, own) in enumerate(results):
-            for (loss, of_batches), (right, of_all) in zip(own_losses, losses, strict=True):
-                assert loss == pytest.approx(right, rel=1e-9)
-                assert of_batches == pytest.approx(of_all[rank * ACCUMULATION : (rank + 1) * ACCUMULATION], rel=1e-6)
-            for name, value in parameters.items():
-                assert torch.allclose(own[name], value, rtol=1e-9, atol=1e-9 * float(value.abs().max())), name
+    config = small_config(RANKS, tokens_per_step=100, **hydra) | {"gradient_accumulation_steps": ACCUMULATION}
+    return ds_hydra.initialize(model=build_model(FAMILY, torch.float64), config=config)[0]
 
 
 # --- training_data in batches: the loader is DeepSpeed's.
@@ -185,12 +113,15 @@ def evaluated(rank: int) -> list[Any]:
 
 
 def test_a_loss_is_a_tensor_of_its_own_batch_in_collectives_too() -> None:
-    reference = OneProcess(
-        reference_model(FAMILY, torch.float64), lambda model: torch.optim.AdamW(model.parameters()), clip=1.0
-    )
-    losses = [
-        [mean_of(reference, batch_of(0, rank, number)) for number in range(ACCUMULATION)] for rank in range(RANKS)
-    ]
+    model: Any = reference_model(FAMILY, torch.float64)
+    with torch.no_grad():
+        losses = [
+            [
+                float(model(**collated(batch_of(0, rank, number)), use_cache=False).loss)
+                for number in range(ACCUMULATION)
+            ]
+            for rank in range(RANKS)
+        ]
     with shared_source(build_model(FAMILY, torch.float64)):
         results = run_ranks(evaluated, RANKS)
     for rank, (kind, own, mean, alone, trained) in enumerate(results):
@@ -204,14 +135,10 @@ def test_a_loss_is_a_tensor_of_its_own_batch_in_collectives_too() -> None:
 def misused(rank: int) -> list[str]:
     engine = engine_of(rank, strategies=["2*tp1"])
     batch = collated(batch_of(0, rank, 0))
-    found = []
+    found = list[str]()
 
     def note(call: Any) -> None:
-        try:
-            call()
-            found.append("no error")
-        except Exception as error:
-            found.append(f"{type(error).__name__}: {error}")
+        found.append(told(call))
 
     note(lambda: engine(batch, batch))
     note(lambda: engine.backward(torch.tensor(1.0)))
@@ -256,138 +183,35 @@ def test_misuse_is_refused_on_all_ranks() -> None:
 
 
 def without_targets(rank: int) -> list[str]:
-    engine, told = engine_of(rank, strategies=["2*tp1"], loss_norm="batch"), []
-    for empty in (True, False):
-        for number in range(ACCUMULATION):
+    """Of a step with a batch of which no mean can be taken, of another one, and of one of fewer batches."""
+    engine, lines = engine_of(rank, strategies=["2*tp1"], loss_norm="batch"), lines_of("ds_hydra.engine.steps")
+    found = []
+    for empty, batches in ((True, ACCUMULATION), (False, ACCUMULATION), (False, 1)):
+        for number in range(batches):
             batch = collated(batch_of(0, rank, number))
             if empty and rank == 1 and number == 1:
                 batch["labels"] = torch.full_like(batch["labels"], IGNORED)
             engine.backward(engine(batch))
-            try:
-                engine.step()
-            except ConfigError as error:
-                told.append(str(error))
-    return [*told, str(engine.global_steps)]
+            engine.set_gradient_accumulation_boundary(number == batches - 1)
+            found.append(told(engine.step))
+    return [*found, str(engine.global_steps), *lines]
 
 
-def test_a_batch_without_targets_has_no_mean() -> None:
+def test_each_batch_counts_by_its_own_mean() -> None:
     with shared_source(build_model(FAMILY, torch.float64)):
         first, second = run_ranks(without_targets, RANKS)
-    assert first == second
-    assert "failed on rank 1: batch 1 has no target" in first[0]
-    assert first[1:] == ["1"]
+    assert first[:6] == second == ["no error", first[1], *["no error"] * 3, "2"]
+    assert "failed on rank 1: batch 1 has no target" in first[1]
+    (line,) = first[6:]
+    assert "an update of 2 batches, where gradient_accumulation_steps and ranks make 4" in line
+    assert "0.5 of their mean" in line
 
 
 def test_batches_means_need_batches() -> None:
-    def job(rank: int) -> None:
-        model = build_model(FAMILY, torch.float32)
-        hydra = {"tokens_per_step": 20, "strategies": ["tp1"], "loss_norm": "batch", "steps_file": None}
-        config = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "hydra": hydra}
-        ds_hydra.initialize(model=model, training_data=[[5] * 30], config=config)
+    def job(rank: int) -> str:
+        return told(lambda: small_engine(rank, loss_norm="batch"))
 
-    with pytest.raises(ConfigError, match="of the batches that a script hands in"):
-        run_ranks(job, 1)
-
-
-# --- Updates of fewer or more batches than configured: what plain DeepSpeed's own loop makes of them.
-USUAL = 4
-UPDATES = ((4, 4), (2, 2), (6, 6), (3, 1), (4, 2))  # batches of both ranks
-CONFIG: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": USUAL}
-
-
-def usual_batch(update: int, rank: int, number: int) -> dict[str, Tensor]:
-    """Two sequences of one length, which differs between batches."""
-    generator = torch.Generator().manual_seed(100 * update + 10 * rank + number)
-    tokens = torch.randint(3, 97, (2, 6 + 5 * (number % 3) + 3 * rank), generator=generator)
-    return {"input_ids": tokens, "labels": tokens.clone()}
-
-
-def updated(rank: int, engine: Any, updates: Any, script_factor: float = 1.0) -> list[float]:
-    """Updates that the script closes by hand; the norms of their gradients."""
-    norms = []
-    for update, counts in enumerate(updates):
-        for number in range(counts[rank]):
-            engine.set_gradient_accumulation_boundary(number == counts[rank] - 1)
-            engine.backward(script_factor * engine(**usual_batch(update, rank, number)).loss)
-            engine.step()
-        if not counts[rank]:  # as plain DeepSpeed cannot
-            engine.set_gradient_accumulation_boundary(True)
-            engine.step()
-        norms.append(float(engine.get_global_grad_norm()))
-    return norms
-
-
-def optimizer_of(model: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.5)
-
-
-def plain(rank: int) -> tuple[list[float], dict[str, Tensor]]:
-    import deepspeed
-
-    rank_environment(rank)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    model = small_model(tied=False)
-    config = CONFIG | {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
-    engine = deepspeed.initialize(model=model, optimizer=optimizer_of(model), config=config)[0]
-    norms = updated(rank, engine, UPDATES)
-    return norms, {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
-
-
-def hydra(rank: int, updates: Any = UPDATES, **block: Any) -> tuple[list[float], dict[str, Tensor], list[str]]:
-    rank_environment(rank)
-    lines: list[str] = []
-
-    def keep(record: logging.LogRecord) -> bool:
-        lines.append(record.getMessage())
-        return True
-
-    logging.getLogger("ds_hydra.engine.steps").addFilter(keep)
-    model = small_model(tied=False)
-    own = {"context_length": 64, "strategies": ["2*tp1", "pp2"], "choose": "cycle", "self_check": "off"}
-    own |= {"planner": {"ahead": 0}, "faults": {"frozen_seconds": 0}, "steps_file": None, "loss_norm": "batch"} | block
-    engine = ds_hydra.initialize(model=model, optimizer=optimizer_of(model), config=CONFIG | {"hydra": own})[0]
-    return updated(rank, engine, updates), engine.fp32_state_dict(), lines
-
-
-def test_each_batch_counts_what_deepspeed_lets_it_count() -> None:
-    (norms, parameters), _ = run_ranks(plain, 2)
-    first, second = run_ranks(hydra, 2)
-    assert first[0] == second[0]
-    assert all(abs(own - right) < 1e-5 * right for own, right in zip(first[0], norms, strict=True)), (first[0], norms)
-    for name, right in parameters.items():
-        assert torch.allclose(first[1][name], right, rtol=1e-4, atol=1e-6), name
-    assert len(first[2]) == 1, "told once"
-    assert "an update of 4 batches, where gradient_accumulation_steps and ranks make 8" in first[2][0]
-    assert "0.5 of their mean" in first[2][0]
-    assert second[2] == []
-
-
-def test_a_rank_without_batches_counts_in_the_divisor() -> None:
-    """Four batches of one rank of two are half of what the two ranks should have, and so is their gradient."""
-
-    def alone(rank: int) -> list[float]:
-        return hydra(rank, ((0, 4),))[0]
-
-    def job_of_four(rank: int) -> list[float]:
-        CONFIG["gradient_accumulation_steps"] = 2
-        return hydra(rank, ((0, 4),))[0]
-
-    (half, _), (full, _) = run_ranks(alone, 2), run_ranks(job_of_four, 2)
-    assert abs(2 * half[0] - full[0]) < 1e-6 * full[0]
-
-
-def test_the_mean_over_targets_is_of_those_that_there_are() -> None:
-    def job(rank: int) -> list[float]:
-        found, _, lines = hydra(rank, ((2, 2),), loss_norm="token")
-        assert lines == []
-        return found
-
-    def whole(rank: int) -> list[float]:
-        CONFIG["gradient_accumulation_steps"] = 2
-        return hydra(rank, ((2, 2),), loss_norm="token")[0]
-
-    assert run_ranks(job, 2) == run_ranks(whole, 2)
+    assert "of the batches that a script hands in" in run_ranks(job, 1)[0]
 
 
 # --- Every public attribute and call without arguments of a DeepSpeed engine, asked of a plain one and of ours.

@@ -66,7 +66,10 @@ def reduced(loss: Any, logits: Callable[[], Tensor], batch: Batch) -> Any:
     return loss
 
 
-QUIET: dict[str, Made] = {"as it is": lambda loss, *_: loss, "half": lambda loss, *_: loss * 0.5}
+QUIET: dict[str, Made] = {
+    "as it is": lambda loss, *_: loss,
+    "half": lambda loss, *_: (loss + loss.detach()) * 0.5,  # a part without a gradient counts in the number alone
+}
 READING: dict[str, Made] = {
     "told": lambda loss, *_: loss if float(loss.detach()) < 1e9 else None,
     "not finite": lambda loss, *_: None if torch.isnan(loss) or not torch.isfinite(loss) else loss / 4,
@@ -205,7 +208,7 @@ def plain_engine(rank: int, loop: Loop, stage: int) -> Any:
 def script(rank: int, loop: Loop, folder: Path, engine: Any = None) -> tuple[list[float], dict[str, Tensor], list[Any]]:
     """The loop as a user has it; losses of batches, parameters, and how many batches of each step ran twice."""
     engine = engine or engine_of(rank, loop)
-    told, ran = [], []
+    told, backs, ran = [], [], []
     for step in range(1 + max(step for step, _ in loop.batches)):
         batches, calls = loop.batches[step, rank], loop.calls.get(step, loop.accumulation)
         for number in range(calls):
@@ -221,15 +224,22 @@ def script(rank: int, loop: Loop, folder: Path, engine: Any = None) -> tuple[lis
             if loss is not None:
                 if read == "backward":
                     assert loss.item() == float(loss.detach())
-                engine.backward(loss)
+                if loop.calls:  # as Accelerate has it
+                    back = engine.backward(loss / loop.accumulation, scale_wrt_gas=False)
+                else:
+                    assert engine.is_gradient_accumulation_boundary() == (number == calls - 1)
+                    back = engine.backward(engine.scale(loss))
                 told.append(loss)
+                backs.append(back)
             between(engine, loop.between[step, number], folder, rank)
             engine.step()
+            assert engine.was_step_applied() == (number == calls - 1)
             if loss is not None and read == "step":
                 assert loss.detach().cpu().numpy() == loss.item()
         assert engine.global_steps == step + 1
         ran.append(getattr(getattr(engine, "last_step", None), "run_twice", 0))
     losses = [float(loss.detach()) for loss in told]
+    assert not told or torch.allclose(loop.accumulation * torch.stack(backs), torch.stack(told))
     if not hasattr(engine, "fp32_state_dict"):
         return losses, {name: one.detach().clone() for name, one in engine.module.named_parameters()}, ran
     return losses, engine.fp32_state_dict(), ran

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import importlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -320,6 +321,25 @@ class Blinks(list[Any]):
         if self.rank == 1 and index == 5:
             raise self.error
         return super().__getitem__(index)
+
+
+# --- What calls and loggers say.
+def told(call: Callable[[], Any]) -> str:
+    """The error that a call raises, with its kind."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def lines_of(logger: str = "ds_hydra") -> list[str]:
+    """The lines that a logger of this process gets from now on."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(logger).addHandler(handler)
+    return lines
 
 
 # --- Calls that an engine must refuse: what each has told, and that training goes on from where it was.
