@@ -61,8 +61,7 @@ CAPABILITIES: Mapping[str, Capability] = {
     ),
     # What a script reads of a batch before its step, and trains on what it makes of it; drawn loops beside DeepSpeed.
     "losses read early": Capability(
-        "ds_hydra/engine/rounds.py tests/gloo/test_early_losses.py "
-        "tests/support/drawn_loops.py tests/support/read_orders.py tools/bench_reads.py",
+        "ds_hydra/engine/rounds.py tests/gloo/test_early_losses.py tests/support/drawn_loops.py tools/bench_reads.py",
         Lines(560, 700, 110),
     ),
     "layers beyond attention": Capability(
@@ -137,7 +136,7 @@ MECHANISMS: Mapping[str, str] = {
     ),
     "ways to run ranks in a test": (
         "ds_hydra/ranks/forked.py pipe/in_process.py tests/support/strict.py tests/support/simulated_members.py "
-        "tests/support/still_engine.py ds_hydra/emulate/cluster.py"
+        "ds_hydra/emulate/cluster.py"
     ),
     "runs of one process to compare with": ("ds_hydra/testing/one_process.py ds_hydra/self_check/plain.py"),
 }

@@ -21,10 +21,9 @@ import pytest
 import torch
 from accelerate import DeepSpeedPlugin
 from deepspeed.runtime import config as deepspeed_config
-from deepspeed.runtime.lr_schedules import WarmupLR
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
@@ -47,7 +46,21 @@ from ds_hydra.host.settings import refuse_metrics_scheduler
 from ds_hydra.zero_hetero.deepspeed_names import BOTH
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.public_configs import CONFIGS, Public
-from tests.support.still_engine import ADAMW, HYDRA, make_engine, on_one_rank, parsed_config, shards_of, small_model
+
+HYDRA = {"tokens_per_step": 20, "strategies": ["tp1"], "steps_file": None}
+ADAMW = {"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.5}}
+
+
+def small_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(50, 4), nn.Linear(4, 3))
+
+
+def shards_of(model: nn.Module, recipe: Any, cut: int) -> list[list[Tensor]]:
+    """Masters as a rank might own them: each parameter flat and cut in two at `cut`."""
+    named = dict(model.named_parameters())
+    flat = [[named[name].detach().clone().view(-1) for name in group.names] for group in recipe.groups]
+    return [[nn.Parameter(part) for f in own for part in (f[:cut], f[cut:])] for own in flat]
 
 
 # --- What is reused of DeepSpeed and what stands in its place: optimizers over shards, schedules, the engine's
@@ -275,75 +288,6 @@ def test_schedulers_that_want_a_metric_are_refused() -> None:
 def test_what_deepspeed_would_refuse_late_or_badly(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         accept({"hydra": HYDRA, "optimizer": ADAMW, **settings}, ranks=1)
-
-
-def test_engine_face() -> None:
-    def run() -> None:
-        warmup = {"warmup_max_lr": 1.0, "warmup_num_steps": 4, "warmup_type": "linear"}
-        engine = make_engine(parsed_config(scheduler={"type": "WarmupLR", "params": warmup}))
-        assert isinstance(engine, deepspeed.DeepSpeedEngine)
-        assert engine.train_batch_size() == len(engine.sampler.batch(0)) > 0
-        assert engine.gradient_clipping() == 1.0
-        assert (engine.types.compute, engine.types.masters) == (torch.float32, torch.float32)
-        reference = WarmupLR(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), **warmup)
-        rates, expected = [], []
-        for step in range(5):
-            expected.append(reference.optimizer.param_groups[0]["lr"])
-            if step != 1:
-                reference.step()
-            rates.append(engine.get_lr()[0])
-            engine.train_batch(skipped=step == 1)
-        assert rates == expected == pytest.approx([0.0, 0.0, 0.0, 0.25, 0.5]), (
-            "the schedule stands still in a skipped step"
-        )
-        assert (engine.global_steps, engine.skipped_steps, engine.get_global_grad_norm()) == (5, 1, 2.0)
-        assert engine.last_step is not None
-        assert engine.train_batch_size() == engine.last_step.num_sequences
-        assert len(engine.training_dataloader) == 4
-        with pytest.raises(ConfigError, match="tokens_per_step"):
-            engine.set_train_batch_size(4)
-        engine.destroy()
-
-    on_one_rank(run)
-
-
-def test_precision_follows_the_config_and_the_model() -> None:
-    def run() -> None:
-        bf16 = make_engine(parsed_config(bf16={"enabled": True}))
-        assert (bf16.types.compute, bf16.types.masters) == (torch.bfloat16, torch.float32)
-        assert bf16.types.grads == torch.float32
-        narrow = make_engine(parsed_config(bf16={"enabled": True}, data_types={"grad_accum_dtype": "bf16"}))
-        assert (narrow.types.grads, narrow.get_data_types()) == (torch.bfloat16, (torch.bfloat16, torch.bfloat16))
-        fp64 = make_engine(parsed_config(), small_model().double())
-        assert (fp64.types.compute, fp64.types.masters) == (torch.float64, torch.float64)
-        with pytest.raises(ConfigError, match="bfloat16 but the block bf16 is not enabled"):
-            make_engine(parsed_config(), small_model().bfloat16())
-        with pytest.raises(ConfigError, match=r'grad_accum_dtype is "bf16" but .* computed in float32.*leave the key'):
-            make_engine(parsed_config(data_types={"grad_accum_dtype": "bf16"}))
-        with pytest.raises(ConfigError, match=r'"fp32" but .* in float64: .* in that type or in float64'):
-            make_engine(parsed_config(data_types={"grad_accum_dtype": "fp32"}), small_model().double())
-
-    on_one_rank(run)
-
-
-def test_client_scheduler_of_another_optimizer_is_refused() -> None:
-    def run() -> None:
-        stray = LambdaLR(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1), lambda step: 1.0)
-        with pytest.raises(ConfigError, match="belongs to an optimizer that was not passed"):
-            make_engine(parsed_config(), lr_scheduler=stray)
-        engine = make_engine(parsed_config(), lr_scheduler=lambda optimizer: LambdaLR(optimizer, lambda s: 0.5**s))
-        engine.train_batch()
-        assert engine.get_lr() == [0.05]
-
-    on_one_rank(run)
-
-
-def test_strategies_must_fit_the_ranks() -> None:
-    def run() -> None:
-        with pytest.raises(ConfigError, match="uses 1 = 1 ranks but the job has 2"):
-            make_engine(parsed_config())
-
-    on_one_rank(run, num_ranks=2)
 
 
 @pytest.mark.drawn

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
+import deepspeed
 import pytest
 import torch
+from deepspeed.runtime.lr_schedules import WarmupLR
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.modeling_outputs import BaseModelOutput
 
 import ds_hydra
+from ds_hydra.config.hydra_block import ParsedConfig, parse_config
 from ds_hydra.data.sampler import StepLoader
 from ds_hydra.engine.prepare import tell_threads
 from ds_hydra.host import ending, launch
@@ -28,12 +35,97 @@ from ds_hydra.host.settings import deepspeed_config, deepspeed_defaults, with_mo
 from ds_hydra.host.three_calls import Collected, PendingLoss, Term
 from ds_hydra.hugging_face.trainer import Counted as Batches
 from ds_hydra.pipe.models.flow import arguments
-from ds_hydra.testing import free_port, rank_environment
+from ds_hydra.step import update
+from ds_hydra.testing import free_port, rank_environment, run_ranks
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError, PlanError
-from tests.support.still_engine import ADAMW, HYDRA, make_engine, on_one_rank, parsed_config
+from tests.support.small_job import small_model
+
+# --- What a job's settings mean for its model, its data and its end, on one rank.
+HYDRA = {"tokens_per_step": 20, "strategies": ["tp1"], "steps_file": None, "self_check": "off"}
+ADAMW = {"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.5}}
+DATA = [list(range(length)) for length in (5, 3, 9, 40, 7, 12)]
 
 
-# --- What a job's settings mean for its model, its data and its end: tried on an engine whose steps only count.
+def parsed_config(**settings: Any) -> ParsedConfig:
+    parsed = parse_config({"hydra": HYDRA, "optimizer": ADAMW, **settings})
+    assert parsed is not None
+    return parsed
+
+
+def make_engine(model: Any = None, lr_scheduler: Any = None, data: Any = DATA, **settings: Any) -> Any:
+    rank_environment(0)
+    config = {"hydra": HYDRA, "optimizer": ADAMW, **settings}
+    model = small_model() if model is None else model
+    return ds_hydra.initialize(model=model, training_data=data, config=config, lr_scheduler=lr_scheduler)[0]
+
+
+def on_one_rank(function: Callable[[], Any]) -> Any:
+    return run_ranks(lambda rank: function(), 1)[0]
+
+
+def test_the_engine_is_asked_as_deepspeeds() -> None:
+    def run() -> None:
+        warmup = {"warmup_max_lr": 1.0, "warmup_num_steps": 4, "warmup_type": "linear"}
+        engine = make_engine(scheduler={"type": "WarmupLR", "params": warmup})
+        assert isinstance(engine, deepspeed.DeepSpeedEngine)
+        assert engine.train_batch_size() == len(engine.sampler.batch(0)) > 0
+        reference = WarmupLR(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), **warmup)
+        rates, expected = [], []
+        for step in range(5):
+            expected.append(reference.optimizer.param_groups[0]["lr"])
+            if step != 1:
+                reference.step()
+            rates.append(engine.get_lr()[0])
+            no_number = mock.patch.object(update, "norm_of", return_value=torch.tensor(torch.nan))
+            with no_number if step == 1 else contextlib.nullcontext():
+                engine.train_batch()
+        assert rates == expected == pytest.approx([0.0, 0.0, 0.0, 0.25, 0.5]), "it stands still in a skipped step"
+        assert (engine.global_steps, engine.skipped_steps) == (5, 1)
+        assert engine.train_batch_size() == engine.last_step.num_sequences
+        assert len(engine.training_dataloader) == 4
+        with pytest.raises(ConfigError, match="tokens_per_step"):
+            engine.set_train_batch_size(4)
+        engine.destroy()
+
+    on_one_rank(run)
+
+
+def test_precision_follows_the_config_and_the_model() -> None:
+    fp32, bf16, fp64, on = torch.float32, torch.bfloat16, torch.float64, {"enabled": True}
+
+    def run() -> None:
+        found = []
+        for model, settings in (
+            (small_model(), {}),
+            (small_model(), {"bf16": on}),
+            (small_model(), {"bf16": on, "data_types": {"grad_accum_dtype": "bf16"}}),
+            (small_model().double(), {}),
+        ):
+            types = make_engine(model, **settings).types
+            found.append((types.compute, types.masters, types.grads))
+        assert found == [(fp32, fp32, fp32), (bf16, fp32, fp32), (bf16, fp32, bf16), (fp64, fp64, fp64)]
+        with pytest.raises(ConfigError, match="bfloat16 but the block bf16 is not enabled"):
+            make_engine(small_model().bfloat16())
+        with pytest.raises(ConfigError, match=r'grad_accum_dtype is "bf16" but .* computed in float32.*leave the key'):
+            make_engine(data_types={"grad_accum_dtype": "bf16"})
+        with pytest.raises(ConfigError, match=r'"fp32" but .* in float64: .* in that type or in float64'):
+            make_engine(small_model().double(), data_types={"grad_accum_dtype": "fp32"})
+
+    on_one_rank(run)
+
+
+def test_client_scheduler_of_another_optimizer_is_refused() -> None:
+    def run() -> None:
+        stray = LambdaLR(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1), lambda step: 1.0)
+        with pytest.raises(ConfigError, match="belongs to an optimizer that was not passed"):
+            make_engine(lr_scheduler=stray)
+        engine = make_engine(lr_scheduler=lambda optimizer: LambdaLR(optimizer, lambda s: 0.5**s))
+        engine.train_batch()
+        assert engine.get_lr() == [0.05]
+
+    on_one_rank(run)
+
+
 def test_clipping_that_the_config_does_not_name_is_told() -> None:
     unsaid = parsed_config()
     notes = deepspeed_defaults(unsaid, deepspeed_config(unsaid))
@@ -82,12 +174,9 @@ def test_layers_run_again_in_the_backward_pass_where_that_is_ordered(enabled: bo
         model = tiny_llama()
         if enabled:
             model.gradient_checkpointing_enable()
-        hydra = {**HYDRA, "planner": {"ahead": 0}, "self_check": "off", "fast_paths": ["token_sharding", "sp_overlap"],
+        hydra = {**HYDRA, "planner": {"ahead": 0}, "fast_paths": ["token_sharding", "sp_overlap"],
                  "activation_checkpointing": asked}  # fmt: skip
-        rank_environment(0)
-        engine = ds_hydra.initialize(
-            model=model, training_data=[[3] * 20] * 2, config={"hydra": hydra, "optimizer": ADAMW}
-        )[0]
+        engine = make_engine(model, data=[[3] * 20] * 2, hydra=hydra)
         with Counted() as counted:
             engine.train_batch()
         assert engine.last_step.num_micro_batches == (1,)
@@ -101,12 +190,12 @@ def test_sequences_that_the_model_has_no_positions_for() -> None:
         with pytest.raises(
             ConfigError, match=r"sequence 3 has 40 tokens, more than the model's 32 positions.*truncate"
         ):
-            make_engine(parsed_config(), tiny_llama())
+            make_engine(tiny_llama())
         too_far = {"hydra": {**HYDRA, "context_length": 64, "too_long": "truncate"}}
         with pytest.raises(ConfigError, match=r"hydra\.context_length 64 .* 32 positions .* at most 32"):
-            make_engine(parsed_config(**too_far), tiny_llama())
+            make_engine(tiny_llama(), **too_far)
         cut = {"hydra": {**HYDRA, "context_length": 32, "too_long": "truncate"}}
-        data = make_engine(parsed_config(**cut), tiny_llama()).data
+        data = make_engine(tiny_llama(), **cut).data
         assert data is not None
         assert max(data.lengths) == 32
 
@@ -116,7 +205,7 @@ def test_sequences_that_the_model_has_no_positions_for() -> None:
 def test_a_budget_beyond_the_data_is_refused_at_once() -> None:
     def run() -> None:
         with pytest.raises(ConfigError, match=r"hydra\.tokens_per_step 1000000000 is more than the 76 tokens"):
-            make_engine(parsed_config(hydra={**HYDRA, "tokens_per_step": 10**9}))
+            make_engine(hydra={**HYDRA, "tokens_per_step": 10**9})
 
     on_one_rank(run)
 
@@ -133,13 +222,12 @@ def test_more_threads_than_cores_are_told(
 
 def test_a_job_ends_with_its_total_steps() -> None:
     def run() -> None:
-        engine = make_engine(parsed_config(hydra={**HYDRA, "total_steps": 5}))
+        engine = make_engine(hydra={**HYDRA, "total_steps": 5})
         engine.global_steps = 3  # as after loading the third step's checkpoint
         loader = engine.training_dataloader
         assert isinstance(loader, StepLoader)
         made = [engine.train_batch() for _ in loader]
         assert (len(made), engine.global_steps, len(loader)) == (2, 5, 5)
-        assert engine.last_step is not None
         assert engine.last_step.total_steps == 5
         with pytest.raises(ConfigError, match=r"step 6 .* hydra\.total_steps 5.*for _ in loader.*raise it"):
             engine.train_batch()

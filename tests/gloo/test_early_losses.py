@@ -4,7 +4,6 @@ and who waits in vain is named."""
 from __future__ import annotations
 
 import functools
-import logging
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -22,12 +21,22 @@ from ds_hydra.host import three_calls
 from ds_hydra.host.three_calls import ThreeCalls
 from ds_hydra.testing import float64_throughout, run_ranks
 from tests.support.batches import collated
-from tests.support.drawn_loops import FAMILY, Loop, always, engine_of, expected, plain_engine, plain_loop, script
+from tests.support.drawn_loops import (
+    FAMILY,
+    Loop,
+    Order,
+    always,
+    engine_of,
+    expected,
+    orders,
+    plain_engine,
+    plain_loop,
+    run_order,
+    script,
+)
 from tests.support.ends import all_told, codes, ends, mark_fault
 from tests.support.families import build_model, reference_model
-from tests.support.read_orders import Order, orders
-from tests.support.read_orders import run as run_order
-from tests.support.small_job import shared_source
+from tests.support.small_job import lines_of, shared_source
 from tests.support.strict import Rules, strict_world
 
 
@@ -43,29 +52,24 @@ def compare(loop: Loop, folder: Path, run: Callable[..., Any] = script) -> list[
     return results
 
 
-@pytest.mark.drawn
-@pytest.mark.parametrize("seed", range(18))
+SEEDS = [pytest.param(seed, marks=pytest.mark.drawn if seed < 18 else pytest.mark.long) for seed in range(60)]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_drawn_loop_trains_as_one_process(seed: int, tmp_path: Path) -> None:
     compare(Loop.of(seed), tmp_path)
 
 
 def padded(rank: int, masks: bool) -> list[str]:
     """What is told where a loss is of all places, or of those that are tokens."""
-    told: list[str] = []
-
-    def keep(record: logging.LogRecord) -> bool:
-        told.append(record.getMessage())
-        return True
-
-    logging.getLogger("ds_hydra.engine.rounds").addFilter(keep)
-    loop = plain_loop(steps=2, accumulation=1)
+    lines, loop = lines_of("ds_hydra.engine.rounds"), plain_loop(steps=2, accumulation=1)
     engine = engine_of(rank, loop, torch.float32)
     for step in range(2):
         batch = collated(loop.batch(step, rank, 0))
         of_places = engine(**batch).logits.exp().sum(-1)
         engine.backward((of_places * batch["attention_mask"] if masks else of_places).mean())
         engine.step()
-    return [line for line in told if "padding" in line]
+    return [line for line in lines if "padding" in line]
 
 
 @pytest.mark.drawn
@@ -154,12 +158,6 @@ def test_only_what_counts_otherwise_than_it_ran_with_runs_twice(
     loop = always(plain_loop(norm=norm, early=norm == "batch"), made)
     for _, _, ran in compare(loop, tmp_path):
         assert ran == [ran[0], twice, twice, twice]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("seed", range(18, 60))
-def test_more_drawn_loops_train_as_one_process(seed: int, tmp_path: Path) -> None:
-    compare(Loop.of(seed), tmp_path)
 
 
 def counted_messages(rank: int, loop: Loop, losses: str) -> tuple[list[dict[str, int]], dict[str, Tensor]]:

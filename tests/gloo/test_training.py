@@ -14,6 +14,7 @@ from torch import Tensor
 
 import ds_hydra.engine.engine  # noqa: F401
 from ds_hydra.testing import RankRun, run_ranks
+from ds_hydra.testing.comparison import relative
 from tests.support.case import FLOAT32, Case
 from tests.support.cases import CASES, UNDER_STRICT
 from tests.support.drawn_tests import commit, number
@@ -93,3 +94,13 @@ def test_comparison_sees_small_errors() -> None:
         difference(case, data, run)
     step.result.gradients[name] = dropped * float("nan")
     assert difference(case, data, run).missed(case.aims, case.name)
+
+
+def test_what_is_rounding_of_the_largest_is_compared_with_that() -> None:
+    noise, other = torch.tensor([2e-16, -1e-16]), torch.tensor([-3e-16, 1e-16])
+    assert relative(other, noise) > 1
+    assert relative(other, noise, of_all=0.1) < 1e-14
+    wrong = torch.tensor([1e-4, 0.0])
+    assert relative(wrong, noise, of_all=0.1) > 1e-4, "a gradient where there is none"
+    small = torch.tensor([1e-9, 0.0])
+    assert relative(2 * small, small, of_all=0.1) == 1, "a small one that is twice as large"
