@@ -1,19 +1,17 @@
-"""A small job with proposed strategies and slices, whose planner's process may be hurt: its plans and its bits.
+"""A small job with proposed strategies and slices, whose planner's process may be killed: its plans and its bits.
 
 python -m tests.support.busy_job '{"folder": "/tmp/job", "ahead": 2}'  # prints them as JSON
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,6 @@ from tools.machine import busy
 ROOT = Path(__file__).resolve().parents[2]
 NUM_RANKS = 3
 HURT_AFTER = 3  # steps
-FROZEN_S = 2.5  # between stops of 1 s and of 6 s: the first are waited for, the others are not
 
 
 @dataclass(frozen=True)
@@ -38,46 +35,12 @@ class Settings:
     folder: str
     steps: int = 8
     ahead: int = 2
-    hurt: str = ""  # a key of HURTS
+    hurt: bool = False  # whether the planner's process is killed
     every: int = 0
 
 
-def _stopped(seconds: float | None) -> Callable[[Any], None]:
-    def stop(service: Any) -> None:
-        pid = service.producer_pid
-        os.kill(pid, signal.SIGSTOP)
-        if seconds is not None:
-            threading.Timer(seconds, _goes_on, (pid,)).start()
-
-    return stop
-
-
-def _goes_on(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it has been replaced
-        os.kill(pid, signal.SIGCONT)
-
-
-def _rotten(service: Any) -> None:
-    service._producer._take = lambda line: json.loads(line[: len(line) // 2])
-
-
-def _cannot_live(service: Any) -> None:
-    service._command = (sys.executable, "-c", "raise SystemExit('no process can live here')")
-    os.kill(service.producer_pid, signal.SIGKILL)
-
-
-HURTS: dict[str, Callable[[Any], None]] = {
-    "killed": lambda service: os.kill(service.producer_pid, signal.SIGKILL),
-    "stopped for 1 s": _stopped(1.0),
-    "stopped for 6 s": _stopped(6.0),
-    "stopped for ever": _stopped(None),
-    "talks nonsense": _rotten,
-    "cannot live": _cannot_live,
-}
-
-
 def run(settings: Settings) -> dict[str, Any]:
-    """Plans, masters and moments of a run, as digests; slices in its plans; who made them, and what was waited."""
+    """Plans, masters and moments of a run, as digests; slices in its plans; who made them."""
     found = run_ranks(_job, NUM_RANKS, settings, timeout=600)
     assert all(one["plans"] == found[0]["plans"] for one in found)
     return found[0] | {"bits": hashlib.sha256("".join(one["bits"] for one in found).encode()).hexdigest()[:16]}
@@ -113,7 +76,7 @@ class Case:
     @property
     def replaces(self) -> bool:
         """Whether plans have to come from elsewhere than from the first producer."""
-        return self.changes.get("ahead") == 0 or self.changes.get("hurt", "stopped for 1 s") != "stopped for 1 s"
+        return self.changes.get("ahead") == 0 or "hurt" in self.changes
 
 
 def _job(rank: int, settings: Settings) -> dict[str, Any]:
@@ -123,21 +86,20 @@ def _job(rank: int, settings: Settings) -> dict[str, Any]:
     folder = Path(settings.folder)
     config = small_config(
         2, strategies="auto", choose="best", cost_table=str(_table(folder, rank)), seed=4, loss_norm="token",
-        planner={"ahead": settings.ahead}, faults={"frozen_seconds": FROZEN_S},
+        planner={"ahead": settings.ahead}, faults={"frozen_seconds": 2.5},
         checkpoint={"dir": str(folder / "saved"), "every": settings.every}, node_size=NUM_RANKS,
     )  # fmt: skip
     engine = small_engine(rank, config=config)
-    found: dict[str, Any] = {"plans": [], "makers": [], "recipes": [], "waited_ms": 0.0, "slices": 0}
+    found: dict[str, Any] = {"plans": [], "makers": [], "recipes": [], "slices": 0}
     while engine.global_steps < settings.steps:
         engine.train_batch()
         record, service = engine.last_step, getattr(engine.pre_step_callback, "service", None)
         found["plans"].append(record.plan_digest)
         found["makers"].append(record.planning_by)
         found["recipes"].append(record.planning_recipe)
-        found["waited_ms"] = max(found["waited_ms"], record.planning_waited_ms)
         found["slices"] += num_slices(StepPlan.from_json(record.plan))
         if settings.hurt and engine.global_steps == HURT_AFTER and service is not None:
-            HURTS[settings.hurt](service)
+            os.kill(service.producer_pid, signal.SIGKILL)
     state = whole_state(engine)
     engine.destroy()
     bits = hashlib.sha256()
