@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,13 +22,13 @@ import ds_hydra.engine.engine
 from ds_hydra.costs.cost_table import CostTable, SchemeCost, TableFile
 from ds_hydra.pipe.models import causal_lm
 from ds_hydra.pipe.models.causal_lm import CausalLM
-from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
+from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.testing import RankError, run_ranks
 from ds_hydra.watchdog import watchdog
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.ends import TRACEBACK, all_told, codes, ends, mark_fault
 from tests.support.families import LAYERS, VOCAB, Block, build_model
-from tests.support.small_job import Blinks, failing, sequences, shared_source, small_engine
+from tests.support.small_job import Blinks, failing, lines_of, sequences, shared_source, small_engine, told
 
 # --- What cannot be trained is refused on every rank, with what is wrong and what to do, and nobody waits.
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3}}
@@ -72,37 +71,23 @@ def errors(num_ranks: int, job: Callable[[], Any]) -> list[str]:
 
     def run(rank: int) -> str:
         watchdog.end_process = lambda code: None  # it would end ranks before they could say their own error
-        try:
-            job()
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        return "no error"
+        return told(job)
 
     return run_ranks(run, num_ranks, timeout=90)
 
 
-def used_ranks(strategy: str) -> int:
-    return StrategyShape.parse(strategy).num_ranks
-
-
 @pytest.mark.drawn
 @pytest.mark.parametrize(
-    ("strategy", "words"),
+    ("ranks", "strategy", "words"),
     [
-        ("tp3", ["PlanError", "q_proj", "8 heads cannot be shared by tp=3", "divides 8"]),
-        (f"pp{LAYERS + 1}", ["PlanError", f"{LAYERS + 1} stages for {LAYERS} layers", f"pp <= {LAYERS}"]),
+        (3, "tp3", ["PlanError", "q_proj", "8 heads cannot be shared by tp=3", "divides 8"]),
+        (LAYERS + 1, f"pp{LAYERS + 1}", ["PlanError", f"{LAYERS + 1} stages for {LAYERS} layers", f"pp <= {LAYERS}"]),
+        (2, "tp2 + tp1", ["ConfigError", "= 3 ranks but the job has 2"]),
     ],
 )
-def test_degrees_that_do_not_fit_the_model(strategy: str, words: list[str]) -> None:
-    for text in errors(used_ranks(strategy), lambda: start(strategy)):
+def test_strategies_that_fit_neither_the_model_nor_the_ranks(ranks: int, strategy: str, words: list[str]) -> None:
+    for text in errors(ranks, lambda: start(strategy)):
         assert all(word in text for word in words), text
-
-
-def test_strategies_that_do_not_add_up_to_the_ranks() -> None:
-    for strategy, used in (("tp2 + tp1", 3), ("2*tp4", 8)):
-        for text in errors(2, partial(start, strategy)):
-            assert text.startswith("ConfigError")
-            assert f"= {used} ranks but the job has 2" in text
 
 
 @pytest.mark.drawn
@@ -256,24 +241,15 @@ def test_ranks_that_do_not_get_the_same_data_are_told() -> None:
 
 
 def test_a_step_without_targets_is_told_and_leaves_no_nan() -> None:
-    class Told(logging.Handler):
-        def __init__(self) -> None:
-            super().__init__(logging.WARNING)
-            self.texts: list[str] = []
-
-        def emit(self, record: logging.LogRecord) -> None:
-            self.texts.append(record.getMessage())
-
     def job(rank: int) -> tuple[list[str], list[float], bool]:
         masked = {"input_ids": [3, 4, 5, 6], "labels": [-100] * 4}
         engine = start("2*tp1", data=[masked] * 6, tokens_per_step=12)
-        told, source = Told(), logging.getLogger("ds_hydra.step.stepper")
-        source.setLevel(logging.WARNING)
-        source.addHandler(told)
+        logging.getLogger("ds_hydra.step.stepper").setLevel(logging.WARNING)
+        lines = lines_of("ds_hydra.step.stepper")
         losses = [float(engine.train_batch()), float(engine.eval_batch([[3, 4, 5], [6, 7]]))]
         finite = all(bool(value.isfinite().all()) for value in engine.fp32_state_dict().values())
         engine.destroy()
-        return told.texts, losses, finite
+        return lines, losses, finite
 
     (texts, losses, finite), (others, *_) = run_ranks(job, 2)
     assert others == []

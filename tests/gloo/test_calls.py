@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,16 @@ from ds_hydra.step.batching import agreed, row_of
 from ds_hydra.testing import rank_environment, run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tests.support.ends import TRACEBACK, all_told, codes, ends, mark_fault
-from tests.support.small_job import LENGTHS, same, sequences, small_config, small_engine, small_model, whole_state
+from tests.support.small_job import (
+    LENGTHS,
+    same,
+    sequences,
+    small_config,
+    small_engine,
+    small_model,
+    told,
+    whole_state,
+)
 from tests.support.strict import strict_world
 
 # --- Calls that ranks do not make alike: named on all ranks, before anything has changed or soon after both
@@ -83,12 +93,9 @@ def test_two_different_calls_are_refused_on_both_ranks_and_change_nothing(tmp_pa
         before, missed, longest = whole_state(engine), list[str](), 0.0
         for pair in permutations(HANDED, 2):
             began = time.monotonic()
-            expected = f"rank 0 calls {pair[0]}, rank 1 calls {pair[1]}: every rank must make the same calls"
-            try:
-                HANDED[pair[rank]](engine, tmp_path)
-                missed.append(f"{pair}: no error")
-            except ConfigError as error:
-                missed += [] if str(error).startswith(expected) else [f"{pair}: {error}"]
+            expected = f"ConfigError: rank 0 calls {pair[0]}, rank 1 calls {pair[1]}: every rank must make the same"
+            text = told(partial(HANDED[pair[rank]], engine, tmp_path))
+            missed += [] if text.startswith(expected) else [f"{pair}: {text}"]
             longest = max(longest, time.monotonic() - began)
         unchanged = same(before, whole_state(engine)) and not list(tmp_path.iterdir())
         for name in ("step()", "evaluate()", "save_checkpoint()", "load_checkpoint()", "train_batch()"):
@@ -263,19 +270,20 @@ def test_a_save_by_one_rank_is_named_where_the_other_ranks_script_has_ended() ->
 def outcomes(failing: Mapping[int, Exception], num_ranks: int = 3) -> list[str]:
     def program(rank: int) -> str:
         with first_channel() as channel:
-            try:
+
+            def fails() -> None:
                 with together(channel, "reading the table"):
                     if rank in failing:
                         raise failing[rank]
-            except Exception as error:
-                return f"{type(error).__name__}: {error}"
-            return str(channel.texts(str(rank)))  # the channel can still be used
+
+            text = told(fails)
+            return str(channel.texts(str(rank))) if text == "no error" else text  # the channel can still be used
 
     return run_ranks(program, num_ranks)
 
 
 @pytest.mark.parametrize(
-    ("failing", "told"),
+    ("failing", "texts"),
     [
         ({}, ["['0', '1', '2']"] * 3),
         (
@@ -291,11 +299,11 @@ def outcomes(failing: Mapping[int, Exception], num_ranks: int = 3) -> list[str]:
     ],
 )  # fmt: skip
 def test_the_first_ranks_error_is_told_by_those_that_did_not_fail(
-    failing: Mapping[int, Exception], told: list[str]
+    failing: Mapping[int, Exception], texts: list[str]
 ) -> None:
     found = outcomes(failing)
-    assert found[: len(told)] == told
-    assert all(text == told[0] for rank, text in enumerate(found) if rank not in failing)
+    assert found[: len(texts)] == texts
+    assert all(text == texts[0] for rank, text in enumerate(found) if rank not in failing)
 
 
 class Unreadable:
@@ -317,17 +325,13 @@ class Unreadable:
 def start(data: Any) -> str:
     logging.getLogger("ds_hydra").setLevel(logging.ERROR)
     rank_environment(dist.get_rank())
-    try:
-        ds_hydra.initialize(model=small_model(), training_data=data, config=small_config(2))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+    return told(lambda: ds_hydra.initialize(model=small_model(), training_data=data, config=small_config(2)))
 
 
 def test_data_that_one_rank_cannot_read_is_told_by_all() -> None:
-    told = run_ranks(lambda rank: start(Unreadable()), 2)
-    assert told[1] == "OSError: /data/tokens.bin is not on this node"
-    assert told[0] == f"RuntimeError: reading the data failed on rank 1: {told[1]}"
+    first, second = run_ranks(lambda rank: start(Unreadable()), 2)
+    assert second == "OSError: /data/tokens.bin is not on this node"
+    assert first == f"RuntimeError: reading the data failed on rank 1: {second}"
 
 
 def test_memory_that_one_rank_lacks_is_told_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,13 +343,13 @@ def test_memory_that_one_rank_lacks_is_told_by_all(monkeypatch: pytest.MonkeyPat
         return masters(*args, **kwargs)
 
     monkeypatch.setattr(crew, "ModelMasters", scarce)
-    told = run_ranks(lambda rank: start([torch.arange(3, 23)] * 16), 2)
-    assert told[1] == "OutOfMemoryError: tried to allocate 20 GiB"
-    assert told[0] == f"RuntimeError: allocating the master shards failed on rank 1: {told[1]}"
+    first, second = run_ranks(lambda rank: start([torch.arange(3, 23)] * 16), 2)
+    assert second == "OutOfMemoryError: tried to allocate 20 GiB"
+    assert first == f"RuntimeError: allocating the master shards failed on rank 1: {second}"
 
 
-@pytest.mark.parametrize(("schedule", "told"), [("list", "ranks [1] hold other costs, from which"), ("1f1b", "6")])
-def test_costs_must_be_equal_where_orders_are_made_from_them(schedule: str, told: str) -> None:
+@pytest.mark.parametrize(("schedule", "words"), [("list", "ranks [1] hold other costs, from which"), ("1f1b", "6")])
+def test_costs_must_be_equal_where_orders_are_made_from_them(schedule: str, words: str) -> None:
     phase = Phase((PipelinePlan(PipelineShape.parse(f"pp2/{schedule}"), (), 0.0),))
     plan = StepPlan(0, (), (), (phase,), 0.0)
 
@@ -357,7 +361,7 @@ def test_costs_must_be_equal_where_orders_are_made_from_them(schedule: str, told
         except PlanError as error:
             return str(error)
 
-    assert all(told in text for text in run_ranks(program, 2))
+    assert all(words in text for text in run_ranks(program, 2))
 
 
 def test_a_forked_rank_computes_in_one_thread_whatever_libraries_ask_for() -> None:
