@@ -1,4 +1,4 @@
-"""`ds-hydra COMMAND ...`, also as `python -m ds_hydra.commands COMMAND ...`: a name in, the exit code out.
+"""The command line `ds-hydra COMMAND ...`, also as `python -m ds_hydra.commands COMMAND ...`.
 
 A command is a module of this folder with a `main`. It is imported when it is called, so that `ds-hydra --help`
 loads neither torch nor DeepSpeed.

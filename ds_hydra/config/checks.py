@@ -1,4 +1,4 @@
-"""Config files read, and checks of their values: values as read from JSON in, typed values out. Pure: no torch."""
+"""Config files are read here, and their values checked and given types, as JSON has them. Pure: no torch."""
 
 from __future__ import annotations
 

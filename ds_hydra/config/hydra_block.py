@@ -1,4 +1,4 @@
-"""A job's config: a DeepSpeed config with a strict "hydra" block in, frozen dataclasses out. Pure."""
+"""A job's config, validated: a DeepSpeed config with a strict block "hydra", as frozen dataclasses. Pure."""
 
 from __future__ import annotations
 

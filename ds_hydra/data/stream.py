@@ -1,4 +1,4 @@
-"""A stream of items in, the sequences of each step out, read some steps ahead; and places in it, to go on from.
+"""Streamed training data: the sequences of each step, read some steps ahead, and places in the stream to go on from.
 
 [Note: streams]
 A stream is whatever can be iterated but not indexed: `datasets` with streaming=True, torch's IterableDataset, a loader

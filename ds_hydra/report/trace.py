@@ -1,4 +1,4 @@
-"""Spans of ranks in, a trace for Perfetto or chrome://tracing out, and what is wrong with one. Pure: no torch.
+"""Traces of steps for Perfetto or chrome://tracing: written from spans of ranks, and checked. Pure: no torch.
 
 [Note: trace]
 A trace is JSON in Chrome's trace event format: `{"traceEvents": [...], "displayTimeUnit": "ms"}`. Each rank is a

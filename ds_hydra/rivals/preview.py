@@ -1,4 +1,4 @@
-"""Costs, strategies and lengths in; the plans of a training run, beside what other systems would do, out. Pure.
+"""A dry run: steps planned by costs, strategies and lengths, beside what other systems would do with them. Pure.
 
 `ds-hydra preview` prints these figures; nothing here prints. Where the model is known, all steps are simulated with
 their pulls, pushes and messages between stages, and strategies are chosen by that.

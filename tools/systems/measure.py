@@ -1,5 +1,5 @@
-"""A cell in, what ours and every other system take for its batches out: the same simulator for all, pulls and pushes
-included, and what noise of machines adds. Ours is set up with other data than the batches that are reported.
+"""What ours and every other system take for the batches of a cell: the same simulator for all, pulls and pushes included,
+and what noise of machines adds. Ours is set up with other data than the batches that are reported.
 """
 
 from __future__ import annotations
