@@ -1,4 +1,4 @@
-"""What ours and every other system take for the batches of a cell: the same simulator for all, pulls and pushes included,
+"""What ours and every other system take for the batches of a cell, by one simulator for all. Pulls and pushes are in,
 and what noise of machines adds. Ours is set up with other data than the batches that are reported.
 """
 
