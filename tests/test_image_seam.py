@@ -1,4 +1,4 @@
-"""Images in, in one process: what is found of a model, which classes are equal, and that each fault shows."""
+"""Models with images in one process: what is found of a model, which classes are equal, and that each fault shows."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from ds_hydra.images import content, stage
 from ds_hydra.images import seam as seam_module
 from ds_hydra.images.content import Unit
 from ds_hydra.images.exchange import taken
-from ds_hydra.images.find import Listener, Subject, subject_of
-from ds_hydra.images.job import KINDS, ImageText, Trial, verdicts
+from ds_hydra.images.find import ImageSubject, Listener, subject_of
+from ds_hydra.images.job import KINDS, ImageText, ImageTrial, verdicts
 from ds_hydra.images.load import Tower, image_tokens, loads_by, measured, price_of, sharing_of, with_room
 from ds_hydra.images.seam import Seam, encoded
 from ds_hydra.images.stage import SHARED, Cut, ImageStage, SharedRows, UnitDraws
@@ -46,7 +46,7 @@ from tools.image_classes import default_model, verdict_of
 
 
 @functools.cache
-def subject(name: str) -> Subject:
+def subject(name: str) -> ImageSubject:
     """A tiny model with what was found of it."""
     return subject_of(image_model(name))
 
@@ -284,7 +284,7 @@ def _counted_twice(x: Tensor, pack: Any, of: Any = stage._together) -> Tensor:
 
 
 @contextmanager
-def _one_stage_off(trial: Trial) -> Iterator[None]:
+def _one_stage_off(trial: ImageTrial) -> Iterator[None]:
     source = trial.source
     seam = source.seam
     source.seam = Seam(**{**vars(seam), "deepest": tuple(max(0, last - 1) for last in seam.deepest)})
@@ -294,7 +294,7 @@ def _one_stage_off(trial: Trial) -> Iterator[None]:
         source.seam = seam
 
 
-def _patch(owner: Any, name: str, value: Any) -> Callable[[Trial], AbstractContextManager[Any]]:
+def _patch(owner: Any, name: str, value: Any) -> Callable[[ImageTrial], AbstractContextManager[Any]]:
     return lambda _: mock.patch.object(owner, name, value)
 
 
@@ -324,7 +324,7 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_fault_shows(name: str) -> None:
     model, kind, broken = MUTANTS[name]
-    trial = Trial(subject(model))
+    trial = ImageTrial(subject(model))
     with broken(trial):
         assert trial.difference(kind)
 
@@ -332,7 +332,7 @@ def test_a_fault_shows(name: str) -> None:
 def test_ranks_that_share_an_image_send_each_other_what_is_counted() -> None:
     """Two ways of two messages for each layer, of queries, keys and values and of what is made of them, and of one for
     each layer behind which rows come together."""
-    trial, found = Trial(subject("qwen3_vl")), list[tuple[int, int]]()
+    trial, found = ImageTrial(subject("qwen3_vl")), list[tuple[int, int]]()
     images: list[int] = []
     begin, start = SharedRows._begin, AllToAll.start
     for kind in (SHARED, "sp2"):  # the text's messages are the same
@@ -513,7 +513,7 @@ def test_ranks_share_an_image_whatever_its_heads(shape: str, heads: int, hops: t
         {**of_class["text_config"], "num_key_value_heads": 4},
     )
     vision["embed_dim"] = 8 * heads
-    trial, found = Trial(subject_of(image_model("qwen2_vl", vision_config=vision, text_config=text))), set()
+    trial, found = ImageTrial(subject_of(image_model("qwen2_vl", vision_config=vision, text_config=text))), set()
     source, begin = trial.source, SharedRows._begin
     assert source.seam.cut is not None
     source.seam = replace(source.seam, cut=source.seam.cut._replace(heads=heads))

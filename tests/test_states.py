@@ -19,7 +19,7 @@ from ds_hydra.pipe.contexts import Carried, Contexts
 from ds_hydra.pipe.model_plan import ParamSpec, ShardRule
 from ds_hydra.pipe.models import boxes as running
 from ds_hydra.pipe.models import causal_lm, find_boxes, recurrent_heads
-from ds_hydra.pipe.models.boxes import StageBoxes, State
+from ds_hydra.pipe.models.boxes import CarriedState, StageBoxes
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.models.draws import Draws
 from ds_hydra.pipe.models.find_boxes import with_states
@@ -128,16 +128,16 @@ def test_sequences_of_these_classes_run_in_slices(name: str) -> None:
 
 
 def state_is_not_passed() -> Any:
-    return mock.patch.object(State, "get_recurrent_state", return_value=None)
+    return mock.patch.object(CarriedState, "get_recurrent_state", return_value=None)
 
 
 def tail_is_cut_by_one() -> Any:
-    right = State.update_conv_state
+    right = CarriedState.update_conv_state
 
-    def update(self: State, *args: Any, conv_kernel_size: int, **kwargs: Any) -> Tensor:
+    def update(self: CarriedState, *args: Any, conv_kernel_size: int, **kwargs: Any) -> Tensor:
         return right(self, *args, conv_kernel_size=conv_kernel_size - 1, **kwargs)
 
-    return mock.patch.object(State, "update_conv_state", update)
+    return mock.patch.object(CarriedState, "update_conv_state", update)
 
 
 def gradient_of_the_state_is_dropped() -> Any:
@@ -189,7 +189,7 @@ def convolution_looks_into_the_slice_before() -> Any:
         if chunk is None or 0 in group or box.state is None:
             return given
         before = chunk.contexts.carried((self.index, box.path)).take(chunk.start)
-        given[box.state] = State({key: value for key, value in before.items() if key == ("conv", 0)})
+        given[box.state] = CarriedState({key: value for key, value in before.items() if key == ("conv", 0)})
         return given
 
     return mock.patch.object(running._Cut, "arguments", arguments)
@@ -232,10 +232,10 @@ BY_SELF_CHECK = [
 @pytest.mark.parametrize(("family", "mutant"), BY_SELF_CHECK, ids=_names(BY_SELF_CHECK))
 def test_the_self_check_sees_what_trying_did_not(family: str, mutant: Callable[[], Any]) -> None:
     def tried(*given: Any) -> Any:  # without the mutant
-        with mock.patch.multiple(State, **right_state), mock.patch.multiple(Carried, **right_carried):
+        with mock.patch.multiple(CarriedState, **right_state), mock.patch.multiple(Carried, **right_carried):
             return with_states(*given)
 
-    right_state = {name: vars(State)[name] for name in ("get_recurrent_state", "update_conv_state")}
+    right_state = {name: vars(CarriedState)[name] for name in ("get_recurrent_state", "update_conv_state")}
     right_carried = {name: vars(Carried)[name] for name in ("take", "hand_on", "_left")}
     with mutant(), mock.patch.object(find_boxes, "with_states", tried):
         result = check_strategies(build_model(family, torch.float32), [StrategyShape.parse("tp1")], keep=False)

@@ -64,7 +64,7 @@ class Sample(NamedTuple):
     rows: tuple[int, ...]
 
 
-class Subject:
+class ImageSubject:
     """A small model and made-up sequences, of two images, of one and of none; `seam` is what was found of it."""
 
     def __init__(self, model: Any, name: str):
@@ -415,7 +415,7 @@ class Subject:
         return replace(seam, cut=cut)
 
 
-class Listener(Subject):
+class Listener(ImageSubject):
     """The same of a model's audio: clips in place of images, the rows of which are of one leaf."""
 
     kind, of = "audio", "clips"
@@ -557,13 +557,13 @@ def apart(one: Tensor, other: Tensor) -> float:
     return float((one - other).abs().max()) / max(float(one.abs().max()), float(other.abs().max()), 1e-300)
 
 
-def subject_of(model: Any) -> Subject:
+def subject_of(model: Any) -> ImageSubject:
     """A small copy of a model, on which its seam is found. ConfigError for a class whose images are not trained."""
     small = small_model(model)
     with torch.random.fork_rng(devices=[]), doubled():
         try:
             alone = placeholder(small.config) is None and placeholder(small.config, Listener.kind) is not None
-            return (Listener if alone else Subject)(small, type(model).__name__)
+            return (Listener if alone else ImageSubject)(small, type(model).__name__)
         except ConfigError:
             raise
         except Exception as error:

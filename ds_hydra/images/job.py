@@ -17,7 +17,7 @@ from ds_hydra.costs.loads import Load, first_ranks
 from ds_hydra.data.tokens import TokenSequence
 from ds_hydra.images.content import Images, Unit, is_clip
 from ds_hydra.images.exchange import ImageExchange
-from ds_hydra.images.find import Sample, Subject, rows_of_one, subject_of
+from ds_hydra.images.find import ImageSubject, Sample, rows_of_one, subject_of
 from ds_hydra.images.load import heads_of, image_tokens, measured, price_of, with_room
 from ds_hydra.images.seam import Ear, Seam, numbered
 from ds_hydra.images.small import small_model
@@ -193,10 +193,10 @@ class _Still(ImageText):
         return super().skeleton(device, dtype).eval()
 
 
-class Trial:
+class ImageTrial:
     """The stages of a subject's small model. ConfigError where there are none."""
 
-    def __init__(self, subject: Subject):
+    def __init__(self, subject: ImageSubject):
         self._subject = subject
         with doubled():
             self.source = _Still(subject.model, subject.seam, StageOptions())
@@ -259,11 +259,11 @@ class Trial:
         return compare(right, replace(found, exact=True)).what or ""
 
 
-def verdicts(subject: Subject, kinds: Sequence[str] = KINDS, attends: str = "") -> dict[str, str]:
+def verdicts(subject: ImageSubject, kinds: Sequence[str] = KINDS, attends: str = "") -> dict[str, str]:
     """For each kind of pipeline, why it is not trained with images, or how it is off; empty: it is equal. `attends`: by
     what an encoder does that runs on devices alone."""
     try:
-        trial = Trial(subject)
+        trial = ImageTrial(subject)
     except ConfigError as error:
         return dict.fromkeys(kinds, str(error))
     found = {kind: trial.refused(kind) or trial.difference(kind) for kind in kinds if kind != SHARED}
@@ -341,7 +341,7 @@ def _unequal(found: Mapping[str, str]) -> str:
     return next((f"under {kind} a small copy is not equal to its own forward ({found[kind]})" for kind in kinds), "")
 
 
-def _tried(subject: Subject, config: HydraConfig, source: ImageText) -> tuple[dict[str, str], str]:
+def _tried(subject: ImageSubject, config: HydraConfig, source: ImageText) -> tuple[dict[str, str], str]:
     """What the job's strategies are made of, tried with images; all kinds where none are listed. And why clips are left
     out, where it is equal without them alone."""
     kinds = [kind for kind in (*KINDS, SHARED) if config.chunks != "off" or kind != SLICES]

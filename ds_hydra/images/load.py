@@ -228,7 +228,7 @@ _ROWS = 4096  # at most, of a clip
 _REPEATS, _LEAST = 3, 0.01  # b is no less than this share of what the largest image takes for a patch
 
 
-class Point(NamedTuple):
+class MeasuredImage(NamedTuple):
     """An image, what it took, and what it kept for the backward."""
 
     size: Size
@@ -263,7 +263,7 @@ def _least_squares(rows: Any, right: Any) -> list[float]:
         del left[worst]
 
 
-def _points(source: ImageText, device: torch.device, dtype: torch.dtype, seconds: float) -> list[Point]:
+def _points(source: ImageText, device: torch.device, dtype: torch.dtype, seconds: float) -> list[MeasuredImage]:
     stages = 1 if source.plan.no_pp else source.plan.num_layers
     stage = StageTimer(source, ParallelScheme(1, stages), 0, device, dtype).module
     tower, clock, tried = Tower.of(source), clock_of(device), ""
@@ -273,7 +273,7 @@ def _points(source: ImageText, device: torch.device, dtype: torch.dtype, seconds
     for maker in makers(source.config, seam.columns) if heard is None else clips(source.config, heard.columns):
         if maker.layout != source.seam.layout:
             continue
-        found = list[Point]()
+        found = list[MeasuredImage]()
         try:
             for which in _SIZES:
                 columns = {name: column.to(device, dtype if column.is_floating_point() else None)
@@ -285,7 +285,7 @@ def _points(source: ImageText, device: torch.device, dtype: torch.dtype, seconds
                 kept, _ = _once(stage.module, source, columns, parameters, clock, rows)
                 spent = time.perf_counter()
                 times = [_once(stage.module, source, columns, parameters, clock, rows)[1] for _ in range(_REPEATS)]
-                found.append(Point(size, statistics.median(times), kept))
+                found.append(MeasuredImage(size, statistics.median(times), kept))
                 if time.perf_counter() - spent > seconds / 10:
                     break
         except torch.OutOfMemoryError:

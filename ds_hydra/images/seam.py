@@ -40,7 +40,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hydra.images.content import Columns, Images, Unit, is_clip, is_video
-from ds_hydra.pipe.models.cut import Ended
+from ds_hydra.pipe.models.cut import ForwardEnded
 from ds_hydra.pipe.rows import Seen
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ def clip_rows(model: Any, audio: Audio, columns: Columns, rows: int) -> Tensor:
                     stack.enter_context(_called(table, _nothing(table, values)))
             stack.enter_context(_called(text, _begin))
             model(**given)
-    except Ended as ended:
+    except ForwardEnded as ended:
         embeddings: Tensor = ended.value
         if embeddings.shape[:2] != ids.shape:
             raise ValueError(f"{rows} placeholders have become {embeddings.shape[1]} tokens") from None
@@ -93,7 +93,7 @@ def clip_rows(model: Any, audio: Audio, columns: Columns, rows: int) -> Tensor:
 def _begin(*args: Any, inputs_embeds: Tensor | None = None, **_: Any) -> Any:
     if inputs_embeds is None:
         raise ValueError("its text is handed no embeddings")
-    raise Ended(inputs_embeds)
+    raise ForwardEnded(inputs_embeds)
 
 
 def _nothing(table: nn.Embedding, values: Tensor) -> Callable[..., Tensor]:

@@ -1,4 +1,4 @@
-"""A model that PEFT has adapted in; the model inside, with its adapters in place, out. ConfigError for other adapters.
+"""The model inside one that PEFT has adapted, with its adapters in place; those that stages cannot train are refused.
 
 PEFT's classes are told by their names: it need not be installed where it has made no model. A module of PEFT's that is
 not known is refused, since what it does with a weight that lies on several ranks cannot be told.

@@ -25,8 +25,8 @@ of a whole row are ever made.
 Which modules are boxes, and which of their arguments are what, is found by trying: `find_boxes.py`.
 
 Recurrent modules of transformers keep a state for generation: they ask an object that they are handed for the last
-inputs of their convolution and for their state, and hand it both back. In a slice they are handed a `State`, which
-writes nothing in place, so that gradients flow through it.
+inputs of their convolution and for their state, and hand it both back. In a slice they are handed a `CarriedState`,
+which writes nothing in place, so that gradients flow through it.
 
 A slice of one token is no step of generation, whose code has no backward in kernels. It is computed with a copy of
 itself behind it, and is carried to the next slice in place of a state after it:
@@ -54,7 +54,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ds_hydra.pipe.attention.interface import attending_by, packed_configs
 from ds_hydra.pipe.collectives import all_of_row, own_of_sum
 from ds_hydra.pipe.contexts import Carried
-from ds_hydra.pipe.models.cut import CutForward, Ended, hand_on
+from ds_hydra.pipe.models.cut import CutForward, ForwardEnded, hand_on
 from ds_hydra.pipe.models.draws import Draws, Keys
 from ds_hydra.pipe.models.flow import Door, Flow, tensors_in
 from ds_hydra.pipe.models.recurrent_heads import OwnHeads
@@ -68,7 +68,7 @@ Dims = tuple[int, ...]
 _ALONE, _KEY = "token", "key"  # what is carried of a slice of one token
 
 
-class State:
+class CarriedState:
     """What recurrent modules ask for and hand back: those calls of transformers' `Cache` that they make."""
 
     def __init__(self, before: Mapping[Hashable, Tensor]):
@@ -101,7 +101,7 @@ class State:
         return recurrent_states
 
 
-class Slice:
+class BoxSlice:
     """One call of a box on a slice of a sequence."""
 
     def __init__(self, carried: Carried, chunk: Chunk, dim: int):
@@ -122,10 +122,10 @@ class Slice:
         return None if own is None else self.around(own, self._key, 0)
 
     def call(
-        self, forward: Callable[[Tensor, State], list[tuple[Any, Dims]]], own: Tensor, keys: Tensor | None
+        self, forward: Callable[[Tensor, CarriedState], list[tuple[Any, Dims]]], own: Tensor, keys: Tensor | None
     ) -> Leaves:
         """What a box returns of the tokens of a slice, of all that `forward` returns with its dimensions of tokens."""
-        state = State(self._before)
+        state = CarriedState(self._before)
         tokens = self.around(own, self._waiting, self._dim)
         returned = forward(tokens, state)
         after = state.after
@@ -204,7 +204,7 @@ class Capture:
 
 
 @dataclass
-class Run:
+class BoxRun:
     """One micro-batch on its way through the boxes."""
 
     pack: Pack
@@ -225,7 +225,7 @@ class BoxedLayers:
     def __init__(self, boxes: Boxes, doors: Sequence[Door], draws: Draws | None = None):
         self._boxes, self._doors, self._draws = boxes, doors, draws
         self._shared: dict[tuple[int, str], OwnHeads] = {}
-        self._run: Run | None = None
+        self._run: BoxRun | None = None
         self._capture: Capture | None = None
         self._wanted: Collection[int] = ()
 
@@ -246,7 +246,7 @@ class BoxedLayers:
         self._shared[index, path] = own
 
     @contextmanager
-    def of(self, run: Run | None) -> Iterator[None]:
+    def of(self, run: BoxRun | None) -> Iterator[None]:
         """Within it, boxes run on the sequences of a micro-batch."""
         before, self._run = self._run, run
         try:
@@ -255,7 +255,7 @@ class BoxedLayers:
             self._run = before
 
     @property
-    def running(self) -> Run | None:
+    def running(self) -> BoxRun | None:
         """The micro-batch whose forward runs."""
         return self._run
 
@@ -266,7 +266,7 @@ class BoxedLayers:
         self._capture, self._wanted = Capture(), wanted
         try:
             yield self._capture
-        except Ended:
+        except ForwardEnded:
             pass
         finally:
             self._capture = None
@@ -283,7 +283,7 @@ class BoxedLayers:
         if index in self._wanted:
             self._capture.layers[index] = tree_flatten((args, kwargs))[0]
         if index >= max(self._wanted, default=0):
-            raise Ended
+            raise ForwardEnded
         return hand_on(door)(*args, **kwargs)
 
     def _as_captured(self, index: int, args: Any, kwargs: Any) -> Any:
@@ -354,10 +354,10 @@ def call_on_slice(
             f"{box.path or 'the layer'} runs whole sequences only: plan without slices"
         )
     state, rows = box.state, box.rows
-    one = Slice(chunk.contexts.carried(module), chunk, box.handed[rows][0])
+    one = BoxSlice(chunk.contexts.carried(module), chunk, box.handed[rows][0])
     given = [*arguments]
 
-    def forward(tokens: Tensor, kept: State) -> list[tuple[Any, tuple[int, ...]]]:
+    def forward(tokens: Tensor, kept: CarriedState) -> list[tuple[Any, tuple[int, ...]]]:
         given[rows], given[state] = tokens, kept
         return call(given, one.keys(keys))
 
@@ -367,7 +367,7 @@ def call_on_slice(
 class _Cut:
     """A box's call for a row, taken apart into calls for its sequences."""
 
-    def __init__(self, run: Run, box: Box, index: int, flat: Leaves, *, sharers: int):
+    def __init__(self, run: BoxRun, box: Box, index: int, flat: Leaves, *, sharers: int):
         """`sharers`: sequence parallel ranks that compute the same tokens, each some heads [Note: who shares heads]."""
         self.run, self.box, self.index, self.flat, self.sharers = run, box, index, flat, sharers
         pack = run.pack
@@ -519,7 +519,7 @@ class StageBoxes:
         """Within it, layers are computed again as they are now."""
         return self._layers.of(self._layers.running)
 
-    def __call__(self, received: Tensor | None, batch: MicroBatch, run: Run, inputs: Mapping[str, Any]) -> Any:
+    def __call__(self, received: Tensor | None, batch: MicroBatch, run: BoxRun, inputs: Mapping[str, Any]) -> Any:
         """What the stage's last layer, or the model below its head, returns; `inputs` are the row's."""
         with self._layers.of(run):
             if self._boxes.packed:
@@ -541,7 +541,7 @@ class StageBoxes:
         self._cut.leave()
         return self._row
 
-    def captured(self, batch: MicroBatch, keys: Keys | None) -> Run:
+    def captured(self, batch: MicroBatch, keys: Keys | None) -> BoxRun:
         """A micro-batch with what each of its sequences' layers are handed; none of these may be computed again."""
         pack, entering = batch.pack, self._is_first and not self._boxes.packed
         whole: Tensor = torch.zeros((1, pack.num_tokens), dtype=torch.long, device=batch.position_ids.device)
@@ -561,7 +561,7 @@ class StageBoxes:
             captures.append(capture)
         if self._boxes.by_length:
             self._keep(of_length)
-        return Run(pack, captures, keys)
+        return BoxRun(pack, captures, keys)
 
     def _capture(self, ids: Tensor, pack: Pack, sequence: int, keys: Keys | None, wanted: Any) -> Capture:
         """What layers are called with where a sequence runs alone."""

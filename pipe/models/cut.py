@@ -1,4 +1,4 @@
-"""A whole model and a stage's place in, a model that runs its own forward but only the stage's layers out.
+"""Runs one stage's layers by the whole model's own forward, and layers again in the backward.
 
 [Note: cutting by the forward]
 The model's own forward runs in every stage. Layers before the stage's first hand on what they are given, and the last
@@ -7,7 +7,7 @@ the receiver. What the embeddings would have computed is replaced by placeholder
 After the stage's last layer an exception leaves the forward. For layers 2 and 3 of 5:
 
     embeddings        layer 0   layer 1               layer 2   layer 3
-    placeholders  ->  hand on   returns the received  computes  computes, then `_Reached` ends the forward
+    placeholders  ->  hand on   returns the received  computes  computes, then `ForwardEnded` ends the forward
 
 No layer, norm or embedding needs a name for this, and nothing that follows the layers exists in an earlier stage.
 
@@ -191,7 +191,7 @@ _COLLECTIVES = dist.all_reduce.__module__
 _QUESTIONS = frozenset({"size", "dim", "numel", "stride", "element_size", "__len__", "is_floating_point", "nelement"})
 
 
-class Ended(BaseException):
+class ForwardEnded(BaseException):
     """Ends a model's forward with what was wanted of it. Not an `Exception`: a model's own handlers must not swallow
     it."""
 
@@ -270,7 +270,7 @@ class CutForward:
                 self._placeholders = Placeholders(torch.device("meta") if hollow else self._device)
                 self._placeholders.__enter__()
             self.model(**{**inputs, **self.beside})
-        except Ended as ended:
+        except ForwardEnded as ended:
             return ended.value
         finally:
             self.leave()
@@ -315,7 +315,7 @@ def hand_on(door: Door, replaced: Callable[[Any], Any] | None = None) -> Callabl
 
 
 def _reach(module: nn.Module, args: Any, out: Any) -> None:
-    raise Ended(out)
+    raise ForwardEnded(out)
 
 
 def _clear_hooks(module: nn.Module) -> None:

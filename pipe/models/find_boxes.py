@@ -35,9 +35,19 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ds_hydra.pipe.attention.interface import tell_pack
 from ds_hydra.pipe.contexts import Contexts
 from ds_hydra.pipe.model_plan import ParamSpec
-from ds_hydra.pipe.models.boxes import Box, BoxedLayers, Boxes, Capture, Leaves, Run, State, call_on_slice, is_plain
+from ds_hydra.pipe.models.boxes import (
+    Box,
+    BoxedLayers,
+    Boxes,
+    BoxRun,
+    Capture,
+    CarriedState,
+    Leaves,
+    call_on_slice,
+    is_plain,
+)
 from ds_hydra.pipe.models.cut import hand_on
-from ds_hydra.pipe.models.flow import Attended, Door, Where, tensors_in
+from ds_hydra.pipe.models.flow import Attended, AttendingModules, Door, tensors_in
 from ds_hydra.pipe.models.recurrent_heads import HeadCut, gated_norm, head_cut, localized
 from ds_hydra.pipe.rows import Chunk, Pack
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -48,7 +58,7 @@ FIRST = 5  # token ids begin here
 
 
 @dataclass
-class Call:
+class ModuleCall:
     """The first call of a module in a run, and how many there were."""
 
     flat: Leaves
@@ -64,7 +74,7 @@ class Call:
         return tree_flatten(function(*args, **kwargs))[0]
 
 
-Calls = dict[tuple[int, str], Call]
+Calls = dict[tuple[int, str], ModuleCall]
 
 
 class Mixers:
@@ -107,7 +117,7 @@ class Mixers:
                 return
             places = own.get(index, ())
             sources = tuple(places.index(id(value)) if id(value) in places else None for value in flat)
-            calls[index, path] = Call([_copied(value) for value in flat], spec, sources)
+            calls[index, path] = ModuleCall([_copied(value) for value in flat], spec, sources)
 
         def after(index: int, path: str, out: Any) -> None:
             if not path and not isinstance(out, Tensor):
@@ -141,7 +151,7 @@ class Mixers:
         """A module of a layer, or the layer."""
         return self.layers[index].get_submodule(path)
 
-    def mixes(self, index: int, path: str, call: Call) -> bool:
+    def mixes(self, index: int, path: str, call: ModuleCall) -> bool:
         """Whether tokens meet in a module."""
         module, at = self.module(index, path), self.tokens // 2
         changed = []
@@ -173,7 +183,7 @@ class Mixers:
             for path, forward in saved.items():
                 put_back(self.module(index, path), forward)
 
-    def _stub(self, call: Call) -> Callable[..., Any] | None:
+    def _stub(self, call: ModuleCall) -> Callable[..., Any] | None:
         """What returns what a module returned, and lets each token's own change through; None where that cannot be."""
         tokens, out = self.tokens, call.returned[0] if call.returned else None
         mains = (
@@ -203,7 +213,7 @@ class Mixers:
             return (self.box("", calls[index, ""]),)
         return tuple(self.box(path, calls[index, path]) for path in found)
 
-    def box(self, path: str, call: Call) -> Box:
+    def box(self, path: str, call: ModuleCall) -> Box:
         """A module as a box."""
         handed, returned = ([_dims(value, self.tokens) for value in leaves] for leaves in (call.flat, call.returned))
         return Box(path, tuple(handed), call.sources, tuple(returned))
@@ -219,7 +229,7 @@ def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def called(module: nn.Module, call: Call, flat: Leaves) -> Leaves:
+def called(module: nn.Module, call: ModuleCall, flat: Leaves) -> Leaves:
     """What a module returns of copies of these values, called as it was, without a graph."""
     with torch.no_grad():
         return call.of(module, [_copied(value) for value in flat])
@@ -283,7 +293,7 @@ def with_states(alone: Mixers, boxes: Boxes, calls: Calls) -> Boxes:
     return replace(boxes, of=tuple(found[first] for first in alone.firsts), whole=whole)
 
 
-def _tried_state(alone: Mixers, index: int, box: Box, call: Call) -> tuple[Box, str]:
+def _tried_state(alone: Mixers, index: int, box: Box, call: ModuleCall) -> tuple[Box, str]:
     """A box as it is used in slices, or as it was and why it is not."""
     if box.rows is None or any(dims for place, dims in enumerate(box.handed) if place != box.rows):
         return box, "it is handed more of each token than hidden states"
@@ -306,7 +316,7 @@ def _tried_state(alone: Mixers, index: int, box: Box, call: Call) -> tuple[Box, 
 class _StateTrial:
     """A box that computes of a sequence, whole or in slices, its result and gradients, all by name."""
 
-    def __init__(self, module: nn.Module, box: Box, call: Call, tokens: int):
+    def __init__(self, module: nn.Module, box: Box, call: ModuleCall, tokens: int):
         assert box.rows is not None, "asked before"
         self._module, self._box, self._call, self._tokens, self._rows = module, box, call, tokens, box.rows
         self._dim = box.handed[box.rows][0]
@@ -316,7 +326,7 @@ class _StateTrial:
     def place(self) -> int | None:
         """Where among its arguments it takes a cache: what is none, and is asked for states when it is there."""
         for place in (place for place, value in enumerate(self._call.flat) if value is None):
-            state = State({})
+            state = CarriedState({})
             try:
                 with torch.no_grad():
                     self._run(_with(_with(self._call.flat, self._rows, self._hidden), place, state))
@@ -401,7 +411,7 @@ def _shares(alone: Mixers, index: int, box: Box, calls: Calls) -> bool:
 class _HeadTrial:
     """A module that runs as a whole, or in the parts that ranks have of it."""
 
-    def __init__(self, module: nn.Module, cut: HeadCut, call: Call, flat: Leaves):
+    def __init__(self, module: nn.Module, cut: HeadCut, call: ModuleCall, flat: Leaves):
         self._module, self._cut, self._call, self._flat = module, cut, call, flat
 
     def equal(self, tp: int) -> bool:
@@ -500,7 +510,7 @@ def _by_interface(packed: Mixers, first_position: int) -> tuple[set[int], frozen
     for index in packed.kinds:
         _let_fail(packed.layers[index], packed.doors[index], lambda index=index: failed.add(index))  # type: ignore[misc]
     calls = packed.run(among=False, position_ids=_positions(packed, first_position, pack))
-    twice = Where(attended, packed.model, packed.path).attends_twice
+    twice = AttendingModules(attended, packed.model, packed.path).attends_twice
     pack = Pack((1,) * packed.tokens)
     ran = {index for index in packed.kinds if (index, "") in calls}
     kept = {index for index in ran - failed if not packed.mixes(index, "", calls[index, ""])}
@@ -592,7 +602,7 @@ class _Trial:
             self._alone.model(input_ids=ids, use_cache=False)
         return capture
 
-    def reason(self, index: int, call: Call, packed: nn.Module | None = None) -> str:
+    def reason(self, index: int, call: ModuleCall, packed: nn.Module | None = None) -> str:
         """Why a layer, or the one that attends in packs, computes something else; empty if it does not."""
         alone, door = self._alone, self._alone.doors[index]
         places = [place for place, (v, s) in enumerate(zip(call.flat, call.sources, strict=True))
@@ -610,7 +620,7 @@ class _Trial:
                 given = [
                     value if self._packed or not isinstance(value, Tensor) else value.to("meta") for value in call.flat
                 ]
-                with self._layers.of(Run(self._pack, self._captures)):
+                with self._layers.of(BoxRun(self._pack, self._captures)):
                     row = called(packed or alone.layers[index], call, _with(given, at, noise))[0]
         except Exception as error:  # of the model's own forward
             return f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""What a model's forward does with its layers: a copy of the model in; which part computes with which parameters out.
+"""Traces the forward of a model: which part computes with which parameters, and which layers are alike.
 
 [Note: the trace]
 Nothing is taken from names or from the order in which modules were declared. A few tokens run through the model's own
@@ -165,7 +165,7 @@ class LayerKinds:
         return f"{self.path}.{layer}{dot}{rest}"
 
 
-class Ran:
+class LayerCalls:
     """What each layer ran in a trace, function by function."""
 
     def __init__(self, layers_path: str, names: Mapping[int, str]):
@@ -288,7 +288,7 @@ class Attended(Contexts):
         return super().of(module)
 
 
-class Where:
+class AttendingModules:
     """The modules of a model that attended, by their paths."""
 
     def __init__(self, attended: Attended, model: Any, layers_path: str):
@@ -424,7 +424,7 @@ class _Watch(TorchFunctionMode):
         self.stack: list[str] = []
         self.readers: dict[str, set[str]] = {}
         self.recorder = Recorder(tokens, layers_path, self.stack, alone=alone)
-        self.ran = Ran(layers_path, self.names)
+        self.ran = LayerCalls(layers_path, self.names)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -482,7 +482,7 @@ def trace(model: Any, layers_path: str, positions_from: int = 0, *, alone: bool 
                           "a head must give something for each token")  # fmt: skip
     record.body = record.body or f"{layers_path}.{len(layers) - 1}"
     found = _conclude(model, layers_path, record, watch, logits)
-    where = Where(attended, model, layers_path)
+    where = AttendingModules(attended, model, layers_path)
     learnt = _read(record, watch, logits) if found.obstacle else _learnt(record, logits)
     return replace(
         found,

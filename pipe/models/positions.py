@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hydra.pipe.attention.interface import NotPackedError, tell_pack
-from ds_hydra.pipe.models.cut import Ended
+from ds_hydra.pipe.models.cut import ForwardEnded
 from ds_hydra.pipe.models.flow import tensors_in
 from ds_hydra.pipe.models.refusals import known_tokens
 from ds_hydra.pipe.pinned import on_device
@@ -130,7 +130,7 @@ def _entering(
 
     def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
         found = [tensor.detach().clone() for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point()]
-        raise Ended(found)
+        raise ForwardEnded(found)
 
     handle = model.get_submodule(layers_path)[0].register_forward_pre_hook(enter, with_kwargs=True)
     given |= {} if positions is None else {"position_ids": positions}
@@ -139,7 +139,7 @@ def _entering(
     try:
         with torch.no_grad():
             model.eval()(input_ids=ids, use_cache=False, **given)
-    except Ended as ended:
+    except ForwardEnded as ended:
         return ended.value  # type: ignore[no-any-return]
     finally:
         handle.remove()

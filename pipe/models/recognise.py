@@ -1,4 +1,4 @@
-"""A model's modules in; which of them compute what a function of few operators computes too, out [Note: functions].
+"""Finds modules that compute what a function of few operators computes too, and runs that instead [Note: functions].
 
 A module, or a function that its forward calls, is run as in training on a few random numbers, and so is the function
 that might take its place: what they make of them must be equal, and so must all gradients. Large and small numbers are

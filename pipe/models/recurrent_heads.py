@@ -1,4 +1,4 @@
-"""A recurrent module in; how tensor parallel ranks share its heads, by what it is made of, out; and that done.
+"""Heads of recurrent modules that tensor and sequence parallel ranks share: found by what a module is made of.
 
 [Note: recurrent heads]
 Heads of a gated delta rule, and of a recurrence of Mamba-2's kind, have nothing to do with each other between the

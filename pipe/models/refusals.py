@@ -1,4 +1,4 @@
-"""A model in, ConfigError for what packed and sharded training would get wrong out.
+"""Refuses models that packed and sharded training would get wrong.
 
 In one process an update writes to that memory, and both tensors have the new values. Masters hold each parameter by
 itself, and stages hold what is no parameter as it was: there the two part at the first update.

@@ -47,7 +47,7 @@ from torch.overrides import TorchFunctionMode
 from ds_hydra.pipe.adapters import plain_name
 from ds_hydra.pipe.attention.interface import tell_pack
 from ds_hydra.pipe.model_plan import ShardRule, end_of_slots
-from ds_hydra.pipe.models.cut import Ended, hidden_in
+from ds_hydra.pipe.models.cut import ForwardEnded, hidden_in
 from ds_hydra.pipe.models.flow import arguments, keep_stack, tensors_in
 from ds_hydra.pipe.models.meta_copy import (
     are_few,
@@ -78,7 +78,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass
-class Seen:
+class Looked:
     """What one forward did, as far as it ran."""
 
     met: dict[str, list[Shape]]  # parameter -> shapes of the tensors that it meets
@@ -86,7 +86,7 @@ class Seen:
     error: Exception | None = None
 
 
-def look(source: CausalLM, tp: int, **how: Any) -> Seen:
+def look(source: CausalLM, tp: int, **how: Any) -> Looked:
     """What rank 0 of `tp` does, as `_run` says, without the model's values."""
     first, then = devices_to_run_on(source.template)
     seen = _run(source, tp, first, **how)
@@ -121,7 +121,7 @@ def _run(
     linear: bool = False,
     prepare: Callable[[nn.Module], None] = lambda module: None,
     within: AbstractContextManager[Any] | None = None,
-) -> Seen:
+) -> Looked:
     """One forward of all layers; `linear`: linear layers and embeddings meet their input too; `prepare` is called with
     the stage's module before it runs."""
     dtype = source.dtype
@@ -129,7 +129,7 @@ def _run(
     group = _Silent(0, tp) if tp > 1 else None
     place = StagePlace(Pipeline((stage,)), 0, 0, 0, group, None, token_sharding=token_sharding)
     watch = _Watch(source.layers_path)
-    seen = Seen(watch.met, watch.reduced)
+    seen = Looked(watch.met, watch.reduced)
     try:
         built = source.build(place, device, dtype)
         _install_numbers(source, built, stage, device, dtype)
@@ -343,7 +343,7 @@ class _Part(NamedTuple):
     sizes: tuple[object, object]
 
 
-def _of_a_part(alone: Seen, cut: Seen) -> _Part | None:
+def _of_a_part(alone: Looked, cut: Looked) -> _Part | None:
     """The first of them."""
     for (module, function), sizes in alone.reduced.items():
         parts = cut.reduced.get((module, function), [])
@@ -352,7 +352,7 @@ def _of_a_part(alone: Seen, cut: Seen) -> _Part | None:
     return None
 
 
-def _obstacle(source: CausalLM, tp: int, alone: Seen, cut: Seen) -> str:
+def _obstacle(source: CausalLM, tp: int, alone: Looked, cut: Looked) -> str:
     remedy = "use strategies with tp1 for this model"
     if cut.error is not None:
         return (
@@ -375,7 +375,7 @@ def least_degree(source: CausalLM) -> int:
 
 
 def _new_rules(
-    source: CausalLM, alone: Seen, cut: Seen, known: Mapping[str, ShardRule]
+    source: CausalLM, alone: Looked, cut: Looked, known: Mapping[str, ShardRule]
 ) -> Iterator[tuple[str, ShardRule]]:
     for name, (whole, *_) in alone.met.items():
         part, spec = next(iter(cut.met.get(name, [])), whole), source.specs[name]
@@ -450,7 +450,7 @@ def _blocks(source: CausalLM) -> frozenset[str]:
     return blocks
 
 
-def _looks(source: CausalLM, blocks: frozenset[str], returned: dict[str, Returned]) -> tuple[Seen, Seen]:
+def _looks(source: CausalLM, blocks: frozenset[str], returned: dict[str, Returned]) -> tuple[Looked, Looked]:
     """One rank's forward with all tokens and with shared ones; notes what the blocks return."""
     tp = least_degree(source)
 
@@ -475,7 +475,7 @@ def _kind(out: Any) -> Returned:
     raise _DoesNotAllowError(f"a block returns more than hidden states ({type(out).__name__})")
 
 
-def _partial(source: CausalLM, whole: Seen, shared: Seen) -> list[str]:
+def _partial(source: CausalLM, whole: Looked, shared: Looked) -> list[str]:
     """Uncut parameters of which each rank has a part of the gradient."""
     found: list[str] = []
     for name, spec in source.specs.items():
@@ -566,7 +566,7 @@ def _below_head(source: CausalLM, model: Any, hidden: Tensor, layers: TorchFunct
         return hidden
 
     def leave(_: nn.Module, __: Any, out: Any) -> None:
-        raise Ended(hidden_in(out))
+        raise ForwardEnded(hidden_in(out))
 
     handles = [
         source.flow.doors[0].enter_by(model.get_submodule(source.layers_path)[0], enter),
@@ -578,7 +578,7 @@ def _below_head(source: CausalLM, model: Any, hidden: Tensor, layers: TorchFunct
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             model(input_ids=ids, position_ids=positions, use_cache=False)
-    except Ended as ended:
+    except ForwardEnded as ended:
         return ended.value  # type: ignore[no-any-return]
     finally:
         within.close()

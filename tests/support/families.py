@@ -1,4 +1,4 @@
-"""Tiny models of many families for tests: a name in, a freshly initialised model out, the same in every process."""
+"""Tiny models of many families for tests, by name: freshly initialised, and the same in every process."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def received_states_come_as_embeddings() -> Any:
             self.model.get_input_embeddings().forward = lambda *_, **__: received
         try:
             self.model(**inputs)
-        except cut.Ended as reached:
+        except cut.ForwardEnded as reached:
             return reached.value
 
     return mock.patch.object(cut.CutForward, "__call__", call)
