@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from peft import IA3Config, LoraConfig, PrefixTuningConfig, VeraConfig, get_peft_model
 
 from ds_hydra.engine.job import model_source
-from ds_hydra.pipe import adapters, token_sharding
-from ds_hydra.pipe.collectives import all_rows
-from ds_hydra.pipe.model_plan import ShardRule
-from ds_hydra.pipe.models import causal_lm
 from ds_hydra.pipe.models.adapted import base_of
-from ds_hydra.pipe.models.causal_lm import CausalLM
-from ds_hydra.pipe.models.experts import for_strategies
-from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
 from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.self_check.check import check_strategies
-from ds_hydra.self_check.plain import Plain
-from ds_hydra.self_check.runs import compare, doubled, run_pipeline, uneven_data
 from ds_hydra.self_check.small_copy import small_copy
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.families import build_model
@@ -105,18 +93,6 @@ def test_a_small_copy_has_the_adapters(model: Any) -> None:
     assert "lora_dropout" in repr(small)
 
 
-def complete(name: str, rule: ShardRule) -> ShardRule:
-    """What is not cut is taken for equal on all ranks."""
-    found = adapters.adapter_rule(name, rule)
-    return ShardRule() if found.dim is None else found
-
-
-MISTAKES: list[tuple[Callable[[], Any], str]] = [
-    (lambda: mock.patch.object(causal_lm, "adapter_rule", complete), r"the gradient of .*lora_[AB]\.default.weight is"),
-    (lambda: mock.patch.object(token_sharding, "gather_rows", all_rows), r"the gradient of .*lora_A\.default\.weight"),
-]  # fmt: skip
-
-
 @pytest.mark.drawn
 def test_the_self_check_finds_adapters_equal(model: Any) -> None:
     candidates = [StrategyShape.parse(text) for text in ("tp2pp2", "sp2")]
@@ -136,54 +112,6 @@ def test_adapters_of_a_model_that_recomputes_its_layers() -> None:
     assert small.model.embed_tokens._forward_hooks
     result = check_strategies(model, [StrategyShape.parse("pp2/v")], StageOptions(token_sharding=True), keep=False)
     assert result.objections() == []
-
-
-@pytest.mark.drawn
-@pytest.mark.parametrize(("mistake", "told"), MISTAKES, ids=["sums", "rows"])
-def test_the_self_check_finds_mistakes(model: Any, mistake: Callable[[], Any], told: str) -> None:
-    with mistake():
-        result = check_strategies(model, [StrategyShape.parse("tp2")], StageOptions(token_sharding=True), keep=False)
-    (objection,) = result.objections()
-    assert re.search(told, objection)
-
-
-def of_consecutive_columns(right: Any) -> Any:
-    """Of B each rank has a part as it comes, and not each expert's columns."""
-
-    def rules(*given: Any) -> Any:
-        found = right(*given)
-        last = [name for name, spec in found.items() if "lora_B" in name and spec.rule.dim == 1]
-        as_one = {name: replace(found[name], rule=replace(found[name].rule, parts=1, units=None)) for name in last}
-        return found | as_one
-
-    return rules
-
-
-def all_complete(right: Any) -> Any:
-    """Of what is not cut every rank is taken to have the whole gradient."""
-
-    def rules(*given: Any) -> Any:
-        whole = {name: replace(spec, rule=ShardRule()) for name, spec in right(*given).items() if spec.rule.dim is None}
-        return right(*given) | whole
-
-    return rules
-
-
-STACK_MISTAKES = [("tp2ep2", of_consecutive_columns), ("tp2", all_complete), ("tp2", None), ("tp2ep2", None)]
-
-
-@pytest.mark.drawn
-@pytest.mark.parametrize(("text", "mistake"), STACK_MISTAKES)
-def test_adapters_of_stacks(text: str, mistake: Any) -> None:
-    """What is seen of mistakes is seen of nothing else."""
-    shape = StrategyShape.parse(text)
-    model = base_of(build_model("lora of stacks", torch.float64))
-    data, right = uneven_data(97, [(6, 33), (12,)]), causal_lm.with_stack_rules
-    with doubled(), mock.patch.object(causal_lm, "with_stack_rules", mistake(right) if mistake else right):
-        source = for_strategies(CausalLM(model), [shape])
-    plain = Plain(model, source.flow.draws, source.layers_path).outcome(data)
-    (pipeline,) = place_strategy(shape, 2, source.plan.num_layers).pipelines
-    assert (compare(plain, run_pipeline(source, pipeline, data)).what is None) is (mistake is None)
 
 
 def test_adapters_may_be_wider_than_their_base() -> None:

@@ -33,7 +33,6 @@ from ds_hydra.pipe.models import causal_lm, causal_stage, refusals
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.rows import AT_ONCE, Chunk, Overlap, Pack, cut_heads
 from ds_hydra.pipe.shape import StrategyShape
-from ds_hydra.pipe.tensor_parallel import TensorParallel
 from ds_hydra.self_check.check import check_strategies
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.families import build_model
@@ -216,25 +215,6 @@ def test_attention_that_cannot_be_cut_is_left_whole() -> None:
     with mock.patch.object(causal_lm, "latent_styles", return_value={"model.layers.0.self_attn.o_proj": "rowwise"}):
         source = CausalLM(build_model("deepseek_v3", torch.float32))
     assert (source.plan.heads_cut, source.plan.no_tp, source.unnamed.latent) == (False, "", False)
-
-
-def rotary_parts_keep_a_part_of_their_gradient() -> Any:
-    """The key that all heads share has the gradient of a rank's own heads alone."""
-    right = TensorParallel._other
-
-    def other(self: Any, style: str, *given: Any) -> None:
-        if style != "mla_kv_a_proj":
-            right(self, style, *given)
-
-    return mock.patch.object(TensorParallel, "_other", other)
-
-
-@pytest.mark.drawn
-def test_the_self_check_finds_a_shared_key_whose_gradient_is_a_part() -> None:
-    with rotary_parts_keep_a_part_of_their_gradient():
-        shapes = [StrategyShape.parse("tp2"), StrategyShape.parse("pp2")]
-        (objection,) = check_strategies(build_model("deepseek_v3", torch.float32), shapes, keep=False).objections()
-    assert re.search(r"tp2 trains otherwise .*the gradient of model\..* is .*use strategies with tp1", objection)
 
 
 # --- Attention in groups of heads: the same numbers as with all heads at once, by messages in one order on all
