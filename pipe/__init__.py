@@ -1,6 +1,6 @@
 """One pipeline: strategies, schedules, stages, tensor and sequence parallelism, attention, the runtime.
 
-`strategy` and `schedule` are pure planning and import no torch.
+`shape`, `placement`, `model_plan` and `schedules` are pure planning and import no torch.
 """
 
 from ds_hydra.zero_hetero.deepspeed_names import handed_on

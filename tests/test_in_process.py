@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from ds_hydra.pipe import collectives
@@ -87,36 +85,6 @@ def test_messages_arrive_as_over_gloo() -> None:
     ranks = InProcessRanks(RANKS)
     for mine, gloos in zip(ranks.run(lambda rank: ring(rank, ranks.transport(rank))), expected, strict=True):
         assert all(torch.equal(one, other) for one, other in zip(mine, gloos, strict=True))
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.lists(st.lists(st.integers(0, 4), min_size=4, max_size=4), min_size=4, max_size=4))
-def test_all_to_all_delivers_every_element_once(sizes: list[list[int]]) -> None:
-    def program(rank: int, group: Any) -> list[float]:
-        sent = [100.0 * rank + peer for peer in range(4) for _ in range(sizes[rank][peer])]
-        received = torch.empty(sum(row[rank] for row in sizes), dtype=torch.float64)
-        source = torch.tensor(sent, dtype=torch.float64)
-        dist.all_to_all_single(received, source, [row[rank] for row in sizes], sizes[rank], group=group)
-        return received.tolist()
-
-    for rank, received in enumerate(in_memory(program, 4)):
-        assert received == [100.0 * peer + rank for peer in range(4) for _ in range(sizes[peer][rank])]
-
-
-def test_groups_that_overlap_do_not_meet() -> None:
-    """Rows and columns of a grid of 2 x 2 ranks, each rank in one of both."""
-
-    def program(rank: int) -> list[float]:
-        row, column = (0, 1) if rank < 2 else (2, 3), (rank % 2, rank % 2 + 2)
-        found = []
-        for members in (row, column, row):
-            total = torch.tensor(float(rank))
-            dist.all_reduce(total, group=ranks.group(members, rank))
-            found.append(float(total))
-        return found
-
-    ranks = InProcessRanks(4)
-    assert ranks.run(program) == [[1, 2, 1], [1, 4, 1], [5, 2, 5], [5, 4, 5]]
 
 
 def test_ranks_take_turns_in_the_same_order_each_time() -> None:
