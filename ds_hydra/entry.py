@@ -17,7 +17,7 @@ from ds_hydra.report.record import show_log
 from ds_hydra.zero_hetero.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ds_hydra.ranks.together import Texts
+    from ds_hydra.ranks.channel import Texts
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.pipe.rows import Pack
-from ds_hydra.zero_hetero import collectives
+from ds_hydra.zero_hetero import transport
 
 Group = dist.ProcessGroup | None
 Move = Callable[[Tensor], Tensor]
@@ -130,7 +130,7 @@ def start_gather(x: Tensor, group: Group) -> Pending:
     x = x.contiguous()
     ranks = sharers(group)
     out = x.new_empty(_with_rows(x, ranks.size() * x.shape[-2]))
-    return Pending(out, x, collectives.start_gather(out.view(-1), x.view(-1), ranks))
+    return Pending(out, x, transport.start_gather(out.view(-1), x.view(-1), ranks))
 
 
 def start_sum(x: Tensor, group: Group) -> Pending:
@@ -138,7 +138,7 @@ def start_sum(x: Tensor, group: Group) -> Pending:
     x = x.contiguous()
     ranks = sharers(group)
     out = x.new_empty(_with_rows(x, x.shape[-2] // ranks.size()))
-    return Pending(out, x, collectives.start_scatter(out.view(-1), x.view(-1), ranks))
+    return Pending(out, x, transport.start_scatter(out.view(-1), x.view(-1), ranks))
 
 
 def _with_rows(x: Tensor, rows: int) -> tuple[int, ...]:

@@ -29,13 +29,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ds_hydra.zero_hetero.collectives import Collectives
 from ds_hydra.zero_hetero.contributions import Contribution, Cover, order_contributions
 from ds_hydra.zero_hetero.errors import PlanError
 from ds_hydra.zero_hetero.layout import padded
 from ds_hydra.zero_hetero.scratch_plan import Window, end_of, piece_of, runs_of, twin_push_windows
 from ds_hydra.zero_hetero.transfer_plan import Slice, TransferPlan
-from ds_hydra.zero_hetero.transport import Envelope, Lane, Part, Transport, Work
+from ds_hydra.zero_hetero.transport import Collectives, Envelope, Lane, Part, Transport, Work
 from ds_hydra.zero_hetero.twin_plan import Shared, TwinPull, TwinPush
 
 

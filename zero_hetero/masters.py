@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_hydra.zero_hetero.collectives import start_gather
 from ds_hydra.zero_hetero.errors import PlanError
 from ds_hydra.zero_hetero.layout import BucketSpec, Layout, even_layout
+from ds_hydra.zero_hetero.transport import start_gather
 
 BLOCK_ON_CPU = 1 << 16  # elements that are squared in FP64 at once: 512 KiB, which stays in cache
 

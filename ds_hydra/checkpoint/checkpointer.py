@@ -21,13 +21,25 @@ import torch
 import torch.distributed as dist
 
 from ds_hydra.checkpoint import folder as folders
-from ds_hydra.checkpoint import state
-from ds_hydra.checkpoint.format import MANIFEST, Manifest, OtherJobError, check_client_state, check_tag
-from ds_hydra.checkpoint.loading import Loading, PartsToLoad, TrainingState, as_json
+from ds_hydra.checkpoint.folder import Owner, other_checkpoint
+from ds_hydra.checkpoint.format import (
+    MANIFEST,
+    Manifest,
+    OtherJobError,
+    check_client_state,
+    check_saved_text,
+    check_tag,
+)
+from ds_hydra.checkpoint.loading import (
+    Loading,
+    PartsToLoad,
+    TrainingState,
+    as_json,
+    check_masters,
+    collect_tensors,
+    saved_buckets,
+)
 from ds_hydra.checkpoint.optimizer_state import collect_groups, element_wise_states, fresh_state
-from ds_hydra.checkpoint.other_engines import other_checkpoint
-from ds_hydra.checkpoint.owner import Owner
-from ds_hydra.checkpoint.read_manifest import check_saved_text
 from ds_hydra.checkpoint.universal import weights_of_deepspeed
 from ds_hydra.checkpoint.write import Saving, Writer, try_writing, warn_of_little_space
 from ds_hydra.ranks.channel import Channel
@@ -90,12 +102,12 @@ class Checkpointer:
         # Whatever is wrong with one rank's state is found here, before a file exists, and told to all.
         error, saving = None, None
         try:
-            state.check_masters(self._masters)
+            check_masters(self._masters)
             manifest = self._manifest(name, check_client_state(client_state), with_frozen)
             saving = Saving(
                 folder,
                 replace(manifest, latest=save_latest, unnamed=tag is None),
-                state.collect_tensors(self._masters, engine.optimizer, engine.device, with_frozen=with_frozen),
+                collect_tensors(self._masters, engine.optimizer, engine.device, with_frozen=with_frozen),
                 collect_groups(engine.optimizer),
                 tuple(element_wise_states(self._masters.trained.spans, engine.optimizer)),
                 keep_last=keep_last,
@@ -321,7 +333,7 @@ class Checkpointer:
     def _manifest(self, tag: str, client_state: dict[str, Any], with_frozen: bool) -> Manifest:
         """The manifest as far as this rank knows it; the writer adds save_id, files, groups and states of all ranks."""
         engine = self._engine
-        buckets = state.saved_buckets(self._masters)
+        buckets = saved_buckets(self._masters)
         schedule = None
         if engine.lr_scheduler is not None:
             schedule = as_json(engine.lr_scheduler.state_dict(), "the LR scheduler's state")

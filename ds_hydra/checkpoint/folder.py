@@ -1,4 +1,4 @@
-"""A folder of checkpoints: which tags it holds, how one appears whole, which is the newest, and how old ones go.
+"""A folder of checkpoints: which tags it holds, how one appears whole, how old ones go, and which job saves there.
 
 [Note: whole or absent] A tag appears by one rename of a folder whose files are durable already. A crash at any moment
 leaves a whole checkpoint, or what the next save tidies up. In the order in which a save of tag T does things:
@@ -20,22 +20,50 @@ it are the living branch:
 
     saved at step 5, 8, 9, then 5 is loaded and 6 saved      number 1, 2, 3, 4; 4 follows 1
     a restart begins at 6, and if that is damaged at 5; 8 and 9 are an abandoned branch, kept and tried last
+
+[Note: one owner] Whoever saves in a folder has made `.owner-N` there, with the highest N, and makes the next number
+every 5 seconds and before each rename that changes the folder. A name can be made once (`O_EXCL`), so of two that make
+the same number one is refused; nothing else is taken for atomic, no clock and no lock of a file system:
+
+    the owner makes 8                 nobody else can have made 8, so it still owns the folder; then 7 goes
+    another job sees 8, then 9        the owner lives: this job is refused, and told who it is
+    it sees 9 for 30 s on its clock   the owner is frozen, cut off or gone: it makes 10
+    it sees 9 of a process that is    at once: known for processes of this host (boot, network and process numbers)
+      gone, or of its own job         and of the job, which may save by another process when its first one was lost
+    an owner that was frozen wakes    10 is there: it saves no more
+
+The number that a checkpoint was saved with stands in its manifest, so that of two the later one is known.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import errno
+import json
 import os
+import re
 import secrets
 import shutil
-from collections.abc import Collection
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection
+from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
-from ds_hydra.checkpoint.format import LEAST_MANIFEST_BYTES, MANIFEST, MAX_MANIFEST_BYTES, Manifest, check_tag
-from ds_hydra.checkpoint.other_engines import other_checkpoint
-from ds_hydra.checkpoint.owner import Owner
-from ds_hydra.checkpoint.read_manifest import read_manifest
+from ds_hydra.checkpoint.format import (
+    LEAST_MANIFEST_BYTES,
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    check_tag,
+    read_manifest,
+)
+from ds_hydra.watchdog.host import Identity, gone
 from ds_hydra.zero_hetero.errors import CheckpointError
-from ds_hydra.zero_hetero.files import check_kind, check_owner, create_file, read_file
+from ds_hydra.zero_hetero.files import check_kind, check_owner, create_file, parse_json, read_file
 
 LATEST = "latest"
 TEMPORARY, _ASIDE = ".tmp-", ".old-"
@@ -295,3 +323,255 @@ def _other(folder: Path, tag: str) -> str:
     """The remedy of an error about `tag`: what to load instead."""
     others = [name for name in _tags(folder) if name != tag and (folder / name / MANIFEST).is_file()]
     return "load another tag: " + ", ".join(others[:8]) if others else "there is no other tag in this folder"
+
+
+BEAT_S, STILL_S, POLL_S = 5.0, 30.0, 1.0
+_NAME = re.compile(r"\.owner-([0-9]{1,18})")
+_MOST_BYTES = 4096
+
+
+class OwnedError(CheckpointError):
+    """The folder is another job's."""
+
+
+class Owner:
+    """What one process knows of who owns a folder; `highest` is the highest number of its checkpoints."""
+
+    def __init__(
+        self,
+        folder: Path,
+        highest: Callable[[Path], int],
+        me: Identity | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.folder, self._highest, self._clock = folder, highest, clock
+        self._me = me or _here()
+        self.text = json.dumps(asdict(self._me))
+        self.users: weakref.WeakSet[object] = weakref.WeakSet()
+        self._job: str | None = None  # the text of this job's owner, as its rank 0 has told it
+        self._number = 0  # that this process has made last; 0: it owns nothing
+        self._seen: tuple[int, float] | None = None  # another job's number, and since when
+        self._lost = ""
+        self._lock = threading.RLock()
+        self._ended = threading.Event()
+
+    @property
+    def owns(self) -> bool:
+        """Whether this process owns the folder, as far as it knows."""
+        return self._number > 0 and not self._lost
+
+    def take(self) -> bool:
+        """Whether this process owns the folder now; where not, ask again in a second. OwnedError if another job does
+        that is alive."""
+        with self._lock:
+            if self._number:
+                return True
+            self.folder.mkdir(parents=True, exist_ok=True)
+            found, text = self._newest()
+            if found and text not in (self._job, self.text) and not _gone(text, self._me):
+                now = self._clock()
+                first, since = self._seen = self._seen or (found, now)
+                if found != first:
+                    self._seen = None
+                    raise OwnedError(
+                        f"{self.folder} is in use: {_told(text)} saves there and is alive. End that job, or save "
+                        "elsewhere"
+                    )
+                if now - since < STILL_S:
+                    return False
+            if not self._make(max(found, self._highest(self.folder)) + 1):
+                self._number = 0
+                if self._newest()[0] <= found:
+                    raise OwnedError(f"{self.folder}/.owner-{found + 1} is in the way and no file of a job: remove it")
+                return False
+            self._seen, self._lost, self._ended = None, "", threading.Event()
+            threading.Thread(target=self._beat, args=(self._ended,), name="folder owner", daemon=True).start()
+            return True
+
+    def claim(self) -> int:
+        """The next number, which shows that this process owns the folder still; OwnedError, by whom, where it was
+        taken over."""
+        with self._lock:
+            if not self._lost:
+                found, text = self._newest()
+                saved = 0 if found else self._highest(self.folder)  # by an owner that has come and gone, say
+                if found > self._number or saved > self._number or not self._make(self._number + 1):
+                    by = _told(self._newest()[1] or text)
+                    self._lost = (
+                        f"{self.folder} was taken over by another job, {by}, while this one stood still for "
+                        f"{STILL_S:.0f} s or more: this job saves no more. Keep one of the two"
+                    )
+            if self._lost:
+                raise OwnedError(self._lost)
+            return self._number
+
+    def follow(self, text: str) -> None:
+        """Know who owns the folder for this job; this process may have done so before."""
+        self._job = text
+        if text != self.text:
+            self._ended.set()
+            with self._lock:
+                self._number = 0
+
+    def leave(self, user: object) -> None:
+        """Let go of the folder when nobody uses it any more."""
+        self.users.discard(user)
+        if not self.users:
+            self.release()
+
+    def release(self) -> None:
+        """Let go of the folder: another job may take it at once."""
+        self._ended.set()
+        with self._lock, contextlib.suppress(OSError):
+            number, self._number = self._number, 0
+            if number and not self._lost:
+                (self.folder / f".owner-{number}").unlink(missing_ok=True)
+
+    def _beat(self, ended: threading.Event) -> None:
+        while not ended.wait(BEAT_S):
+            with self._lock, contextlib.suppress(OSError):  # a disk that is full or away: it is tried again
+                if ended.is_set():
+                    return
+                try:
+                    self.claim()
+                except OwnedError:
+                    return
+
+    def _make(self, number: int) -> bool:
+        """Whether this process, and no other, has made the number, and none is higher."""
+        try:
+            file = create_file(self.folder / f".owner-{number}", 0o644)
+        except FileExistsError:
+            return False
+        before, self._number = self._number, number
+        with contextlib.suppress(OSError), file:  # on a full disk the name alone has to do
+            file.write(self.text.encode())
+        higher = self._newest()[0] > number
+        for path in self.folder.glob(".owner-*"):
+            found = _NAME.fullmatch(path.name)
+            if found and int(found[1]) in ((number, before) if higher else range(number)):
+                path.unlink(missing_ok=True)
+        return not higher
+
+    def _newest(self) -> tuple[int, str]:
+        """The highest number there is, 0 for none, and who has made it; what strangers have put there counts for
+        nothing."""
+        numbers = sorted(int(found[1]) for name in os.listdir(self.folder) if (found := _NAME.fullmatch(name)))
+        for number in reversed(numbers):
+            try:
+                return number, read_file(self.folder / f".owner-{number}", _MOST_BYTES).decode("utf-8", "replace")
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.EPERM):  # gone by now, say: its maker has made the next
+                    return number, ""
+        return 0, ""
+
+
+def _here() -> Identity:
+    """This process, with the name space that its number is of."""
+    me = Identity.of_self()
+    with contextlib.suppress(OSError):
+        return Identity(f"{me.host}/{os.readlink('/proc/self/ns/pid')}", me.pid, me.started)
+    return me
+
+
+def _read(text: str) -> Identity | None:
+    try:
+        found = Identity(**parse_json(text))
+    except (TypeError, ValueError):
+        return None
+    plain = isinstance(found.host, str) and isinstance(found.pid, int) and isinstance(found.started, str)
+    return found if plain and 0 < found.pid < 2**31 else None
+
+
+def _gone(text: str, me: Identity) -> bool:
+    """Whether who has written this is known to have ended."""
+    found = _read(text)
+    return found is not None and found.host == me.host and bool(found.started) and gone(found.pid, found.started)
+
+
+def _told(text: str) -> str:
+    found = _read(text)
+    return "another process" if found is None else f"process {found.pid} on {found.host.partition('/')[0]}"
+
+
+_OWNERS: dict[str, Owner] = {}
+os.register_at_fork(after_in_child=_OWNERS.clear)
+
+
+def owner_of(folder: Path, highest: Callable[[Path], int]) -> Owner:
+    """This process's one Owner of a folder."""
+    return _OWNERS.setdefault(os.path.realpath(folder), Owner(folder, highest))
+
+
+@atexit.register
+def _release_all() -> None:
+    for owner in list(_OWNERS.values()):
+        owner.release()
+
+
+class OtherCheckpoint(NamedTuple):
+    """A checkpoint that is none of ours."""
+
+    what: str  # in words
+    remedy: str  # commands or calls, as they are typed
+    weights: Path | None = None  # a torch file with the whole weights under "module"
+
+    def __str__(self) -> str:
+        return f"{self.what}. {self.remedy}"
+
+
+def other_checkpoint(place: Path) -> OtherCheckpoint | None:
+    """What another engine has saved as the folder `place`; None where there is nothing of the kinds that are known."""
+    if not place.is_dir():
+        return None
+    converted = f"{place} {place.parent} --tag {place.name}_hydra"
+    then = f"and load {place.parent} again, whose `latest` names the new tag then"
+    if any(place.glob("zero/**/fp32.pt")):
+        return OtherCheckpoint(
+            "a universal checkpoint of DeepSpeed",
+            f"Convert it, `ds-hydra convert from-universal {converted}`, {then}",
+        )
+    whole = sorted(place.glob("mp_rank_*_model_states.pt"))
+    weights = whole[0] if len(whole) == 1 and not any(place.glob("layer_*model_states.pt")) else None
+    alone = "its weights alone are loaded by load_checkpoint(load_module_only=True)" if weights else ""
+    if any(place.glob("*zero_pp_rank_*_optim_states.pt")):
+        stage = "stage 1 or 2" if whole else "stage 3"
+        return OtherCheckpoint(
+            f"a checkpoint of DeepSpeed's ZeRO {stage}",
+            f"Convert it, `ds-hydra convert from-deepspeed {converted}`, {then}{f'; {alone}' if alone else ''}",
+            weights,
+        )
+    if whole or any(place.glob("layer_*model_states.pt")):
+        return OtherCheckpoint(
+            "a checkpoint of DeepSpeed without ZeRO, whose optimizer state has no names of parameters",
+            f"I{alone[1:]}" if alone else "Save it once more under ZeRO stage 1 by plain DeepSpeed",
+            weights,
+        )
+    if any(place.glob("*.distcp")) or (place / ".metadata").is_file():
+        return OtherCheckpoint(
+            "a distributed checkpoint of torch (DCP)",
+            f"`python -m torch.distributed.checkpoint.format_utils dcp_to_torch {place} {place}.pt` makes one file of "
+            "it; load its weights into the model before ds_hydra.initialize()",
+        )
+    return _of_transformers(place)
+
+
+def _of_transformers(place: Path) -> OtherCheckpoint | None:
+    """A folder of weights, with the state of a Trainer beside them or not."""
+    trainer = (place / "trainer_state.json").is_file() or any((place / f"optimizer.{end}").is_file() for end in _ENDS)
+    what = "a checkpoint of transformers' Trainer without DeepSpeed" if trainer else "a folder of weights"
+    if any(place.glob("model*.safetensors")):
+        remedy = (
+            f"Load its weights, from_pretrained({str(place)!r}) before ds_hydra.initialize(), or "
+            "engine.load_16bit_model() of this folder; the optimizer begins anew"
+        )
+    elif any(place.glob("adapter_model.*")):
+        remedy = f"Load its adapters, PeftModel.from_pretrained(model, {str(place)!r}), before ds_hydra.initialize()"
+    elif any(place.glob("pytorch_model*.bin")):
+        remedy = f"Load its weights, from_pretrained({str(place)!r}), before ds_hydra.initialize()"
+    else:
+        return None
+    return OtherCheckpoint(what, remedy)
+
+
+_ENDS = ("pt", "bin")

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ds_hydra.checkpoint import folder as folders
+from ds_hydra.checkpoint.folder import other_checkpoint
 from ds_hydra.checkpoint.format import (
     Manifest,
     SavedBucket,
@@ -31,9 +32,8 @@ from ds_hydra.checkpoint.format import (
     check_name,
     check_tag,
 )
-from ds_hydra.checkpoint.other_engines import other_checkpoint
+from ds_hydra.checkpoint.loading import RangeReader
 from ds_hydra.checkpoint.shard_file import Source
-from ds_hydra.checkpoint.state import RangeReader
 from ds_hydra.checkpoint.write import Saving, Writer
 from ds_hydra.pipe.models.adapted import NAMES_OF_PEFT
 from ds_hydra.pipe.stage import from_flat

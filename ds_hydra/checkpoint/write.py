@@ -25,10 +25,17 @@ from typing import Any
 import torch
 
 from ds_hydra.checkpoint import folder as folders
-from ds_hydra.checkpoint.format import MANIFEST, FileEntry, Manifest, SavedGroup, SavedScalar, rank_file
+from ds_hydra.checkpoint.folder import POLL_S, STILL_S, Owner, owner_of
+from ds_hydra.checkpoint.format import (
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    SavedGroup,
+    SavedScalar,
+    check_saved_text,
+    rank_file,
+)
 from ds_hydra.checkpoint.optimizer_state import merge_groups
-from ds_hydra.checkpoint.owner import POLL_S, STILL_S, Owner, owner_of
-from ds_hydra.checkpoint.read_manifest import check_saved_text
 from ds_hydra.checkpoint.shard_file import Source, write_shard
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.zero_hetero.errors import CheckpointError

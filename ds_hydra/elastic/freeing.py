@@ -38,10 +38,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_hydra.ranks.aborting import Aborting
+from ds_hydra.ranks.groups import Aborting
 
 if TYPE_CHECKING:
-    from ds_hydra.ranks.together import Texts
+    from ds_hydra.ranks.channel import Texts
 
 WAIT_S = 0.25
 _PASSING_S = 3.0  # for which connections over which bytes pass are left alone

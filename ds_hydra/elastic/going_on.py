@@ -55,21 +55,19 @@ from torch.optim import Optimizer
 
 from ds_hydra.checkpoint.checkpointer import config_digest
 from ds_hydra.checkpoint.loading import as_json
-from ds_hydra.elastic.agent import Invitation, MemberAgent
-from ds_hydra.elastic.copies import like
+from ds_hydra.elastic.agent import Invitation, MemberAgent, Stands
+from ds_hydra.elastic.copies import SurvivingState, like
 from ds_hydra.elastic.freeing import Freeing
 from ds_hydra.elastic.membership import TURN_S, Patience
-from ds_hydra.elastic.standing import SurvivingState
-from ds_hydra.elastic.stands import Stands
-from ds_hydra.elastic.view import View
+from ds_hydra.elastic.messages import View
 from ds_hydra.engine.calls import Calls, EngineCall, end_lost, end_stuck
 from ds_hydra.engine.guard import stacks_folder
 from ds_hydra.engine.record import Measured, step_record
 from ds_hydra.engine.steps import OpenStep
 from ds_hydra.host.ending import LEAVE, NOTHING, SAVE
 from ds_hydra.host.environment import INVITATION, MOST_RANKS, joins, launched_number, members_folder
-from ds_hydra.ranks.aborting import Aborting
-from ds_hydra.ranks.together import first_channel
+from ds_hydra.ranks.channel import first_channel
+from ds_hydra.ranks.groups import Aborting
 from ds_hydra.watchdog.host import host
 from ds_hydra.watchdog.progress import Progress
 from ds_hydra.watchdog.words import as_line, timed_out

@@ -22,9 +22,8 @@ from pydantic import TypeAdapter
 
 from ds_hydra.elastic import messages as m
 from ds_hydra.elastic.membership import Membership
-from ds_hydra.elastic.view import Member
-from ds_hydra.watchdog.connection import Connection, closed_in_children, encoded
-from ds_hydra.watchdog.door import Door
+from ds_hydra.elastic.messages import Member
+from ds_hydra.watchdog.connection import Connection, Door, closed_in_children, encoded
 from ds_hydra.watchdog.meeting import greeted
 from ds_hydra.watchdog.watchdog import beat_seconds
 

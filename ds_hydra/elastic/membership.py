@@ -41,8 +41,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from ds_hydra.elastic import messages as m
-from ds_hydra.elastic.messages import Action, Ballot, Message, Roster
-from ds_hydra.elastic.view import NOTHING_HELD, Member, Report, View, lacking
+from ds_hydra.elastic.messages import NOTHING_HELD, Action, Ballot, Member, Message, Report, Roster, View, lacking
 from ds_hydra.zero_hetero.norm_table import NormTable
 
 TURN_S = 0.25  # seconds between two ticks

@@ -44,9 +44,8 @@ from ds_hydra.report.calibration import StepCosts, folded, stage_loads
 from ds_hydra.simulate.job import SimulatedJob
 from ds_hydra.simulate.links import LinkModel, Port
 from ds_hydra.step.strategy_runtime import PULL_TAG, PUSH_TAG
-from ds_hydra.zero_hetero.collectives import MessageCollectives
 from ds_hydra.zero_hetero.link import LEAVE_TAG
-from ds_hydra.zero_hetero.transport import Parcel, Transport, Work
+from ds_hydra.zero_hetero.transport import MessageCollectives, Parcel, Transport, Work
 
 
 class ClockedGroup(dist.ProcessGroup):

@@ -18,7 +18,7 @@ from ds_hydra.watchdog.host import EXIT_CODE, end_process, say
 from ds_hydra.zero_hetero.told import told_of
 
 if TYPE_CHECKING:
-    from ds_hydra.ranks.together import Texts
+    from ds_hydra.ranks.channel import Texts
 
 Result = TypeVar("Result")
 _LOST_IN = "ranks were lost in {}(), which cannot be begun again"

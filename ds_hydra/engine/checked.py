@@ -12,7 +12,7 @@ from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.pipe.stage_options import StageOptions
-from ds_hydra.ranks.together import Texts
+from ds_hydra.ranks.channel import Texts
 from ds_hydra.ranks.world import World
 from ds_hydra.self_check.check import check_strategies
 from ds_hydra.self_check.trial import told_boxes

@@ -21,7 +21,7 @@ Every part needs some of those before it, and what can be refused is refused bef
   learned       corrects the costs of plans, and adds composed strategies to the candidates
   checkpoints   saves and loads masters, loss scale and what was learnt
 
-What one rank cannot do there is told by all ranks, where a part sends no messages (`ranks.together`); of all else the
+What one rank cannot do there is told by all ranks, where a part sends no messages (`together`); of all else the
 watchdog tells.
 
 A second crew in the same process, over another world, equals a restart with those ranks: of the first crew only what
@@ -60,7 +60,7 @@ from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner import PlanRecipe
 from ds_hydra.planner.composing import budget_of, typical_batch
 from ds_hydra.planner.service import ProducerProcess
-from ds_hydra.ranks.together import together
+from ds_hydra.ranks.channel import together
 from ds_hydra.ranks.world import World
 from ds_hydra.report.record import StepWatch
 from ds_hydra.simulate.job import job_record

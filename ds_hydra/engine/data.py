@@ -24,8 +24,7 @@ from ds_hydra.engine.plugs import plugged
 from ds_hydra.pipe.rows import Field, FieldLayout
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner import PlannedStep
-from ds_hydra.ranks.channel import Channel
-from ds_hydra.ranks.together import agree, together
+from ds_hydra.ranks.channel import Channel, agree, together
 from ds_hydra.step.delivery import Delivered, deliver
 from ds_hydra.zero_hetero.errors import ConfigError
 from ds_hydra.zero_hetero.told import Told, mark_told

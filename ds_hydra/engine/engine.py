@@ -45,10 +45,9 @@ from ds_hydra.pipe.loss import ScoreLoss, TokenFunction, TokenLoss
 from ds_hydra.pipe.models.adapted import base_of, is_peft_model
 from ds_hydra.pipe.models.causal_lm import CausalLM, ModelFacts
 from ds_hydra.pipe.stage import ModelSource
-from ds_hydra.ranks.channel import Channel
+from ds_hydra.ranks.channel import Channel, first_channel, together
 from ds_hydra.ranks.groups import CONNECTING, side_groups
 from ds_hydra.ranks.nodes import GivenNode, Standing, cluster_of
-from ds_hydra.ranks.together import first_channel, together
 from ds_hydra.ranks.world import World
 from ds_hydra.step.outcome import WANTED, StepOutcome
 from ds_hydra.watchdog.host import host

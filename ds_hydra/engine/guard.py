@@ -12,7 +12,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_hydra.config.hydra_block import HydraConfig
 from ds_hydra.host.devices import out_of_modes
-from ds_hydra.ranks.together import Texts
+from ds_hydra.ranks.channel import Texts
 from ds_hydra.watchdog import Activity, Watchdog
 from ds_hydra.watchdog.words import as_line
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError, NumericsError, PlanError

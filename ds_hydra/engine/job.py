@@ -32,8 +32,7 @@ from ds_hydra.pipe.models.refusals import failing, refuse_shared_memory
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.pipe.stage_options import StageOptions
-from ds_hydra.ranks.channel import Channel
-from ds_hydra.ranks.together import together
+from ds_hydra.ranks.channel import Channel, together
 from ds_hydra.ranks.world import World
 from ds_hydra.self_check.cache import fingerprint
 from ds_hydra.self_check.verdicts import CheckResult

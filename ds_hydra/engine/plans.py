@@ -36,9 +36,7 @@ from ds_hydra.planner import PlannedStep, Planner, PlannerService, PlanRecipe, S
 from ds_hydra.planner.arena_room import ArenaRoom
 from ds_hydra.planner.composing import COMPOSED, JOINS_AFTER, MOST_JOINED, PlanBudget
 from ds_hydra.planner.service import BEAT_S, ProducerProcess, Waiting, producer_command
-from ds_hydra.ranks.channel import Channel
-from ds_hydra.ranks.telling import Telling
-from ds_hydra.ranks.together import as_text, error_from
+from ds_hydra.ranks.channel import Channel, Telling, as_text, error_from
 from ds_hydra.report.calibration import Calibration, Stragglers
 from ds_hydra.report.record import StepWatch
 from ds_hydra.simulate.producer import step_ms_of

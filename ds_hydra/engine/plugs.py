@@ -9,7 +9,7 @@ from ds_hydra.zero_hetero.errors import ConfigError
 
 if TYPE_CHECKING:
     from ds_hydra.engine.calls import EngineCall
-    from ds_hydra.ranks.aborting import Aborting
+    from ds_hydra.ranks.groups import Aborting
     from ds_hydra.step.outcome import StepOutcome
 
 Result = TypeVar("Result")

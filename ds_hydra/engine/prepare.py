@@ -41,7 +41,7 @@ from ds_hydra.plan.layouts import crossings, ordered
 from ds_hydra.planner.arena_room import ArenaRoom, room_beside
 from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.planner.propose import Wider, propose_strategies, wider_shapes
-from ds_hydra.ranks.together import together
+from ds_hydra.ranks.channel import together
 from ds_hydra.ranks.world import World
 from ds_hydra.self_check.verdicts import CheckResult
 from ds_hydra.simulate.job import SimulatedJob

@@ -28,7 +28,7 @@ from ds_hydra.pipe.models.refusals import failing, known_tokens
 from ds_hydra.pipe.models.whose_code import own_code
 from ds_hydra.pipe.placement import Strategy
 from ds_hydra.plan.step_plan import Phase, StepPlan
-from ds_hydra.ranks.together import agree
+from ds_hydra.ranks.channel import agree
 from ds_hydra.ranks.world import World
 from ds_hydra.self_check.layer_kinds import kept_layers
 from ds_hydra.self_check.real import OwnModel, RealData, difference_on

@@ -197,7 +197,7 @@ class EngineCheckpoints:
             if adapters == "alone":
                 raise ConfigError('full_parameters(adapters="alone") is of a PEFT model, and this one is none')
             return stored_weights(masters, group, dtype_in, model, ranks)
-        from ds_hydra.checkpoint.adapted_weights import Merged, adapters_alone
+        from ds_hydra.checkpoint.pretrained import Merged, adapters_alone
 
         base = base_of(model)
         if adapters == "merged":

@@ -57,8 +57,8 @@ from ds_hydra.pipe.placement import Strategy
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner import PlannedStep
 from ds_hydra.planner.recipe import joined_steps
+from ds_hydra.ranks.channel import agree
 from ds_hydra.ranks.rank_stats import RankStats
-from ds_hydra.ranks.together import agree
 from ds_hydra.step.batching import BuiltStep
 from ds_hydra.step.delivery import Delivered
 from ds_hydra.step.outcome import Floats, PhaseOutcome, StepOutcome, mean_of

@@ -22,8 +22,7 @@ import weakref
 from types import FrameType, TracebackType
 from typing import NamedTuple
 
-from ds_hydra.ranks.once import first, first_on_host, met
-from ds_hydra.ranks.screen import flush, show
+from ds_hydra.ranks.screen import first, first_on_host, flush, met, show
 from ds_hydra.zero_hetero.errors import (
     INTERRUPTED,
     OTHERS_FAULT,

@@ -49,9 +49,9 @@ from torch.utils.file_baton import FileBaton
 from ds_hydra.config.hydra_block import FaultsConfig, HydraConfig, check_num_ranks
 from ds_hydra.host.devices import before_devices_start, device_index
 from ds_hydra.host.environment import joins, launched_node_size, launched_number, longest_wait_s
+from ds_hydra.ranks.channel import Texts
 from ds_hydra.ranks.groups import wait_at_most
 from ds_hydra.ranks.screen import show
-from ds_hydra.ranks.together import Texts
 from ds_hydra.watchdog.host import Identity, host, kill, say, started, status_of, stopped
 from ds_hydra.zero_hetero.errors import ConfigError
 from ds_hydra.zero_hetero.told import Told, mark_told, message_of
@@ -198,7 +198,7 @@ class _Ended(NamedTuple):
 
 
 class RankMeeting:
-    """Exchanges texts of all ranks over their store (`Texts` of `ranks.together`), of which each call waits for all."""
+    """Exchanges texts of all ranks over their store (`Texts` of `ranks.channel`), of which each call waits for all."""
 
     def __init__(self, rank: int, num_ranks: int, make_store: Callable[[], Any], *, timeout_s: float, frozen_s: float):
         """`frozen_s` 0: nobody counts as dead or frozen."""

@@ -22,8 +22,8 @@ from ds_hydra.data.columns import ModelInput
 from ds_hydra.data.tokens import Limits
 from ds_hydra.host.environment import launched_node_size
 from ds_hydra.pipe.adapters import trained_copy
+from ds_hydra.ranks.channel import Texts, together
 from ds_hydra.ranks.host_memory import available_bytes
-from ds_hydra.ranks.together import Texts, together
 from ds_hydra.zero_hetero.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -44,7 +44,7 @@ from torch import Tensor
 from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
-from ds_hydra.checkpoint.other_engines import other_checkpoint
+from ds_hydra.checkpoint.folder import other_checkpoint
 from ds_hydra.engine.rounds import in_rows, places_of
 from ds_hydra.host.released import give_back
 from ds_hydra.host.three_calls import Collected, PendingLoss

@@ -1,20 +1,99 @@
 """Texts, rows of numbers and errors between all ranks of a world: small messages that steer a job.
 
-A channel moves nothing of the model and decides nothing. Every rank must make the same calls in the same order.
+A channel moves nothing of the model and decides nothing. Every rank must make the same calls in the same order. A
+`Telling` broadcasts texts from rank 0 alone. A block within `together` fails on all ranks where it fails on one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.ranks.calling import NAME_BYTES, Calling, check_calls
-from ds_hydra.ranks.telling import LENGTH_BYTES, Telling, decoded, encoded, framed
-from ds_hydra.zero_hetero.errors import CheckpointError
-from ds_hydra.zero_hetero.told import Told, mark_told, message_of
+from ds_hydra.ranks.groups import pairs_connect_when_used
+from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError, PlanError
+from ds_hydra.zero_hetero.told import Told, mark_told, message_of, told_of
+
+# A text travels with its length in one message of this size; only a longer one takes a second message. A plan of a few
+# hundred sequences fits.
+_INLINE = 1 << 15
+LENGTH_BYTES = 8
+
+
+class Telling:
+    """Texts from rank 0 to the ranks 0..num_ranks-1 of the process group `group`, which carries CPU tensors.
+
+    `group` is None for a process alone. What is told under another `tag` does not meet it: a thread may wait for a text
+    while training uses the same group.
+    """
+
+    # Collectives of one process group are matched by their order alone, messages between two ranks by their tag. So a
+    # text goes from rank to rank, along a tree: of 8 ranks, 0 sends to 4, 2 and 1, then 4 to 6 and 5, 2 to 3, 6 to 7.
+    # Of 4 ranks on a node, only one gets it from another node.
+
+    def __init__(self, group: dist.ProcessGroup | None, rank: int, num_ranks: int, *, tag: int):
+        self.rank, self.num_ranks, self._group, self._tag = rank, num_ranks, group, tag
+
+    def tell(self, text: str | None) -> str:
+        """Rank 0's text, on every rank. The argument of the other ranks is ignored."""
+        if self.num_ranks == 1:
+            assert text is not None, "the only rank is rank 0"
+            return text
+        data = encoded(text) if self.rank == 0 and text else b""
+        told = self._passed_on(framed(data, _INLINE))
+        size = int.from_bytes(told[:LENGTH_BYTES], "little")
+        inline, beyond = told[LENGTH_BYTES:][:size], size - _INLINE
+        if beyond > 0:
+            inline += self._passed_on(data[_INLINE:] or bytes(beyond))
+        return decoded(inline)
+
+    def _passed_on(self, data: bytes) -> bytes:
+        """Rank 0's bytes; those of the others only say how many they are."""
+        message = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if self.rank != 0:
+            sender = self.rank & (self.rank - 1)
+            _wait(dist.irecv(message, group=self._group, group_src=sender, tag=self._tag))
+        sent = [self._send(message, receiver) for receiver in told_by(self.rank, self.num_ranks)]
+        for work in sent:
+            _wait(work)
+        return bytes(message.numpy())
+
+    def _send(self, message: Tensor, receiver: int) -> dist.Work | None:
+        return dist.isend(message, group=self._group, group_dst=receiver, tag=self._tag)
+
+
+def told_by(rank: int, num_ranks: int) -> list[int]:
+    """The ranks to which a rank passes a text on, in order: rank 12, in bits 1100, to 14 and 13, those to whose number
+    it is without the lowest bit.
+    """
+    steps = (1 << bit for bit in reversed(range(((rank & -rank or num_ranks) - 1).bit_length())))
+    return [rank + step for step in steps if rank + step < num_ranks]
+
+
+def _wait(work: dist.Work | None) -> None:
+    assert work is not None, "this rank is in the group"
+    work.wait()
+
+
+def framed(data: bytes, inline: int) -> bytes:
+    """The first `inline` bytes, filled up with zeros, behind the length of the whole."""
+    return len(data).to_bytes(LENGTH_BYTES, "little") + data[:inline].ljust(inline, b"\0")
+
+
+def encoded(text: str) -> bytes:
+    """As bytes; also names of files that are in no valid encoding, which Python keeps as lone surrogates."""
+    return text.encode(errors="surrogatepass")
+
+
+def decoded(data: bytes) -> str:
+    """The text of `encoded`."""
+    return data.decode(errors="surrogatepass")
+
 
 _MAX_BYTES = 256 * 2**20
 # A text travels with its length and the name of the call in one message of 4,096 bytes, which the short reports of all
@@ -167,3 +246,82 @@ def peers_of(rank: int, num_ranks: int) -> frozenset[int]:
     steps = [1] if num_ranks <= _RING else []
     steps += [1 << step for step in range((num_ranks - 1).bit_length())]
     return frozenset((rank + sign * step) % num_ranks for step in steps for sign in (1, -1)) - {rank}
+
+
+class Texts(Protocol):
+    """Exchanges short texts between all ranks (`ranks.channel.Channel`)."""
+
+    rank: int
+    num_ranks: int
+
+    def texts(self, text: str) -> list[str]: ...
+
+
+_OURS: tuple[type[Exception], ...] = (ConfigError, PlanError, CheckpointError)
+
+
+@contextmanager
+def together(channel: Texts, what: str) -> Iterator[None]:
+    """A block that every rank of the channel enters; where it fails on some, all others raise the first one's error.
+
+    Without this they would wait for the failed rank in their next collective, and see no more than a connection that it
+    closed. `what` says what was tried. The block must not use groups itself: a rank that fails would leave the others
+    waiting in it. Raises as `agree`.
+    """
+    mine: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        mine = error
+    agree(channel, mine, what)
+
+
+def agree(channel: Texts, mine: BaseException | None, what: str, told: str = "", *, alike: bool = False) -> list[str]:
+    """Every rank's `told`, by rank; or, where any rank brings an error `mine`, an error on all ranks.
+
+    A rank that failed raises its own error, as it is. The others raise ConfigError, PlanError or CheckpointError if
+    that is what happened, else RuntimeError. If `alike`, all ranks raise the same text of such a refusal. All errors
+    are marked as known to all ranks.
+    """
+    texts = channel.texts(f"+{told}" if mine is None else f"-{as_text(mine)}")
+    failed = [(rank, text[1:]) for rank, text in enumerate(texts) if text[0] == "-"]
+    if not failed:
+        return [text[1:] for text in texts]
+    rank, cause = failed[0]
+    others = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
+    there = error_from(cause, f"{what} failed on rank {rank}{others}")
+    kind, message = cause.split("\n", 1)
+    where = "" if len(failed) == len(texts) else f" (on rank {rank}{others})"
+    known = Told(rank, f"{kind}: {there if alike else message + where}", here=mine is not None)
+    if mine is not None and not (alike and isinstance(mine, _OURS)):
+        raise mine if told_of(mine) else mark_told(mine, known)
+    raise mark_told(there, known) from mine
+
+
+def as_text(error: BaseException) -> str:
+    """An error as one rank tells it to the others."""
+    kind = next((ours for ours in _OURS if isinstance(error, ours)), type(error))
+    return f"{kind.__name__}\n{message_of(error)}"
+
+
+def error_from(text: str, what: str) -> Exception:
+    """What `as_text` told, as an error of another rank: one of ours by its type, a RuntimeError for any other."""
+    kind, cause = text.split("\n", 1)
+    known = next((ours for ours in _OURS if ours.__name__ == kind), None)
+    return (known or RuntimeError)(f"{what}: {cause if known else f'{kind}: {cause}'}")
+
+
+@contextmanager
+def first_channel() -> Iterator[Channel]:
+    """A channel between the processes of torch's default group, before there is a world; every one must enter it.
+
+    On devices it has a group of its own, which ends with it unless there is an error: then the process is about to end.
+    """
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    if dist.get_backend() == "gloo":
+        yield Channel(dist.group.WORLD, rank, num_ranks)
+        return
+    with pairs_connect_when_used():
+        channel = Channel(dist.new_group(backend="gloo"), rank, num_ranks)
+    yield channel
+    channel.close()

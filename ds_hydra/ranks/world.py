@@ -21,29 +21,32 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # before there are groups: defaults of its arguments hold the one that there is
 
 from ds_hydra.pipe.placement import Strategy
-from ds_hydra.ranks.aborting import Aborting
-from ds_hydra.ranks.channel import AHEAD_TAG, Channel
+from ds_hydra.ranks.channel import AHEAD_TAG, Channel, Telling
 from ds_hydra.ranks.groups import (
     CONNECTING,
+    Aborting,
     GroupCache,
     Ranks,
     make_groups,
+    nccl_options,
     needed_groups,
     pairs_connect_when_used,
     wait_at_most,
 )
-from ds_hydra.ranks.nccl import nccl_options
-from ds_hydra.ranks.telling import Telling
 from ds_hydra.zero_hetero.clock import Clock, clock_of
-from ds_hydra.zero_hetero.collectives import (
+from ds_hydra.zero_hetero.nodes import Cluster, NodeSize
+from ds_hydra.zero_hetero.transport import (
     Collectives,
+    DeviceLane,
     GroupCollectives,
+    HostLane,
+    Lane,
     MessageCollectives,
+    TorchTransport,
+    Transport,
     start_gather,
     start_scatter,
 )
-from ds_hydra.zero_hetero.nodes import Cluster, NodeSize
-from ds_hydra.zero_hetero.transport import DeviceLane, HostLane, Lane, TorchTransport, Transport
 
 _OPEN_RECEIVES = 2  # buckets whose receives are open at once on gloo, where all ranks share a machine
 _CONNECT_TAG = 1 << 23

@@ -28,8 +28,7 @@ from ds_hydra.pipe.rows import ROUTED_EXPERTS, Balance, Chunk, MicroBatch, Pack,
 from ds_hydra.pipe.schedules.registry import weighs
 from ds_hydra.pipe.stage import StagePlace
 from ds_hydra.plan.step_plan import MicroBatchPlan, Span, StepPlan
-from ds_hydra.ranks.channel import Channel
-from ds_hydra.ranks.together import agree
+from ds_hydra.ranks.channel import Channel, agree
 from ds_hydra.zero_hetero.errors import PlanError
 from ds_hydra.zero_hetero.told import Told, mark_told
 

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from ds_hydra.ranks.calling import READS
-from ds_hydra.ranks.together import Texts, agree
+from ds_hydra.ranks.channel import Texts, agree
 from ds_hydra.watchdog.connection import NONCE_BYTES, Connection
 from ds_hydra.watchdog.host import EXIT_CODE, Identity, listen, own_address
 from ds_hydra.watchdog.progress import Stand

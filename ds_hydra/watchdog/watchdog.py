@@ -52,10 +52,9 @@ from types import TracebackType
 from typing import Any
 
 from ds_hydra.ranks.calling import Calling, different, who_calls
+from ds_hydra.ranks.channel import Texts, agree
 from ds_hydra.ranks.groups import CONNECTING
-from ds_hydra.ranks.together import Texts, agree
-from ds_hydra.watchdog.connection import Connection, encoded
-from ds_hydra.watchdog.door import Door
+from ds_hydra.watchdog.connection import Connection, Door, encoded
 from ds_hydra.watchdog.host import EXIT_CODE, end_process, kill, say, stopped
 from ds_hydra.watchdog.meeting import START_S, Call, Peer, Verdict, different_calls, greet, meet
 from ds_hydra.watchdog.progress import (

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ds_hydra.ranks.once import first, first_on_host
+from ds_hydra.ranks.screen import first, first_on_host
 from ds_hydra.watchdog.host import EXIT_CODE, Identity, say
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError, PlanError
 from ds_hydra.zero_hetero.told import message_of, told_of

@@ -17,9 +17,8 @@ import pytest
 from pydantic import TypeAdapter
 
 from ds_hydra.elastic.agent import MemberAgent, end_frozen, take_token
-from ds_hydra.elastic.messages import Roster
-from ds_hydra.elastic.view import Member, Report, View
-from ds_hydra.ranks.together import first_channel
+from ds_hydra.elastic.messages import Member, Report, Roster, View
+from ds_hydra.ranks.channel import first_channel
 from ds_hydra.watchdog.host import Identity, host, listen, started, stopped
 from tests.support.ends import End, ends, mark_fault
 from tools import aims, machine

@@ -24,9 +24,7 @@ from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.engine import crew
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
 from ds_hydra.plan.step_plan import Phase, PipelinePlan, StepPlan
-from ds_hydra.ranks.channel import AHEAD_TAG, Channel
-from ds_hydra.ranks.telling import Telling
-from ds_hydra.ranks.together import first_channel, together
+from ds_hydra.ranks.channel import AHEAD_TAG, Channel, Telling, first_channel, together
 from ds_hydra.step.batching import agreed, row_of
 from ds_hydra.testing import rank_environment, run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError

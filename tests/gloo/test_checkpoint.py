@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import ds_hydra.engine.engine  # noqa: F401
-from ds_hydra.checkpoint import state as loads
+from ds_hydra.checkpoint import checkpointer
 from ds_hydra.checkpoint.folder import complete_tags
 from ds_hydra.checkpoint.universal import from_universal, to_universal
 from ds_hydra.commands import convert
@@ -338,7 +338,7 @@ def test_nan_is_neither_saved_nor_loaded(tmp_path: Path) -> None:
             masters[3] = float("nan")
         for bad in (False, True):
             if bad:
-                loads.check_masters = lambda masters: None
+                checkpointer.check_masters = lambda masters: None
             try:
                 engine.save_checkpoint(tmp_path, "bad")
                 engine.load_checkpoint(tmp_path, "bad")

@@ -26,8 +26,7 @@ from ds_hydra.elastic import links
 from ds_hydra.elastic.agent import Invitation, MemberAgent
 from ds_hydra.elastic.freeing import carried, open_sockets
 from ds_hydra.elastic.membership import Patience
-from ds_hydra.elastic.messages import Roster
-from ds_hydra.elastic.view import Member, Report
+from ds_hydra.elastic.messages import Member, Report, Roster
 from ds_hydra.host.environment import MEMBERS_FOLDER
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.planner import Planner, PlannerOptions

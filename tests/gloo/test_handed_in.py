@@ -28,7 +28,7 @@ from ds_hydra.entry import accept
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.step_plan import MicroBatchPlan, Phase, PipelinePlan, StepPlan
-from ds_hydra.ranks.together import first_channel
+from ds_hydra.ranks.channel import first_channel
 from ds_hydra.step.delivery import runners
 from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError

@@ -14,13 +14,20 @@ from ds_hydra.ranks.channel import Channel
 from ds_hydra.ranks.rank_stats import unequal_pairs
 from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero import scratch_plan
-from ds_hydra.zero_hetero.collectives import GroupCollectives, MessageCollectives
 from ds_hydra.zero_hetero.errors import PlanError
 from ds_hydra.zero_hetero.layout import ALIGNMENT, BucketSpec, Layout, Piece, even_layout, layout_of_intervals
 from ds_hydra.zero_hetero.link import Handle, Link, TwinPullLink, TwinPushLink, checksums_of
 from ds_hydra.zero_hetero.masters import MasterShards, clip_, global_grad_norm
 from ds_hydra.zero_hetero.transfer_plan import TransferPlan, plan_transfer
-from ds_hydra.zero_hetero.transport import HostLane, InProcessTransport, Post, TorchTransport, Transport
+from ds_hydra.zero_hetero.transport import (
+    GroupCollectives,
+    HostLane,
+    InProcessTransport,
+    MessageCollectives,
+    Post,
+    TorchTransport,
+    Transport,
+)
 from ds_hydra.zero_hetero.twin_plan import Twins, plan_twin_pull, plan_twin_push
 from tests.support.layouts import NUMELS, contribution, expected_sum, full_tensor, heterogeneous, local_values
 

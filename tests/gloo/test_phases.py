@@ -30,7 +30,7 @@ from ds_hydra.plan.step_plan import StepPlan, load_plans
 from ds_hydra.planner import PhasedPlanner, Planner, PlannerOptions, parse_phases, save_plans
 from ds_hydra.planner.composing import COMPOSED
 from ds_hydra.profiling.links import LinkFigure, Links
-from ds_hydra.ranks.telling import Telling
+from ds_hydra.ranks.channel import Telling
 from ds_hydra.report import calibration
 from ds_hydra.simulate.job import read_job
 from ds_hydra.simulate.step import Simulator

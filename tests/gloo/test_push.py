@@ -32,13 +32,20 @@ from ds_hydra.testing import run_ranks, whole_gradients
 from ds_hydra.watchdog import Activity
 from ds_hydra.zero_hetero import masters as master_shards
 from ds_hydra.zero_hetero.clock import HostClock, Stopwatch
-from ds_hydra.zero_hetero.collectives import start_gather
 from ds_hydra.zero_hetero.layout import even_layout, layout_of_intervals
 from ds_hydra.zero_hetero.link import Link
 from ds_hydra.zero_hetero.masters import MasterShards
 from ds_hydra.zero_hetero.pushes import Pulls, PushBucket, Pushes
 from ds_hydra.zero_hetero.transfer_plan import plan_transfer
-from ds_hydra.zero_hetero.transport import HostLane, InProcessTransport, Post, TorchTransport, Transport, Work
+from ds_hydra.zero_hetero.transport import (
+    HostLane,
+    InProcessTransport,
+    Post,
+    TorchTransport,
+    Transport,
+    Work,
+    start_gather,
+)
 from tests.support.small_job import STRATEGIES, small_config, small_engine
 from tests.support.strict import StrictTransport
 

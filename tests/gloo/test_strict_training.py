@@ -22,7 +22,7 @@ from ds_hydra.plan.step_plan import THEN
 from ds_hydra.step.strategy_runtime import StrategyRuntime
 from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero import scratch_plan
-from ds_hydra.zero_hetero.collectives import GroupCollectives
+from ds_hydra.zero_hetero.transport import GroupCollectives
 from tests.support.cases import CASES, UNDER_STRICT
 from tests.support.equivalence import compare
 from tests.support.mutated_order import train_with_polls

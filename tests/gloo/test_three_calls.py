@@ -25,7 +25,7 @@ from ds_hydra.host import user_model
 from ds_hydra.host.settings import batch_sizes
 from ds_hydra.host.user_model import make_whole
 from ds_hydra.pipe.loss import IGNORED
-from ds_hydra.ranks.together import first_channel
+from ds_hydra.ranks.channel import first_channel
 from ds_hydra.testing import Sample, rank_environment, run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.batches import collated, prompted

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from ds_hydra.ranks.channel import Channel
-from ds_hydra.ranks.once import first, first_on_host
+from ds_hydra.ranks.screen import first, first_on_host
 from ds_hydra.testing import run_ranks
 from ds_hydra.watchdog import Watchdog, host, meeting
 from ds_hydra.watchdog.host import listen
@@ -98,7 +98,7 @@ def test_strangers_before_the_door_do_not_stop_a_start() -> None:
             lines.append(record.getMessage())
             return True
 
-        logging.getLogger("ds_hydra.watchdog.door").addFilter(keep)
+        logging.getLogger("ds_hydra.watchdog.connection").addFilter(keep)
         began, ended = time.monotonic(), list[str]()
         with mock.patch.object(meeting, "listen", flooded):
             dog = Watchdog(

@@ -23,9 +23,8 @@ from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.ranks import channel as channels
 from ds_hydra.ranks import world as worlds
-from ds_hydra.ranks.channel import Channel
+from ds_hydra.ranks.channel import Channel, first_channel
 from ds_hydra.ranks.groups import GroupCache, apart, make_groups, needed_groups, side_groups
-from ds_hydra.ranks.together import first_channel
 from ds_hydra.ranks.world import World
 from ds_hydra.step.strategy_runtime import teams_of
 from ds_hydra.testing import RankError, run_ranks

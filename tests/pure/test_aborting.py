@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from ds_hydra.ranks.aborting import Aborting
+from ds_hydra.ranks.groups import Aborting
 
 
 class Communicator:

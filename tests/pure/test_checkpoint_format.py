@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from ds_hydra.checkpoint import folder as folders
+from ds_hydra.checkpoint.folder import OwnedError, Owner
 from ds_hydra.checkpoint.format import (
     BLOCK_BYTES,
     DIGEST_BYTES,
@@ -37,10 +38,9 @@ from ds_hydra.checkpoint.format import (
     dump,
     parse_json,
     rank_file,
+    read_manifest,
     shards_of,
 )
-from ds_hydra.checkpoint.owner import OwnedError, Owner
-from ds_hydra.checkpoint.read_manifest import read_manifest
 from ds_hydra.checkpoint.shard_file import ShardReader, Source, write_shard
 from ds_hydra.costs.cost_table import read_table_file
 from ds_hydra.plan.step_plan import load_plans

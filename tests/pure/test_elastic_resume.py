@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from ds_hydra.elastic.view import Report, lacking, newest_layout, to_apply, usable
+from ds_hydra.elastic.messages import Report, lacking, newest_layout, to_apply, usable
 from ds_hydra.zero_hetero.buddies import check_nothing_lost, held_layout, may_leave, shift_of, wards_first
 from ds_hydra.zero_hetero.errors import PlanError
 from ds_hydra.zero_hetero.layout import even_layout

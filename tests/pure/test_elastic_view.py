@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ds_hydra.elastic import messages as m
-from ds_hydra.elastic.view import Member, Report
+from ds_hydra.elastic.messages import Member, Report
 from ds_hydra.zero_hetero.norm_table import NormTable
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ds_hydra.ranks.channel import peers_of
-from ds_hydra.ranks.telling import told_by
+from ds_hydra.ranks.channel import peers_of, told_by
 from ds_hydra.watchdog.meeting import places
 from ds_hydra.watchdog.watchdog import beat_seconds
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ds_hydra.elastic import messages as m
 from ds_hydra.elastic.membership import Membership, Patience, State
-from ds_hydra.elastic.view import Member, Report
+from ds_hydra.elastic.messages import Member, Report
 from tests.support.drawn_members import KINDS, befall, parted, tried, wrong_in
 from tests.support.simulated_members import Cluster
 

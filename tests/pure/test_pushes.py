@@ -30,14 +30,13 @@ from ds_hydra.planner.pipelines import longest_outside, with_hidden_pulls
 from ds_hydra.simulate.links import LinkModel, Parcels, Port, Routes, Speed, Wires
 from ds_hydra.step.strategy_runtime import pull_link, push_link
 from ds_hydra.zero_hetero import scratch_plan
-from ds_hydra.zero_hetero.collectives import MessageCollectives
 from ds_hydra.zero_hetero.contributions import Place, check_places, places_of_sums
 from ds_hydra.zero_hetero.errors import PlanError
 from ds_hydra.zero_hetero.layout import ALIGNMENT, even_layout, layout_of_intervals
 from ds_hydra.zero_hetero.link import Cuts, Scratch
 from ds_hydra.zero_hetero.scratch_plan import Window, end_of, in_turn, side_by_side
 from ds_hydra.zero_hetero.transfer_plan import SliceColumns, TransferPlan, plan_transfer
-from ds_hydra.zero_hetero.transport import InProcessTransport, Post
+from ds_hydra.zero_hetero.transport import InProcessTransport, MessageCollectives, Post
 from ds_hydra.zero_hetero.twin_plan import TwinPull, TwinPush
 from tests.pure.test_strategy import large_strategies
 from tests.support.emulated_job import square_model

@@ -16,7 +16,7 @@ from ds_hydra.commands.launch_node import Job, Node, is_member
 from ds_hydra.host.environment import INVITATION, JOINS, MEMBERS_FOLDER
 from ds_hydra.ray import train
 from ds_hydra.ray.actor import Rank
-from ds_hydra.ray.places import Place, _job, room
+from ds_hydra.ray.job import Place, _job, room
 from ds_hydra.zero_hetero.errors import ConfigError
 
 

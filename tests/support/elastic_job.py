@@ -217,9 +217,8 @@ def _entries() -> dict[str, tuple[Any, str]]:
     """By phase what is called as it begins, and where it stands."""
     from ds_hydra.elastic import going_on
     from ds_hydra.elastic.agent import MemberAgent
-    from ds_hydra.elastic.copies import Copy, Held
+    from ds_hydra.elastic.copies import Copy, Held, SurvivingState
     from ds_hydra.elastic.going_on import CarriedState, GoingOn
-    from ds_hydra.elastic.standing import SurvivingState
     from ds_hydra.engine import saving, scoring
     from ds_hydra.engine.engine import HydraEngine
     from ds_hydra.step import stepper, strategy_runtime, update

@@ -19,10 +19,9 @@ import torch
 from torch import nn
 
 from ds_hydra.checkpoint import folder as folders
-from ds_hydra.checkpoint import owner as owners
+from ds_hydra.checkpoint.folder import OwnedError, Owner
 from ds_hydra.checkpoint.format import COUNTERS, DIGEST_BYTES, FileEntry, Manifest, SavedBucket, SavedParam, rank_file
 from ds_hydra.checkpoint.optimizer_state import collect_groups
-from ds_hydra.checkpoint.owner import OwnedError, Owner
 from ds_hydra.checkpoint.shard_file import ShardReader, Source
 from ds_hydra.checkpoint.write import Saving, Writer
 from ds_hydra.ranks.channel import Channel
@@ -126,7 +125,7 @@ def interrupted(folder: Path, which: str, nth: int, how: str) -> str | None:
                 return f"step {step} after {done}"
             if folders.find_tag(folder) is None:
                 return "nobody finds a checkpoint"
-        with mock.patch.object(owners, "STILL_S", 0.0):  # where the owner had not yet said who it is
+        with mock.patch.object(folders, "STILL_S", 0.0):  # where the owner had not yet said who it is
             saver.save(done + 1, "next")
         if Saver.verify(folder) != done + 1 or folders.find_tag(folder) != "next":
             return "the next save is not the newest"
@@ -321,7 +320,7 @@ def _goes_on(folder: Path) -> None:
                              manifest.save_id)  # fmt: skip
         assert bool((reader.read_all("all/master") == manifest.step).all())
     saver = Saver(folder, Channel(None, 0, 1), numel=9)
-    with mock.patch.object(owners, "STILL_S", 2.0):  # of an owner that does not say who it is
+    with mock.patch.object(folders, "STILL_S", 2.0):  # of an owner that does not say who it is
         saver.save(3, "new")
     assert folders.find_tag(folder) == "new"
     assert folders.open_manifest(folder, "new").step == 3

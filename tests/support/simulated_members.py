@@ -15,7 +15,7 @@ from typing import Any
 
 from ds_hydra.elastic import messages as m
 from ds_hydra.elastic.membership import TURN_S, Membership, State
-from ds_hydra.elastic.view import Member, Report, View, to_apply
+from ds_hydra.elastic.messages import Member, Report, View, to_apply
 from ds_hydra.zero_hetero.norm_table import NormTable
 
 FROZEN_S = 3.0
