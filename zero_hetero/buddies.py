@@ -1,4 +1,4 @@
-"""The hosts of all ranks in, who keeps a copy of whose masters out; and what survivors hold after a loss. Pure.
+"""Which rank keeps a copy of whose masters, by the hosts of all; and what survivors hold after a loss. Pure.
 
 [Note: buddies]
 Rank r's masters are copied by rank r + m, counted in a circle, where m is the size of the largest node: with at least

@@ -1,4 +1,4 @@
-"""Who contributes which intervals in, the terms of their sum out: what is written, what is added, in which order. Pure.
+"""The terms of a sum of intervals from several ranks: what is written, what is added, in which order. Pure.
 
 [Note: order of a sum] Floating-point sums depend on their order: in FP32 (1e8 + 1) - 1e8 is 0, (1e8 - 1e8) + 1 is 1.
 Messages arrive in any order, so the order is fixed here instead: every element takes its contributions by rank of the

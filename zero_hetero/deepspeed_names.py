@@ -1,4 +1,4 @@
-"""Names that scripts ask of packages here and that are DeepSpeed's in; DeepSpeed's own objects out. Pure.
+"""DeepSpeed's own objects under names of packages here, where scripts ask for them. Pure.
 
 [Note: names of DeepSpeed]
 A script changes one line, `import ds_hydra as deepspeed`, and goes on asking this module for all of DeepSpeed's names:

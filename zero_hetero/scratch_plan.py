@@ -1,4 +1,4 @@
-"""Transfers in, the scratch memory that a rank needs for them out, and which of them share it. Pure.
+"""How much scratch memory a rank's transfers need, and which of them share it. Pure.
 
 [Note: runs]
 A message of several slices is several intervals of the sender's buffer, or of the receiver's. So that not all of it has

@@ -1,4 +1,4 @@
-"""Two layouts of one flat tensor in, the messages that bring data from one to the other out. Pure.
+"""Plans the messages that bring a flat tensor from one layout to another. Pure.
 
 Every rank computes the same plan from the same layouts, so nobody asks who sends what. This is the only place where
 that is decided. See [Note: mutual slices] in `layout.py`.
@@ -26,9 +26,9 @@ begins in the receiver's:
 The push, B to A, is the same list with senders and receivers exchanged. Where B holds an element twice, both replicas
 send their gradient of it and the owner adds them up: rank 1 gets elements 4 and 5 from ranks 0 and 2.
 
-The choice is that of Hetu v2, section 4.3: the receiver itself, else the fastest link, else who has sent least.
+The choice is that of Hetu v2, section 4.3, with all links alike: the receiver itself, else who has sent least.
 
-Example, all links alike: rank 0 holds elements 0 to 5, rank 1 holds 0 to 3; ranks 0, 2 and 3 want 0 to 5. The holders
+Example: rank 0 holds elements 0 to 5, rank 1 holds 0 to 3; ranks 0, 2 and 3 want 0 to 5. The holders
 change at element 4, so there are two atoms, [0, 4) with holders 0 and 1, and [4, 6) with holder 0.
 
     atom [0, 4)   rank 0 has it            local
@@ -44,7 +44,6 @@ with whole numbers, so that all ranks come to the same plan.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -52,8 +51,6 @@ import numpy as np
 
 from ds_hydra.zero_hetero.errors import PlanError
 from ds_hydra.zero_hetero.layout import Column, Layout, Overlaps, PieceColumns, expand, first_conflict, overlaps, sum_by
-
-LinkCost = Callable[[int, int], float]  # (sender, receiver) -> time per element, in any unit
 
 
 class _Request(NamedTuple):
@@ -65,7 +62,7 @@ class _Request(NamedTuple):
     stop: int
 
 
-def choose_senders(held: PieceColumns, wanted: PieceColumns, num_ranks: int, link_cost: LinkCost | None) -> Overlaps:
+def choose_senders(held: PieceColumns, wanted: PieceColumns, num_ranks: int) -> Overlaps:
     """One held piece for each part of each wanted piece, as (wanted row, held row, start, stop).
 
     `held` is sorted by start. The tensor is cut into atoms, the intervals on which the set of holders is constant;
@@ -75,7 +72,6 @@ def choose_senders(held: PieceColumns, wanted: PieceColumns, num_ranks: int, lin
     cuts = np.unique(np.concatenate([held.start, held.stop]))
     holders_of = _holders_by_atom(held, cuts)
     sent = np.zeros(num_ranks, dtype=np.int64)
-    cheapest = _Cheapest(link_cost)
     rows: list[tuple[int, int, int, int]] = []
     for atom, requests in _requests_by_atom(wanted, cuts).items():
         holder_rows = holders_of.get(atom)
@@ -89,38 +85,19 @@ def choose_senders(held: PieceColumns, wanted: PieceColumns, num_ranks: int, lin
         for rank, row, start, stop in requests:
             own = position.get(rank)
             if own is None:
-                own = _least_busy(cheapest.among(rank, holders), sent[holders], turn[rank])
+                own = _least_busy(sent[holders], turn[rank])
                 sent[holders[own]] += stop - start  # local moves are free and do not count
             rows.append((row, int(holder_rows[own]), start, stop))
     return Overlaps(*np.array(rows, dtype=np.int64).reshape(-1, 4).T)
 
 
-def _least_busy(candidates: Column, sent: Column, turn: int) -> int:
-    """The candidate (an index into the holders) that has sent least; `turn` decides between equals."""
-    load = sent[candidates]
-    ties = candidates[load == load.min()]
+def _least_busy(sent: Column, turn: int) -> int:
+    """The holder, as an index, that has sent least; `turn` decides between equals."""
+    ties = np.flatnonzero(sent == sent.min())
     # The first candidate from the receiver's own place on, going round: with holders 0 and 1 and receivers 2 and 3,
     # rank 0 sends to 2 and rank 1 to 3, atom after atom, so that each pair exchanges one message.
     preferred = turn % len(sent)
     return int(ties[np.argmin((ties - preferred) % len(sent))])
-
-
-class _Cheapest:
-    """The holders with the fastest link to a receiver, remembered: many atoms have the same holders."""
-
-    def __init__(self, link_cost: LinkCost | None):
-        self.link_cost = link_cost
-        self.known: dict[tuple[int, bytes], Column] = {}
-
-    def among(self, receiver: int, holders: Column) -> Column:
-        """Indices into `holders` of those with the least cost to `receiver`; all of them where no cost is given."""
-        if self.link_cost is None:
-            return np.arange(len(holders))
-        key = (receiver, holders.tobytes())
-        if key not in self.known:
-            cost = np.array([self.link_cost(sender, receiver) for sender in holders.tolist()])
-            self.known[key] = np.flatnonzero(cost == cost.min())
-        return self.known[key]
 
 
 def _holders_by_atom(held: PieceColumns, cuts: Column) -> dict[int, Column]:
@@ -267,13 +244,12 @@ class TransferPlan:
         return tuple(messages)
 
 
-def plan_transfer(src: Layout, dst: Layout, *, link_cost: LinkCost | None = None) -> TransferPlan:
+def plan_transfer(src: Layout, dst: Layout) -> TransferPlan:
     """Deliver every element of every piece of `dst` exactly once, from a rank that holds it in `src`.
 
-    If several ranks hold an element, the receiver takes its own. Else the sender is the holder with the fastest link;
-    of equally fast ones the one that has sent least so far (Hetu v2, section 4.3); of those the one whose place among
-    the holders is the receiver's place among the receivers, so that replicas of equal shape talk in pairs.
-    `link_cost(sender, receiver)` is any measure of time per element.
+    If several ranks hold an element, the receiver takes its own. Else the sender is the holder that has sent least so
+    far (Hetu v2, section 4.3); of those the one whose place among the holders is the receiver's place among the
+    receivers, so that replicas of equal shape talk in pairs.
     Raises `PlanError` where the layouts do not fit each other or no rank holds what is wanted.
     """
     held, wanted = _checked(src, dst)
@@ -285,7 +261,7 @@ def plan_transfer(src: Layout, dst: Layout, *, link_cost: LinkCost | None = None
     if first_conflict(one_group, held.start, held.stop) is None:
         wanted_row, held_row, start, stop = overlaps(wanted.start, wanted.stop, held.start, held.stop)
     else:
-        wanted_row, held_row, start, stop = choose_senders(held, wanted, src.num_ranks, link_cost)
+        wanted_row, held_row, start, stop = choose_senders(held, wanted, src.num_ranks)
     _check_coverage(wanted, wanted_row, start, stop)
     return TransferPlan(
         src.num_ranks,

@@ -1,4 +1,4 @@
-"""Two layouts and the ranks that hold the same in, a transfer in which these share the work out. Pure.
+"""Plans transfers in which ranks that hold the same share the work. Pure.
 
 [Note: twins] Ranks whose local buffers hold the same are twins: under 8*tp8 the eight ranks of one TP rank. If each of
 K twins took its buffer from the owners by itself, every owner would send the same to all of them, as many messages as

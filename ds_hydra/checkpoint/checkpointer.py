@@ -1,4 +1,4 @@
-"""An engine's state in, a checkpoint out, and back: what was saved by some number of ranks, loaded by any number.
+"""Saves an engine's state as a checkpoint and loads it: what some number of ranks saved, any number of ranks loads.
 
 [Note: all ranks or none] A rank must not raise alone, or the others wait for it for ever; and it must not load alone,
 or the ranks go on from different steps. So every load first reads and verifies all it needs into memory of its own,

@@ -125,6 +125,11 @@ class SavedGroup:
     options: dict[str, Any]
     scalars: dict[str, SavedScalar] = field(default_factory=dict)
 
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> SavedGroup:
+        """From another rank's JSON of `asdict`."""
+        return cls(record["options"], {key: SavedScalar(**scalar) for key, scalar in record["scalars"].items()})
+
 
 @dataclass(frozen=True, slots=True)
 class Manifest:

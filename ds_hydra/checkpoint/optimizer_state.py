@@ -1,4 +1,4 @@
-"""An optimizer's state in, flat tensors and plain numbers out; and what was saved, checked, as its new state.
+"""An optimizer's state as flat tensors and plain numbers; and what was saved, checked, as an optimizer's new state.
 
 [Note: a trial of the optimizer]
 Which numbers and tensors an optimizer keeps, and of which types, only its own step tells. So before anything is

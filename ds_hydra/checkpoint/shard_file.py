@@ -1,4 +1,4 @@
-"""Tensors in, a safetensors file with a digest for each of its blocks out; and verified ranges of them back in.
+"""Writes tensors as a safetensors file with a digest for each of its blocks, and reads verified ranges of them.
 
 Any tool that reads safetensors reads these files. They are not written by the safetensors library because digests are
 taken of the bytes on their way to the disk, in one pass; and not read by it because only bytes of a block whose digest

@@ -1,4 +1,4 @@
-"""Every rank's tensors in, a checkpoint that appears whole or not at all out.
+"""Writes a checkpoint by all ranks together, so that it appears whole or not at all; in the background, if asked.
 
 [Note: a save] Rank 0 sees to it that the job owns the folder, makes the temporary folder and tells its name. Every rank
 writes its file and fsyncs it. All ranks tell how it went. If all went well and the job still owns the folder, rank 0
@@ -31,7 +31,6 @@ from ds_hydra.checkpoint.format import (
     FileEntry,
     Manifest,
     SavedGroup,
-    SavedScalar,
     check_saved_text,
     rank_file,
 )
@@ -236,18 +235,13 @@ def _finish(temporary: Path, saving: Saving, save_id: str, everyone: list[dict])
         save_id=save_id,
         num_ranks=len(everyone),
         files=tuple(FileEntry(**own["file"]) for own in everyone),
-        groups=merge_groups([[_group(group) for group in own["groups"]] for own in everyone]),
+        groups=merge_groups([[SavedGroup.of_record(group) for group in own["groups"]] for own in everyone]),
         states=tuple(dict.fromkeys(key for own in everyone for key in own["states"])),
     )
     folders.write_durably(temporary / MANIFEST, check_saved_text(manifest))
     folders.publish(temporary, manifest.tag, latest=manifest.latest)
     if saving.keep_last is not None:
         folders.prune(saving.folder, saving.keep_last, manifest.number)
-
-
-def _group(record: dict) -> SavedGroup:
-    """A parameter group from another rank's JSON."""
-    return SavedGroup(record["options"], {key: SavedScalar(**scalar) for key, scalar in record["scalars"].items()})
 
 
 def _copied(source: Source, host: torch.Tensor | None) -> torch.Tensor:

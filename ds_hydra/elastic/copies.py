@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ds_hydra.checkpoint.format import SavedGroup, SavedScalar
+from ds_hydra.checkpoint.format import SavedGroup
 from ds_hydra.checkpoint.optimizer_state import (
     build_state,
     collect_groups,
@@ -212,12 +212,8 @@ def told_state(
     names: dict[str, str] = {}
     for found, _ in everyone:
         names |= found
-    groups = merge_groups([[_group(group) for group in own] for _, own in everyone])
+    groups = merge_groups([[SavedGroup.of_record(group) for group in own] for _, own in everyone])
     return {key: getattr(torch, names[key]) for key in sorted(names)}, groups
-
-
-def _group(record: Mapping[str, Any]) -> SavedGroup:
-    return SavedGroup(record["options"], {key: SavedScalar(**scalar) for key, scalar in record["scalars"].items()})
 
 
 def like(optimizer: Optimizer, shards: Sequence[Sequence[Tensor]]) -> Optimizer:

@@ -1,4 +1,4 @@
-"""Which processes train together: events of one member in, what it has to do out, equal views on all members. Pure.
+"""The state machine by which members agree on who trains together: events of one, and what it has to do. Pure.
 
 [Note: views follow one another]
 Every member has a machine of its own. Its state is one of four:

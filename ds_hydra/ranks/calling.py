@@ -1,4 +1,4 @@
-"""The call in which a rank's script is, in; an error on all ranks where they are in different ones, out. No torch.
+"""Checks that the scripts of all ranks are in the same call of the engine, and raises on all where not. No torch.
 
 [Note: one call on all ranks]
 A step, an evaluation or a save is one call that all ranks make. Where rank 0 saves and rank 1 makes a step, each waits

@@ -1,4 +1,4 @@
-"""Run one function on several gloo ranks: forked children in, the list of their results out.
+"""Runs one function on several forked gloo ranks and returns their results.
 
 Forking costs 0.05 s a rank where spawning costs seconds (each spawned child imports torch again). The ranks
 meet at a port of the parent's, which the system chooses, so tests can run side by side without agreeing on ports.

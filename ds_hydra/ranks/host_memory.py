@@ -1,4 +1,4 @@
-"""This machine or container in; the memory that its processes can still take out. Pure: no torch."""
+"""The memory of this machine or container that processes can still take. Pure: no torch."""
 
 from __future__ import annotations
 

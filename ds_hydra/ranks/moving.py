@@ -1,4 +1,4 @@
-"""A thread in; whether it does something, where it stands, and whether it waits for other ranks, out. No torch.
+"""Looks at a thread: whether it does something, where it stands, whether it waits for other ranks. No torch.
 
 A thread that waits for a lock, a message or a child uses no nanosecond of processor time, while one that computes uses
 some even on the busiest machine, or waits there for a core, or for a disk. So whoever must tell a slow one from one

@@ -1,4 +1,4 @@
-"""What each rank says of its host, its launcher and its device in; the job's cluster, or a refusal, out. Pure."""
+"""Which ranks share a node, and the classes of devices: from what ranks, launcher and user say. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each rank's figures of a step's phases in, the figures of all ranks on every rank out."""
+"""A rank's figures of the phases of a step, gathered from all ranks to all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch's default process group in; a rank's number and all groups, channels and transports that it uses out.
+"""A rank's world: its number, and all groups, channels and transports that it uses, made of torch's default group.
 
 [Note: worlds]
 A world is the set of processes that train together, numbered 0..num_ranks-1. It is made once and handed down; nothing

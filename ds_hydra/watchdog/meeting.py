@@ -1,4 +1,4 @@
-"""All ranks of a job in; this rank's place among the heartbeats, and its connection to the rank above, out.
+"""How ranks meet for their heartbeats: each one's place among them, and its connection to the rank above.
 
 [Note: a tree of hosts]
 The first rank of each host hears the others of its host, and rank 0 hears those first ranks; each also hears whom it is

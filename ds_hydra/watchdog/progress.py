@@ -1,4 +1,4 @@
-"""The thread that trains in; whether it moves, waits for others or stands still, and where, out; stacks in a file.
+"""Finds whether the thread that trains moves, waits for others or stands still, and where; writes stacks to a file.
 
 [Note: who stands still]
 Heartbeats show that a process lives, not that it gets on. So the thread that sends them looks at the one that trains,

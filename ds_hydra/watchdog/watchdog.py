@@ -1,4 +1,4 @@
-"""Heartbeats between ranks, outside the collectives: a dead or frozen rank in, an end of the job on all ranks out.
+"""Heartbeats between ranks, outside the collectives: when a rank is dead or frozen, the job ends on all of them.
 
 [Note: who ends when]
 Every rank has connections to few others [Note: a tree of hosts], and a thread that sends heartbeats over them. A closed

@@ -1,4 +1,4 @@
-"""An error or a verdict in; whether the error is the cause of the job's end, and what is told of that, out.
+"""Whether an error is the cause of the job's end, and what is told of that.
 
 The cause is told once on each host [Note: who tells].
 """
