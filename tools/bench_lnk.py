@@ -1,4 +1,4 @@
-"""Pull and push beside gloo's own collectives: bytes against the bound, messages, milliseconds.
+"""Pull and push beside gloo's own collectives, in milliseconds for the same bytes.
 
 Every case is one strategy on forked gloo ranks, with the buckets of a small Llama. `pull` and `push` start all
 buckets and wait for all, casts between FP32 master shards and the wire dtype included. Beside them, in turns and in
@@ -11,8 +11,8 @@ A second table plans for clusters of nodes of 8 ranks, without running: bytes of
 and with twins, as multiples of the model, and planning times of one bucket (a layer of a 32B model).
 
 A case that misses its aim in time is measured again with three times the turns, which then count.
-Exits non-zero if a ratio of times is above 1.0, bytes or messages are above the bound, twins gather an
-element into a node twice, or a bucket takes too long to plan.
+Exits non-zero if a ratio of times is above 1.0, twins gather an element into a node twice, or a bucket takes too long
+to plan. That no more bytes and messages move than have to, tests of plans judge.
 """
 
 from __future__ import annotations
@@ -135,18 +135,6 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Volumes:
-    """What one direction moves, in elements over all buckets; `needed` is the least that could be."""
-
-    largest: int  # of any rank: received in a pull, sent in a push
-    bound: int  # of appendix B, for that rank
-    total: int
-    needed: int
-    messages: int  # most that one rank sends and receives in one bucket, over the number of its peers
-    zero_1: int  # what ZeRO-1 would move in total
-
-
-@dataclass(frozen=True)
 class Row:
     """One line of the table."""
 
@@ -154,40 +142,11 @@ class Row:
     dtype: str
     strategy: str
     direction: str
-    mib_largest: float
-    mib_bound: float
-    mib_total: float
-    mib_needed: float
-    mib_zero_1: float
-    messages_per_peer: int
+    mib: float  # of all ranks
+    mib_zero_1: float  # what ZeRO-1 would move
     ms: float
     gloo_ms: float
     ratio: float  # median of the ratios of one turn: what else the machine does comes and goes with the turns
-
-
-def volumes(case: Case, masters: list[Layout], layouts: list[Layout]) -> Volumes:
-    """Count what the plans between master shards and `layouts` move, against what must be moved."""
-    ranks = range(case.num_ranks)
-    moved, held, total, needed, messages, zero_1 = [0] * len(ranks), [0] * len(ranks), 0, 0, 0, 0
-    for master, layout in zip(masters, layouts, strict=True):
-        plan = plan_transfer(master, layout)
-        received = plan.received_numels()
-        total += sum(received)
-        zero_1 += master.numel * (case.num_ranks - 1)
-        for rank in ranks:
-            moved[rank] += received[rank]
-            held[rank] += layout.held(rank)
-            needed += layout.held(rank) - _common(master, layout, rank)
-            peers = [m.dst for m in plan.sends(rank)], [m.src for m in plan.recvs(rank)]
-            messages = max([messages, *(peer.count(p) for peer in peers for p in peer)])
-    return Volumes(max(moved), held[moved.index(max(moved))], total, needed, messages, zero_1)
-
-
-def _common(one: Layout, other: Layout, rank: int) -> int:
-    """Elements that `rank` holds in both layouts."""
-    return sum(
-        max(0, min(a.stop, b.stop) - max(a.start, b.start)) for a in one.pieces[rank] for b in other.pieces[rank]
-    )
 
 
 class Lnk:
@@ -291,45 +250,20 @@ def run_case(case: Case, rounds: int) -> list[Row]:
         (plan_transfer(m, h), h, plan_transfer(m, c).transposed())
         for m, h, c in zip(masters, held, contributed, strict=True)
     ]
-    pull, push = volumes(case, masters, held), volumes(case, masters, contributed)
+    pulled = sum(sum(pull.received_numels()) for pull, _, _ in plans)
+    pushed = sum(sum(push.sent_numels()) for _, _, push in plans)
+    zero_1 = sum(master.numel for master in masters) * (case.num_ranks - 1)
 
     def body(rank: int) -> list[float]:
-        return measure(rank, case, plans, (pull.total, push.total), pull.zero_1, rounds)
+        return measure(rank, case, plans, (pulled, pushed), zero_1, rounds)
 
     ms = run_ranks(body, case.num_ranks, timeout=600)[0]
     mib = case.dtype.itemsize / 2**20
     name = str(case.dtype).removeprefix("torch.")
     return [
-        Row(
-            case.num_ranks,
-            name,
-            case.text,
-            direction,
-            volume.largest * mib,
-            volume.bound * mib,
-            volume.total * mib,
-            volume.needed * mib,
-            volume.zero_1 * mib,
-            volume.messages,
-            *times,
-        )
-        for direction, volume, times in (("pull", pull, ms[:3]), ("push", push, ms[3:]))
+        Row(case.num_ranks, name, case.text, direction, moved * mib, zero_1 * mib, *times)
+        for direction, moved, times in (("pull", pulled, ms[:3]), ("push", pushed, ms[3:]))
     ]
-
-
-def missed_aims(row: Row, most: float) -> list[str]:
-    """What a row misses; `most` is the ratio that it may have."""
-    where = f"{row.num_ranks} ranks, {row.dtype}, {row.strategy}, {row.direction}"
-    missed = []
-    if row.mib_largest > row.mib_bound or row.mib_total != row.mib_needed:
-        missed.append(f"{where}: {row.mib_total} MiB moved, {row.mib_needed} needed")
-    if row.strategy == f"{row.num_ranks}*tp1" and row.mib_total != row.mib_zero_1:
-        missed.append(f"{where}: {row.mib_total} MiB moved, {row.mib_zero_1} by ZeRO-1")
-    if row.messages_per_peer > 1:
-        missed.append(f"{where}: {row.messages_per_peer} messages to one peer in one bucket")
-    if row.ratio > most:
-        missed.append(f"{where}: {row.ratio:.2f} times gloo's time")
-    return missed
 
 
 def main() -> int:
@@ -351,21 +285,7 @@ def main() -> int:
                     found = run_case(case, 3 * rounds)
                 rows += found
     print_table(
-        [
-            "ranks",
-            "wire",
-            "strategy",
-            "",
-            "MiB/rank",
-            "bound",
-            "MiB",
-            "needed",
-            "ZeRO-1",
-            "msg/peer",
-            "ms",
-            "gloo ms",
-            "ratio",
-        ],
+        ["ranks", "wire", "strategy", "", "MiB", "ZeRO-1", "ms", "gloo ms", "ratio"],
         [tuple(asdict(row).values()) for row in rows],
     )
     print("gloo: all_gather_into_tensor for pull, reduce_scatter_tensor for push (which is slow on gloo), equal bytes")
@@ -376,7 +296,8 @@ def main() -> int:
         [tuple(asdict(cluster).values()) for cluster in clusters],
     )
     most = aims.QUICK_MOVED if args.quick else aims.MOVED
-    missed = [aim for row in rows for aim in missed_aims(row, most)]
+    missed = [f"{row.num_ranks} ranks, {row.dtype}, {row.strategy}, {row.direction}: {row.ratio:.2f} times gloo's time"
+              for row in rows if row.ratio > most]  # fmt: skip
     missed += [aim for cluster in clusters for aim in missed_node_aims(cluster)]
     worst = max(rows, key=lambda row: row.ratio)
     figures = {"rows": [asdict(row) for row in rows], "clusters": [asdict(cluster) for cluster in clusters]}
