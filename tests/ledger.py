@@ -126,7 +126,7 @@ MECHANISMS: Mapping[str, str] = {
         "pipe/models/state.py"
     ),
     "accounts of a rank's memory": (
-        "ds_hydra/costs/memory.py ds_hydra/simulate/memory.py ds_hydra/profiling/stage_memory.py "
+        "ds_hydra/costs/memory.py ds_hydra/profiling/stage_memory.py "
         "ds_hydra/planner/arena_room.py ds_hydra/commands/memory.py"
     ),
     "walks of a step in time": (

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.file_baton import FileBaton
 
-from ds_hydra.commands import profile_session
+from ds_hydra.commands import profile
 from ds_hydra.config.hydra_block import FaultsConfig, HydraConfig
 from ds_hydra.engine.costs import least_memory, rank_memory
 from ds_hydra.host import devices, launch
@@ -72,7 +72,7 @@ def test_a_launched_profile_starts_its_group_on_its_own_device(
     monkeypatch.setenv("WORLD_SIZE", "2")
     session: Any = SimpleNamespace(request=SimpleNamespace(device=torch.device(device)))
     with pytest.raises(_StartedError):
-        profile_session.measure(session, 1)
+        profile.measure(session, 1)
     assert started == [(backend, torch.device(device) if backend == "nccl" else None)]
 
 

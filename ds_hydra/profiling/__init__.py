@@ -6,7 +6,7 @@ counted, and of their time by link figures is added what is not hidden by what t
 its wait. "ranks": the tensor and sequence parallel ranks of a stage really ran together. Pipeline neighbours are never
 run: a message's time comes from link figures.
 
-`fit`, `ladder` and `links` are pure; `local_group`, `stage_timer`, `stage_memory` and `link_timer` need torch.
+`fit` and `links` are pure; `stage_timer`, `stage_memory` and `survey` need torch.
 """
 
 from ds_hydra.zero_hetero.deepspeed_names import handed_on

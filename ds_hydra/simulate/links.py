@@ -183,13 +183,6 @@ class LinkModel:
         ends = [np.where(crosses[:, None], between[end], inside[end]) for end in (src, dst)]
         return np.maximum(*ends)[:, 0], np.minimum(*ends)[:, 1], crosses
 
-    def transfer_s(self, sender: int, receiver: int, num_bytes: float) -> float:
-        """Seconds from the start of a lone transfer to its arrival; 0 for a rank's own."""
-        if sender == receiver:
-            return 0.0
-        speed = self.speed(sender, receiver)
-        return speed.latency_s + speed.wire_s(num_bytes)
-
     def collective_s(self, operation: str, ranks: Sequence[int], num_bytes: int) -> float:
         """Seconds of one collective of these ranks; bytes as `Collective` counts them. 0 for a rank alone.
 

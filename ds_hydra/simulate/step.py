@@ -49,8 +49,14 @@ from ds_hydra.report.calibration import StageLoad, StepCosts, folded, stage_load
 from ds_hydra.report.trace import Kind, Span, Stream
 from ds_hydra.simulate.job import SimulatedJob
 from ds_hydra.simulate.links import Exchanged, Floats, LinkModel, Parcels, Speed, Wires
-from ds_hydra.simulate.memory import memory_over_time
-from ds_hydra.simulate.pipeline import BucketUse, PipelineTiming, StageTimes, StrategyTransfers, bucket_uses
+from ds_hydra.simulate.pipeline import (
+    BucketUse,
+    PipelineTiming,
+    StageTimes,
+    StrategyTransfers,
+    bucket_uses,
+    memory_over_time,
+)
 
 
 @dataclass(frozen=True, eq=False)

@@ -41,8 +41,7 @@ from ds_hydra.plan.step_plan import MicroBatchPlan, Phase, PipelinePlan, StepPla
 from ds_hydra.plan.validate import modelled_ms
 from ds_hydra.profiling.stage_memory import Allocations, measure_activations
 from ds_hydra.profiling.stage_timer import hollow_source
-from ds_hydra.simulate.memory import memory_over_time
-from ds_hydra.simulate.pipeline import StageTimes
+from ds_hydra.simulate.pipeline import StageTimes, memory_over_time
 from ds_hydra.step import host_states
 from ds_hydra.testing import rank_environment, run_ranks
 from tests.support.planner_cases import in_slices, recomputing

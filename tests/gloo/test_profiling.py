@@ -24,8 +24,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import ds_hydra
 import ds_hydra.engine.engine
+from ds_hydra.commands.profile import Session
 from ds_hydra.commands.profile import main as profile_main
-from ds_hydra.commands.profile_session import Session
 from ds_hydra.config.hydra_block import parse_config
 from ds_hydra.costs.analytic import model_shape
 from ds_hydra.costs.cost_table import CostTable, read_table_file

@@ -480,12 +480,6 @@ def test_more_than_planned_is_told(steps: Sequence[Sequence[float]], told: Seque
 MODEL = LinkModel(4, inside=Speed(1e-6, 1e9), between=Speed(5e-6, 1e8))
 
 
-def test_a_transfer_takes_latency_and_bytes_over_bandwidth_of_its_link() -> None:
-    assert MODEL.transfer_s(0, 3, 1000) == pytest.approx(1e-6 + 1e-6)
-    assert MODEL.transfer_s(3, 4, 1000) == pytest.approx(5e-6 + 1e-5)
-    assert MODEL.transfer_s(5, 5, 1000) == 0.0
-
-
 def test_a_port_serves_one_transfer_at_a_time() -> None:
     """Two senders with a latency of 1 and wire times of 4, as the note tells it."""
     senders, receiver = [Port(), Port()], Port()

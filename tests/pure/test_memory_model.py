@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from ds_hydra.commands.profile_request import Request
+from ds_hydra.commands.profile import Request
 from ds_hydra.costs.analytic import estimate_activations
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.memory import Activations, JobMemory, gibibytes, held_elements
@@ -30,15 +30,12 @@ from ds_hydra.plan.step_plan import MicroBatchPlan, PipelinePlan, Span
 from ds_hydra.planner.arena_room import ArenaRoom, room_beside
 from ds_hydra.planner.cutting import longest_of
 from ds_hydra.planner.exact import counts_to_strategy
-from ds_hydra.profiling import link_timer, stage_timer, survey
+from ds_hydra.profiling import stage_timer, survey
 from ds_hydra.profiling.fit import SchemeEntry, make_ladder
-from ds_hydra.profiling.link_timer import SIZES, message_sizes
 from ds_hydra.profiling.links import Links
-from ds_hydra.profiling.local_group import LocalGroup, within_memory
-from ds_hydra.profiling.stage_timer import Timing, step_costs
-from ds_hydra.profiling.survey import RepeatBudget, Survey
-from ds_hydra.simulate.memory import memory_over_time
-from ds_hydra.simulate.pipeline import StageTimes
+from ds_hydra.profiling.stage_timer import LocalGroup, Timing, step_costs, within_memory
+from ds_hydra.profiling.survey import SIZES, RepeatBudget, Survey, message_sizes
+from ds_hydra.simulate.pipeline import StageTimes, memory_over_time
 from ds_hydra.zero_hetero.clock import HostClock
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tests.support.device_steps import FakeDevice, FakeDeviceClock, Queued
@@ -548,12 +545,12 @@ def test_links_go_as_far_as_memory_does(monkeypatch: pytest.MonkeyPatch) -> None
         sizes.append(4 * numel)
         return lambda: None
 
-    monkeypatch.setattr(link_timer, "_calls", lambda *args: {"all_reduce": prepare})
+    monkeypatch.setattr(survey, "_calls", lambda *args: {"all_reduce": prepare})
     alone = SimpleNamespace(get_rank=lambda: 0, all_reduce=lambda *a, **k: None, barrier=lambda group: None,
                             ReduceOp=torch.distributed.ReduceOp)  # fmt: skip
-    monkeypatch.setattr(link_timer, "dist", alone)
+    monkeypatch.setattr(survey, "dist", alone)
     group: Any = None
-    (figure,) = link_timer.time_links([0, 1], group, CPU, sizes=message_sizes(1 << 27), repeats=2)
+    (figure,) = survey.time_links([0, 1], group, CPU, sizes=message_sizes(1 << 27), repeats=2)
     assert sizes == list(SIZES)
     assert figure.largest_bytes == 1 << 23
 

@@ -40,8 +40,7 @@ from ds_hydra.report.trace import Span, trace_faults, trace_record
 from ds_hydra.simulate import job as job_module
 from ds_hydra.simulate.job import SHIPPED, SimulatedJob, llama_plan
 from ds_hydra.simulate.links import LinkModel, Speed
-from ds_hydra.simulate.memory import memory_over_time
-from ds_hydra.simulate.pipeline import StageTimes
+from ds_hydra.simulate.pipeline import StageTimes, memory_over_time
 from ds_hydra.simulate.step import Simulator, exposed_ms, step_spans
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tests.pure.test_composing import CHUNKED, CUT_TABLE, WHOLE
@@ -263,7 +262,7 @@ def test_contexts_of_slices_are_there_from_the_first_forward_to_the_first_slices
     state: float, held: list[int]
 ) -> None:
     """Four slices of one token keep 10 bytes each, 1 of them keys and values, and sums of their gradients take 2; the
-    example of `simulate.memory`, with 40 bytes of a whole sequence that runs between their backwards."""
+    example of `memory_over_time`, with 40 bytes of a whole sequence that runs between their backwards."""
     kept = Activations(10.0, 0.0, 0.0, 0.0, context=0.2, state=state)
     memory = JobMemory(layers(1, 8), 1, {(1, 1): kept}, param_bytes=2)
     whole = plan_of("tp1", [[4, 4]])
