@@ -7,7 +7,6 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +16,6 @@ from unittest import mock
 import deepspeed  # noqa: F401  (before forking: the ranks share it)
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -57,7 +54,7 @@ from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.families import kept_in_fp32
 from tests.support.planner_cases import room_for_pushes
 from tests.support.profiled import LINKS, SMALL, write_model
-from tests.support.small_job import LENGTHS, same, small_config, small_engine, small_source, whole_state
+from tests.support.small_job import LENGTHS, small_config, small_engine
 
 # --- Stages measured by local shapes and on ranks, memory against the process's peak, and the profiling tool's
 # life.
@@ -244,13 +241,18 @@ def test_message_and_collective_times_come_from_the_links(source: CausalLM) -> N
     assert all(point.comm_ms > 8 * 50 for stage in entry.stages for point in stage.points)
 
 
-def test_predicted_peak_is_that_of_a_step(tmp_path: Path) -> None:
-    source = wider(tmp_path)
-    figures = {(1, 1): measure_activations(source, 1, 1, CPU, torch.float32, 512)}
-    memory = JobMemory(source.plan, 1, figures, 4, vocab=2048)
-    needs = memory.needs(ParallelScheme(), 0)
-    peak = step_peak(StageTimer(source, ParallelScheme(), 0, CPU, torch.float32), (1024,))
-    assert (needs.total(1024) - needs.states) / peak == pytest.approx(1.0, abs=0.05)
+@pytest.mark.parametrize(
+    ("device", "dtype", "tokens", "off"),
+    [("cpu", torch.float32, 1024, 0.05), pytest.param("cuda", torch.bfloat16, 8192, 0.08, marks=pytest.mark.gpu)],
+)
+def test_predicted_peak_is_that_of_a_step(
+    device: str, dtype: torch.dtype, tokens: int, off: float, tmp_path: Path
+) -> None:
+    source, on = wider(tmp_path), torch.device(device)
+    figures = {(1, 1): measure_activations(source, 1, 1, on, dtype, 512 if device == "cpu" else 2048)}
+    needs = JobMemory(source.plan, 1, figures, dtype.itemsize, vocab=2048).needs(ParallelScheme(), 0)
+    peak = step_peak(StageTimer(source, ParallelScheme(), 0, on, dtype), (tokens,))
+    assert (needs.total(tokens) - needs.states) / peak == pytest.approx(1.0, abs=off)
 
 
 def test_activations_shrink_with_tp_and_sp(source: CausalLM) -> None:
@@ -260,19 +262,6 @@ def test_activations_shrink_with_tp_and_sp(source: CausalLM) -> None:
     exchanged = 4 * 32 / 2  # what attention makes is kept before and after the heads are exchanged
     assert sp.layer == pytest.approx(whole.layer / 2 + exchanged, rel=0.02)
     assert whole.layer / 2 < tp.layer < whole.layer
-
-
-@pytest.mark.gpu
-def test_predicted_peak_is_the_allocators(tmp_path: Path) -> None:
-    source, device = wider(tmp_path), torch.device("cuda")
-    figures = {(1, 1): measure_activations(source, 1, 1, device, torch.bfloat16, 2048)}
-    needs = JobMemory(source.plan, 1, figures, 2, vocab=2048).needs(ParallelScheme(), 0)
-    peak = step_peak(StageTimer(source, ParallelScheme(), 0, device, torch.bfloat16), (8192,))
-    assert (needs.total(8192) - needs.states) / peak == pytest.approx(1.0, abs=0.08)
-
-
-def test_no_group_is_needed_to_measure() -> None:
-    assert not dist.is_initialized()
 
 
 def test_all_to_alls_over_two_nodes_are_priced_at_the_links_between_them() -> None:
@@ -388,6 +377,7 @@ def test_maxlen_of_a_measured_table_follows_the_number_of_ranks(model: Path, tmp
         (("--schemes", "tp1", "--device_memory", "0.00001"), "no scheme fits"),
         (("--longest", "1"), "shortest < longest"),
         (("--schemes", "tq2"), "cannot read the term"),
+        (("--model", "missing.json"), "does not exist"),
     ],
 )
 def test_bad_input_is_told(
@@ -396,11 +386,6 @@ def test_bad_input_is_told(
     assert profile(model, tmp_path / "t.json", *arguments) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "t.json").exists()
-
-
-def test_models_that_are_none_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert profile(tmp_path / "missing.json", tmp_path / "t.json") == 2
-    assert "does not exist" in capsys.readouterr().err
 
 
 # --- A rank that has no memory left says for which tokens, what was predicted, and which setting needs less.
@@ -459,7 +444,6 @@ def test_what_does_not_depend_on_tokens_says_so() -> None:
 # --- What the memory model counts for a rank is what its runtimes hold, to the byte; gaps in it change no
 # value; and which pushes wait for memory.
 SIZES = {"fp32": 4, "bf16": 2}
-_TRAIN = strategy_runtime.StrategyRuntime.train
 
 
 @pytest.mark.drawn
@@ -515,54 +499,3 @@ def test_every_rank_holds_what_is_counted(grad_dtype: str, wire: str, node_size:
         assert [held for held, _, _ in rows] == [counted for _, counted, _ in rows]
         assert {room for _, _, room in rows} == {max(held.params + held.grads for held, _, _ in rows)}
         assert len({held for held, _, _ in rows}) > 1, "strategies differ in what they hold"
-
-
-@pytest.mark.drawn
-@pytest.mark.parametrize("num_ranks", [3, 4])
-def test_parameters_begin_on_128_bytes_and_are_what_they_are_side_by_side(
-    num_ranks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(rank: int) -> tuple[dict[str, Tensor], list[str]]:
-        engine = small_engine(rank, config=small_config(num_ranks) | {"bf16": {"enabled": True}})
-        for _ in range(4):
-            engine.train_batch()
-        askew = [
-            f"{strategy} {name}"
-            for strategy, runtime in engine.crew.stepper.runtimes.built.items()
-            for name, parameter in runtime.parts[0].parameters.items()
-            if parameter.storage_offset() % 64
-        ]
-        return whole_state(engine), askew
-
-    results = run_ranks(run, num_ranks, timeout=120)
-    assert [askew for _, askew in results] == [[]] * num_ranks
-    monkeypatch.setattr(small_source(), "plan", replace(small_source().plan, alignment=1))
-    side_by_side = run_ranks(run, num_ranks, timeout=120)
-    assert any(askew for _, askew in side_by_side)
-    assert all(same(one, other) for (one, _), (other, _) in zip(results, side_by_side, strict=True))
-
-
-@pytest.mark.drawn
-@pytest.mark.parametrize(("num_ranks", "grad_dtype"), [(4, "fp32"), (4, "bf16"), (3, "bf16")])
-def test_sums_among_gradients_are_those_in_memory_of_their_own(num_ranks: int, grad_dtype: str) -> None:
-    """To the bit, under strategies that change: where sums lie [Note: where sums lie] changes no value."""
-
-    def run(rank: int, apart: bool) -> tuple[dict[str, Tensor], int]:
-        config = small_config(num_ranks) | {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": grad_dtype}}
-        engine = small_engine(rank, config=config)
-        masters, arena, among = engine.crew.masters.trained, engine.crew.stepper.arena, 0
-        for _ in range(4):
-            with mock.patch.object(strategy_runtime.StrategyRuntime, "train", _apart if apart else _TRAIN):
-                engine.train_batch()
-            among += sum(grad.untyped_storage().data_ptr() == arena.grads.data_ptr() for grad in masters.grads)
-        return whole_state(engine), among
-
-    (among, count), (apart, none) = (run_ranks(run, num_ranks, each, timeout=200)[0] for each in (False, True))
-    assert count > 0 == none
-    assert same(among, apart)
-
-
-def _apart(runtime: strategy_runtime.StrategyRuntime, *batches: Any, alone: bool, **others: Any) -> Any:
-    """A phase of a step, as if there were others."""
-    assert alone
-    return _TRAIN(runtime, *batches, alone=False, **others)

@@ -89,17 +89,6 @@ def test_noisy_times_give_back_identifiable_coefficients(model: str, cost: Schem
         assert "b" not in fit.unidentified
 
 
-def test_clean_times_give_back_everything_and_no_error() -> None:
-    cost = SchemeCost(ParallelScheme(), 2e-6, 0.1, 20.0, 10_000)
-    points = points_of(cost)
-    held = [replace(p, held_out=True) for p in points[5::7]]
-    fit = fit_points([*points, *held])
-    assert (fit.a, fit.b, fit.c) == pytest.approx((2e-6, 0.1, 20.0), rel=1e-6)
-    assert fit.unidentified == ()
-    assert fit.held_out_p90 is not None
-    assert fit.held_out_p90 < 1e-9
-
-
 def test_points_that_were_disturbed_are_weighed_down() -> None:
     cost = SchemeCost(ParallelScheme(), 2e-6, 0.1, 20.0, 10_000)
     points = [replace(p, ms=p.ms * 2.0) if i % 10 == 3 else p for i, p in enumerate(points_of(cost, 0.01))]
@@ -197,9 +186,11 @@ def test_a_step_of_the_time_is_fitted_apart() -> None:
         replace(p, ms=p.ms + 0.03 * sum(p.lengths), chunked=True) if sum(p.lengths) > 2048 else p
         for p in points_of(cost)
     ]
-    fit = fit_points(points)
+    fit = fit_points([*points, *(replace(point, held_out=True) for point in points[5::7])])
     assert (fit.a, fit.b, fit.c, fit.r) == pytest.approx((2e-6, 0.1, 20.0, 0.03), rel=1e-6)
-    assert fit.residual_worst < 1e-9
+    assert fit.unidentified == ()
+    assert fit.held_out_p90 is not None
+    assert max(fit.residual_worst, fit.held_out_p90) < 1e-9
 
 
 def test_links_scale_to_other_group_sizes() -> None:
@@ -216,40 +207,29 @@ def test_links_scale_to_other_group_sizes() -> None:
 FIGURE = {"operation": "p2p", "group_size": 2, "latency_us": 1.0, "bytes_per_second": 1.0}
 
 
-@pytest.mark.parametrize("latency", ["9" * 400, "NaN", "1e999"])
-def test_a_links_file_with_numbers_beyond_any_is_named(tmp_path: Path, latency: str) -> None:
-    path = tmp_path / "links.json"
-    path.write_text(json.dumps({"links": [FIGURE]}).replace('"latency_us": 1.0', f'"latency_us": {latency}'))
-    with pytest.raises(ConfigError, match=r"links\.json"):
-        read_links(path)
-
-
-@pytest.mark.parametrize("node_size", [0, 1.5, True, "8"])
-def test_links_of_an_impossible_node_are_refused(node_size: object) -> None:
-    with pytest.raises(ConfigError, match="here: node_size must be a whole number"):
-        links_from_record({"links": [FIGURE], "node_size": node_size}, "here")
-
-
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("text", "message"),
     [
-        ({"operation": "all_reduce", "group_size": 2, "latency_us": 1.0}, "missing bytes_per_second"),
-        ({"operation": "allreduce", "group_size": 2, "latency_us": 1.0, "bytes_per_second": 1.0}, "all_reduce"),
-        (FIGURE | {"group_size": 1}, "group_size"),
-        (FIGURE | {"latency_us": -1.0}, "latency_us"),
-        (FIGURE | {"bytes_per_second": 0}, "bytes_per_second"),
-        (FIGURE | {"inter_node": "false"}, "inter_node must be true or false"),
-        (FIGURE | {"inter_node": []}, "inter_node"),
-        ({"operation": "p2p", "group_size": 2, "latency_us": 1.0, "bandwidth": 1.0}, "unknown key 'bandwidth'"),
-        ("p2p", "must be an object"),
+        *((json.dumps({"links": [row]}), rf"links\[0\].*{message}") for row, message in [
+            ({"operation": "all_reduce", "group_size": 2, "latency_us": 1.0}, "missing bytes_per_second"),
+            ({"operation": "allreduce", "group_size": 2, "latency_us": 1.0, "bytes_per_second": 1.0}, "all_reduce"),
+            (FIGURE | {"group_size": 1}, "group_size"), (FIGURE | {"latency_us": -1.0}, "latency_us"),
+            (FIGURE | {"bytes_per_second": 0}, "bytes_per_second"),
+            (FIGURE | {"inter_node": "false"}, "inter_node must be true or false"),
+            (FIGURE | {"inter_node": []}, "inter_node"), ("p2p", "must be an object"),
+            ({"operation": "p2p", "group_size": 2, "latency_us": 1.0, "bandwidth": 1.0}, "unknown key 'bandwidth'"),
+        ]),
+        *((json.dumps({"links": [FIGURE], "node_size": size}), "node_size must be a whole number")
+          for size in (0, 1.5, True, "8")),
+        *((json.dumps({"links": [FIGURE]}).replace('"latency_us": 1.0', f'"latency_us": {beyond}'), "")
+          for beyond in ("9" * 400, "NaN", "1e999")),
     ],
-)
-def test_wrong_links_files_say_what_is_wrong(tmp_path: Path, row: object, message: str) -> None:
+)  # fmt: skip
+def test_wrong_links_files_say_what_is_wrong(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "links.json"
-    path.write_text(json.dumps({"links": [row]}))
-    with pytest.raises(ConfigError, match=message) as error:
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=rf"links\.json.*{message}"):
         read_links(path)
-    assert "links[0]" in str(error.value)
 
 
 JOB = JobFingerprint("1234", "cpu", "float32", "per_sequence_sdpa", AS_WRITTEN, 4, 1, (("torch", "2"),))
@@ -261,28 +241,12 @@ def table_file(*schemes: ParallelScheme, job: JobFingerprint = JOB, b: float = 0
     return TableFile(CostTable(costs, "here"), job, measured, None, {"fixed_ms": 1.0})
 
 
-def test_table_files_come_back_and_are_cost_tables(tmp_path: Path) -> None:
-    found = table_file(ParallelScheme(), ParallelScheme(2))
-    found.save(tmp_path / "t.json")
-    assert read_table_file(tmp_path / "t.json") == found
-    assert CostTable.load(tmp_path / "t.json") == found.table
-
-
 def test_tables_of_another_job_are_refused_with_what_differs() -> None:
     other = replace(JOB, dtype="bfloat16", stages=StageOptions(activation_checkpointing=True))
     with pytest.raises(ConfigError, match=r"(?s)dtype: the table has 'float32', the job 'bfloat16'.*checkpointing"):
         check_job(table_file(ParallelScheme()), other, "t.json")
     check_job(table_file(ParallelScheme()), replace(JOB, num_ranks=8, versions=()), "t.json")
     check_job(TableFile(table_file(ParallelScheme()).table), other, "a published table")
-
-
-@pytest.mark.parametrize("activations", [[1], {"1": {"layer": 1.0}}, {"1,1": {"layer": 1.0}}, {"1,1": 3}])
-def test_activations_that_cannot_be_read_are_told(tmp_path: Path, activations: object) -> None:
-    record = table_file(ParallelScheme()).to_record() | {"activations": activations}
-    path = tmp_path / "table.json"
-    path.write_text(json.dumps(record))
-    with pytest.raises(ConfigError, match=r"table\.json: .activations. cannot be read"):
-        read_table_file(path)
 
 
 def test_merging_keeps_old_schemes_and_takes_new_entries() -> None:
@@ -514,20 +478,6 @@ def test_attention_without_a_square_is_left_as_it_is() -> None:
     assert believed(CostTable(costs)) == (CostTable(costs), ())
 
 
-def test_who_loads_a_table_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "table.json"
-    path.write_text(json.dumps(_with_a(_record("7b"), *PUBLISHED_TABLE["7b"])), encoding="utf-8")
-    with caplog.at_level(logging.WARNING):
-        CostTable.load(path)
-    assert "334 TFLOP/s" in caplog.text
-
-
-@pytest.mark.parametrize("wrong", [{"device_flops": 1e14}, {"attention_flops": 0, "device_flops": 1.0}, 5, {}])
-def test_a_peak_that_says_nothing_is_refused(wrong: object) -> None:
-    with pytest.raises(ConfigError, match='"peak" must hold'):
-        table_file_from_record(_record("7b") | {"peak": wrong}, "here")
-
-
 @pytest.mark.parametrize("model", PUBLISHED_TABLE)
 def test_no_shipped_or_derived_row_is_above_the_peak_and_each_says_where_it_is_from(model: str) -> None:
     found = read_table_file(shipped(f"a800-{model}"))
@@ -541,10 +491,18 @@ def test_no_shipped_or_derived_row_is_above_the_peak_and_each_says_where_it_is_f
             assert not is_derived or "measured" in cost.derived or "a by" in cost.derived, cost
 
 
-def test_a_table_that_is_written_keeps_peak_and_what_rows_are_derived_from(tmp_path: Path) -> None:
-    found = read_table_file(shipped("a800-7b"))
-    found.save(tmp_path / "copy.json")
-    assert read_table_file(tmp_path / "copy.json") == found
+def test_a_table_that_is_written_keeps_all_and_who_loads_it_is_told_of_repairs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found, path = replace(read_table_file(shipped("a800-7b")), job=JOB, step={"fixed_ms": 1.0}), tmp_path / "copy.json"
+    found.save(path)
+    assert read_table_file(path) == found
+    assert CostTable.load(path) == found.table
+    assert not caplog.text
+    path.write_text(json.dumps(_with_a(found.to_record(), *PUBLISHED_TABLE["7b"])), encoding="utf-8")
+    with caplog.at_level(logging.WARNING):
+        CostTable.load(path)
+    assert "334 TFLOP/s" in caplog.text
     costs = tuple(replace(cost, derived="") for cost in found.table.costs)
     assert "derived" not in str(replace(found, table=CostTable(costs)).to_record())
 

@@ -146,20 +146,6 @@ def test_max_length_is_the_most_that_fits_on_every_stage() -> None:
         assert any(needs.total(limit + 1) > memory.capacity for needs in memory.stages(scheme))
 
 
-def test_more_ranks_and_more_splitting_hold_more() -> None:
-    memory = job(8, device=64 * 2**20)
-    assert memory.max_length(ParallelScheme(1, 1, 2)) > memory.max_length(ParallelScheme())
-    assert memory.max_length(ParallelScheme(2)) > memory.max_length(ParallelScheme())
-    assert job(64, device=64 * 2**20).needs(ParallelScheme(), 0).masters < memory.needs(ParallelScheme(), 0).masters
-
-
-def test_first_stage_keeps_the_most_micro_batches() -> None:
-    needs = job().stages(ParallelScheme(1, 4))
-    assert [round(n.per_token / needs[-2].per_token, 1) for n in needs[1:-1]] == [1.5, 1.0]
-    assert (needs[0].logits, needs[0].head) == (0.0, 0)
-    assert (needs[-1].logits, needs[-1].head) == (1000.0, 4 * 1000 * 64)
-
-
 def test_the_embeddings_gradient_counts_where_a_small_micro_batch_ends_beside_others() -> None:
     first, *others = job().stages(ParallelScheme(2, 4))
     assert (first.embeddings, {needs.embeddings for needs in others}) == (2 * 1000 * 64 // 2, {0})
@@ -235,6 +221,7 @@ def test_a_stage_keeps_as_many_micro_batches_as_its_schedule_says(monkeypatch: p
     monkeypatch.setitem(SCHEDULES, "one-at-a-time", Schedule("one-at-a-time", one_at_a_time))
     usual, few = job().stages(ParallelScheme(pp=4)), job().stages(PipelineShape.parse("pp4/one-at-a-time"))
     assert [needs.per_token for needs in usual] == [(4 - i) * needs.per_token for i, needs in enumerate(few)]
+    assert [(needs.logits, needs.head) for needs in (usual[0], usual[-1])] == [(0.0, 0), (1000.0, 4 * 1000 * 64)]
     with pytest.raises(PlanError, match="schedule 'none' is not known"):
         job().needs(PipelineShape.parse("pp4/none"), 0)
 
@@ -304,7 +291,8 @@ def test_estimated_shares_of_memory_are_those_of_the_layer() -> None:
     assert usual.context == pytest.approx(8 / 45.5, abs=1e-3)
     assert usual.until_weight == pytest.approx(32.1 / 45.5, abs=1e-3)
     assert few.context < usual.context / 3
-    assert (again.until_weight, again.context) == (0.0, (8 + 4) / 2)
+    assert (again.layer, again.until_weight, again.context) == (2 * 4096, 0.0, (8 + 4) / 2)
+    assert again.transient == usual.layer > usual.transient
 
 
 def test_a_run_of_the_model_beside_its_copy_fills_what_is_free_and_refuses_nothing() -> None:
@@ -348,14 +336,6 @@ def test_jobs_that_do_not_fit_are_refused_with_numbers_and_keys() -> None:
         within_memory(table, job(8, device=2**20))
     with pytest.raises(ConfigError, match=r"0\.7 MiB of the 0\.5 MiB of a host"):
         within_memory(table, job(8, device=40 * 2**20, run=1000, host_bytes=2.0**19))
-
-
-def test_checkpointing_keeps_less() -> None:
-    full = estimate_activations(4096, 11008, 32, 32, 2, 1, 1)
-    light = estimate_activations(4096, 11008, 32, 32, 2, 1, 1, checkpointing=True)
-    assert light.layer < full.layer / 8
-    assert light.transient > full.transient
-    assert Activations(1.0, 0.0, 0.0).transient == 0.0
 
 
 def test_nodes_that_share_queries_keep_keys_of_all_and_more_queries() -> None:

@@ -95,16 +95,6 @@ def stage_of(strategy: Strategy, rank: int) -> Stage:
     return strategy.pipelines[pipeline].stages[stage]
 
 
-def test_buckets_hold_every_parameter_once() -> None:
-    for frozen in (False, True):
-        plan = model_plan(3, tied=False, frozen=frozen)
-        names = [param.name for bucket in plan.buckets for param in bucket.params]
-        assert sorted(names) == sorted(set(names))
-        assert set(names) == plan.first | plan.last | frozenset().union(*plan.layers)
-        assert all(param.trainable == bucket.trainable for bucket in plan.buckets for param in bucket.params)
-        assert any(not bucket.trainable for bucket in plan.buckets) == frozen
-
-
 @settings(max_examples=50)
 @given(CASES)
 def test_pull_gives_each_rank_what_its_stage_needs_once(case: tuple[ModelPlan, Strategy]) -> None:
@@ -278,14 +268,6 @@ def test_shard_intervals_are_slices_of_the_parameter() -> None:
 def test_degrees_that_the_model_cannot_be_cut_by(scheme: ParallelScheme, words: str) -> None:
     with pytest.raises(PlanError, match=words):
         model_plan(3, tied=True).check(place_strategy(StrategyShape.of([scheme]), scheme.num_ranks, 3))
-
-
-@pytest.mark.parametrize(
-    "text", [(1, 3, 1), (2, 1, 1), (4, 2, 1), (2, 1, 2), (6, 1, 1), (1, 1, 4), (2, 1, 6), (4, 1, 2), (1, 1, 5)]
-)
-def test_degrees_that_it_can(text: tuple[int, int, int]) -> None:
-    scheme = ParallelScheme(*text)
-    model_plan(3, tied=True).check(place_strategy(StrategyShape.of([scheme]), scheme.num_ranks, 3))
 
 
 def test_ranks_that_would_share_queries_are_not_proposed() -> None:

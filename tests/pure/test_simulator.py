@@ -27,7 +27,6 @@ from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.registry import SCHEDULES, Schedule, placed, training_slots
 from ds_hydra.pipe.schedules.simulate import TimedAction, simulate_loads, simulate_slots
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
-from ds_hydra.plan.simulate import simulate_plan
 from ds_hydra.plan.step_plan import MicroBatchPlan, Phase, PipelinePlan, StepPlan
 from ds_hydra.plan.step_plan import Span as Slice
 from ds_hydra.plan.validate import validate_plan
@@ -413,31 +412,14 @@ def at(rate: float) -> LinkModel:
     return LinkModel(8, Speed(0.0, rate), Speed(0.0, rate))
 
 
-def test_transfers_add_what_computing_does_not_hide() -> None:
-    """Two layers of 400 bytes each on two ranks, of which each owns a half. The links carry 1 byte in a ms.
-
-    A rank pulls 200 bytes of either layer, 400 ms, and computes one micro-batch of 300 ms: half of it for either layer,
-    a third of it forward. The backward is done with layer 1 first. All else is waited for.
-    """
-    cluster = replace(job(at(1e3), 2, numel=400), element_bytes=1)
-    slow = exposed_ms(cluster, StrategyShape.parse("2*tp1"), 200)
-    assert 400.0 < slow <= 800.0
-    assert exposed_ms(replace(cluster, links=at(2e3)), StrategyShape.parse("2*tp1"), 200) < slow
-    assert exposed_ms(replace(cluster, links=at(1e15)), StrategyShape.parse("2*tp1"), 200) == pytest.approx(
-        0.0, abs=1e-6
-    )
-    # More to compute hides more.
-    assert exposed_ms(cluster, StrategyShape.parse("2*tp1"), 1200) < slow
-    # One rank alone owns all that it needs, and so it is with its share of a larger job.
-    assert exposed_ms(cluster, StrategyShape.parse("tp1"), 200) < 1e-6
-
-
 @pytest.mark.parametrize("lengths", [[300, 300], [100] * 6, [600] * 4])
 def test_one_stage_hides_transfers_behind_as_few_micro_batches_as_a_plan_has(lengths: list[int]) -> None:
     cluster, strategy = replace(job(at(1e3), 2, numel=400), element_bytes=1), StrategyShape.parse("2*tp1")
     plan = Planner(cluster.table, [strategy], PlannerOptions(kernels="compiled")).plan(0, range(len(lengths)), lengths)
     with_links = 1e3 * Simulator(cluster).step(plan).norm_s
     assert exposed_ms(cluster, strategy, sum(lengths)) == pytest.approx(with_links - plan.predicted_ms, rel=0.02)
+    # One rank alone owns all that it needs, and so it is with its share of a larger job.
+    assert exposed_ms(cluster, StrategyShape.parse("tp1"), sum(lengths)) < 1e-6
 
 
 @settings(max_examples=30)
@@ -547,13 +529,6 @@ def planned(text: str = HOT_SWITCHING, lengths: tuple[int, ...] = LENGTHS) -> St
     return PhasedPlanner(PHASED_TABLE, parse_phases(text), PURE).plan(3, range(10, 10 + len(lengths)), lengths)
 
 
-@pytest.mark.parametrize("text", [HOT_SWITCHING, "tp4", "(sp2[0:1] > tp2[1:4]) then tp2 + 2*tp1"])
-def test_the_text_of_phases_reads_back(text: str) -> None:
-    shapes = parse_phases(text)
-    assert " then ".join(map(str, shapes)) == text
-    assert len(shapes) == text.count("then") + 1
-
-
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -624,13 +599,6 @@ def test_a_plan_to_replay_is_looked_through_before_step_0(tmp_path: Path) -> Non
     save_plans([replace(plan, phases=(*plan.phases, replace(plan.phases[-1], pipelines=idle)))], file)
     with pytest.raises(PlanError, match=r"plan of step 3: phase 3 \(tp4\) of its 4 runs no sequence; leave it out"):
         Planner(PHASED_TABLE, [StrategyShape.parse("tp4")], options)
-
-
-def test_times_of_phases_add_up() -> None:
-    plan = planned()
-    times = [float(n) for n in range(1, 8)]  # of 4, 2 and 1 pipelines
-    assert plan.total_ms(times) == 4.0 + 6.0 + 7.0
-    assert plan.total_ms(simulate_plan(plan, PHASED_TABLE)) == pytest.approx(plan.predicted_ms)
 
 
 def test_calibration_learns_from_every_phase() -> None:

@@ -23,7 +23,7 @@ from ds_hydra.ranks.rank_stats import RankStats
 from ds_hydra.report.record import StepRecord
 from ds_hydra.step.outcome import StepOutcome
 from ds_hydra.watchdog import Activity
-from ds_hydra.zero_hetero.clock import Clock, HostClock, Laps, Stopwatch
+from ds_hydra.zero_hetero.clock import Clock, Laps, Stopwatch
 from tests.support.small_job import small_engine
 
 # --- A device with a queue, without one: work that a host starts takes the device's time, and none of the
@@ -204,10 +204,10 @@ class Step(NamedTuple):
     laps: list[tuple[str, float, float]]  # kind, begin and end, in seconds after the first begin
 
 
-def engine_steps(rank: int, by_host: bool) -> list[Step]:
+def engine_steps(rank: int) -> list[Step]:
     """Two steps of a whole engine whose torch operations all run on a device with a queue."""
     device = FakeDevice()
-    clock: Clock = HostClock(lambda: device.host_s) if by_host else FakeDeviceClock(device)
+    clock = FakeDeviceClock(device)
     with mock.patch.object(world, "clock_of", return_value=clock):
         engine = small_engine(rank, strategies=["tp1"])
     run = engine.crew.stepper.run
