@@ -1,4 +1,4 @@
-"""Costs of uniform schemes in, costs of pipelines whose stages differ out. Pure: no torch.
+"""Costs of pipelines whose stages differ, by those of uniform schemes. Pure: no torch.
 
 [Note: costs of stages that differ]
 The table's costs of <TP, PP, SP> are those of a stage with 1/PP of the layers. So stage s of a shape with S stages

@@ -1,4 +1,4 @@
-"""Tokens of a micro-batch in, whole microseconds and units of memory on one virtual stage out. Pure: no torch.
+"""The work of a micro-batch on a stage: whole microseconds and units of memory. Pure: no torch.
 
 The planner's search times as many micro-batches as a plan's check does one by one, and must not be off by one
 microsecond: an order made from other times may be another order. So both ask the one function here, which is plain

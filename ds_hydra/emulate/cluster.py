@@ -1,4 +1,4 @@
-"""A job and a number of steps in; what the engine did with it on an emulated cluster, step by step, out."""
+"""Runs the first steps of a job on an emulated cluster, and says what the engine did in each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An emulated model in; the engine that trains real ones, on virtual time, out.
+"""The engine that trains real models, with stages that compute nothing, on virtual time.
 
 [Note: counted gradients]
 What an emulated stage hands on is made so that a mistake anywhere shows in two numbers. The loss of a token is its

@@ -1,4 +1,4 @@
-"""Latency and bandwidth of links in, milliseconds of a collective out; the links file. Pure.
+"""Measured latency and bandwidth of collectives, what one takes by them, and the links file. Pure.
 
 A collective on a group of n ranks costs latency + bytes / bandwidth, where bytes are those of the whole tensor (for
 a point-to-point message and an all-to-all: of what one rank holds). The bandwidth of an entry is what such a

@@ -1,4 +1,4 @@
-"""A step's rollouts in; what hosts of reinforcement learning do with them, in plans and their times, out.
+"""How hosts of reinforcement learning, such as TRL and verl, would deal out the sequences of a step, and its times.
 
 [Note: hosts' ways]
 A host such as TRL or verl deals the sequences of an update to data parallel ranks before it knows what they cost, and
