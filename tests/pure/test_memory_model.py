@@ -292,7 +292,7 @@ def test_estimated_shares_of_memory_are_those_of_the_layer() -> None:
     assert usual.until_weight == pytest.approx(32.1 / 45.5, abs=1e-3)
     assert few.context < usual.context / 3
     assert (again.layer, again.until_weight, again.context) == (2 * 4096, 0.0, (8 + 4) / 2)
-    assert again.transient == usual.layer > usual.transient
+    assert again.transient == 2 * usual.transient == 2 * usual.layer
 
 
 def test_a_run_of_the_model_beside_its_copy_fills_what_is_free_and_refuses_nothing() -> None:
