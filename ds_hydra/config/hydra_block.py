@@ -508,7 +508,7 @@ class ParsedConfig:
 def parse_config(raw: Mapping[str, Any], host: str | None = None) -> ParsedConfig | None:
     """Validate a config that was read; None when it has no block "hydra" (a plain DeepSpeed job).
 
-    With `host`, one of `hosts.LOOPS`, what that host fills in for "auto" is filled in, for the checks.
+    With `host`, one of `hosts.HOSTS`, what that host fills in for "auto" is filled in, for the checks.
     Raises ConfigError, naming the key and the remedy, for anything in the block that is not understood, for a
     near miss of the block's own name, and for DeepSpeed settings that cannot hold for such a job.
     """

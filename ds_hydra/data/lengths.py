@@ -1,16 +1,17 @@
 """Lengths of sequences: of a dataset's items, from a file, a histogram or a lognormal. Pure: no torch.
 
-Read are numbers separated by white space or commas, under a header line or not, `512` as well as `512.0` or `5.12e+02`;
-a table with a column of lengths; one JSON list; a JSON object of numbers, or with a list of them; JSON lines; and .npy.
+Of a file are read numbers separated by white space or commas, under a header line or not, `512` as well as `512.0` or
+`5.12e+02`; a table with a column of lengths; one JSON list; a JSON object of numbers, or with a list of them; JSON
+lines; and .npy.
 
-A spec is the path of a list of lengths in any form of `length_files`, that of a histogram as .csv (columns "[low,
-high]" and number of sequences), or "lognormal:MU,SIGMA" (of the natural log of the tokens).
+A spec is the path of such a file, that of a histogram as .csv (columns "[low, high]" and number of sequences), or
+"lognormal:MU,SIGMA" (of the natural log of the tokens).
 
 [Note: lengths of items]
 A plan needs all lengths, and a dataset that does not tell them is read once before step 0. The ranks read it together,
 each its part of the items. What they find is kept in $XDG_CACHE_HOME/ds_hydra/lengths, under the fingerprint that
 `datasets` gives a dataset: it changes with the data and with whatever was done to them. Other datasets have none, so
-that nobody could tell whether they are still the same: they are read at each start. Pure: no torch.
+that nobody could tell whether they are still the same: they are read at each start.
 """
 
 from __future__ import annotations

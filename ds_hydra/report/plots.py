@@ -4,7 +4,7 @@ Works after the run, from `steps.jsonl` alone; matplotlib is imported when a fig
 colour in every figure; colours are Okabe and Ito's, which colour-blind readers can tell apart, and strategies differ
 in their markers too.
 
-Each function draws on matplotlib axes and returns the drawing in words; `plots.draw_report` calls them. A page needs
+Each function draws on matplotlib axes and returns the drawing in words; `draw_report` calls them. A page needs
 nothing from the network. Drawings are SVG within it, whose text and axes take the page's own colour, so that they are
 read on light and on dark; or PNG files beside it.
 """

@@ -102,7 +102,7 @@ class Published(NamedTuple):
 _DEVICE, _GAP = 85_198_897_152, 5_242_880_000
 # Memory: github.com/lhy101/Hydraulis, examples/strategy/build_parallel_scheme_space_{7b,32b}.py (the same in
 # PKU-DAIR/Hetu, Apache-2.0). TP 8 and 16 were measured for the model of 52 heads, which none of them divides: 64 of the
-# same size are meant. ZeRO-3: b1 of GPT 7B and 30B in FlexSP's solver, see `costs`.
+# same size are meant. ZeRO-3: b1 of GPT 7B and 30B in FlexSP's solver.
 PUBLISHED = {
     "a800-7b": Published(32, 629.3563, _DEVICE - _GAP - 6_442_450_944, 210.0),
     "a800-32b": Published(64, 2789.3644, _DEVICE - _GAP - 10_737_418_240, 201.0),

@@ -1,14 +1,12 @@
-"""Dynamic context parallelism: ideal, and as Megatron-Core's schedulers make it. Pure: no torch.
+"""Dynamic context parallelism as Megatron-Core's schedulers make it, without plans of ours. Pure: no torch.
 
 A unit is one rank of the group of data and context parallelism: TP ranks, or a pipeline of them. Both schedulers count
 the work of a sequence that k units share as l * l / k, so that short ones look free. `BalancedCPScheduler` is the class
 of the published package itself; its successor, `next_hdp_group_packing_aware` of the development branch, stands here by
-its rules, as no package for all of our versions of Python has it. Pure: torch comes with Megatron-Core when it is used.
+its rules, as no package for all of our versions of Python has it. Torch comes with Megatron-Core when it is used.
 
-Beside the idealised systems of `groups`, whose groups form without a wait. Units, recomputation and the most tokens of
-a sequence on a unit are the best in hindsight. Computing and rings cost what they do there, but each sequence that
-several units share pays for its ring. Pulls and pushes are those of the same units without groups. Pure: torch comes
-with Megatron-Core when it is used.
+Units, recomputation and the most tokens of a sequence on a unit are the best in hindsight. Each sequence that several
+units share pays for its ring. Pulls and pushes are those of the same units without groups.
 """
 
 from __future__ import annotations

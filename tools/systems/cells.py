@@ -16,7 +16,7 @@ derived from two numbers of the device, TFLOP/s of causal attention and of the r
 
 `MODELS` has a mixture of experts and a hybrid. Experts count as one wide MLP of which a token computes its share, at
 the rate of dense products, and are pulled by all, as no system here spreads them; layers without attention take time
-by the token alone. That favours all systems alike. `tools.systems.published_rates` compares tables with public runs.
+by the token alone. That favours all systems alike. `rate_rows` compares tables with public runs.
 
 [Note: what runs add]
 A table says what forwards and backwards take. A run adds what its row names: layers computed again (all products of a
@@ -259,7 +259,7 @@ _BETWEEN = 25.0
 
 @dataclass(frozen=True)
 class Cell:
-    """One comparison; `model` is "32b" on A800s, or with the device behind it, "32b H200" (`tools.systems.devices`).
+    """One comparison; `model` is "32b" on A800s, or with the device behind it, "32b H200".
 
     `keys`: heads of keys and values over those of queries; `between`: GB/s of each GPU between nodes; `c`: times the
     table's charge for a micro-batch; `node`: GPUs of a node.

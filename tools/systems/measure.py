@@ -255,7 +255,7 @@ class Measured:
     bubbles: float  # mean
     strategies: dict[str, int]
     seconds: float  # that planning took here
-    tflops: float = 0.0  # of each GPU, as `rates.tflops`; 0 in files written before it was told
+    tflops: float = 0.0  # of each GPU, as `cells.tflops`; 0 in files written before it was told
     waits_ms: float = 0.0  # mean of what messages of shared sequences, and groups' remainders, add; 0 in older files
 
     @property

@@ -10,13 +10,13 @@ that takes one unit longer than the whole step cannot run on one, so it pays for
 found in turns: planned as if no sequence took too long, and then again by the step that this gave.
 
 [Note: dealt out]
-In the plans of `groups` a group's units share its short sequences without a remainder and without messages. A group can
-only have that in part: a sequence is shared, and goes round the ring with what else is shared, or one unit computes it.
-Here so many of a group's longest sequences in the step are shared, and the others dealt out whole, the longest first,
-each to the unit with the least work so far, and the group takes what its busiest unit does. How many are shared is
-chosen for each group, the best of all. Three sequences of 40, 30 and 20 ms on a group of two: shared they take 45 ms
-and what their rings leave exposed; with the first one shared the others make 20 + 30; with none shared it is 50 as
-well. Units of several stages do so for each micro-batch.
+In the plans of [Note: groups of units] a group's units share its short sequences without a remainder and without
+messages. A group can only have that in part: a sequence is shared, and goes round the ring with what else is shared, or
+one unit computes it. Here so many of a group's longest sequences in the step are shared, and the others dealt out
+whole, the longest first, each to the unit with the least work so far, and the group takes what its busiest unit does.
+How many are shared is chosen for each group, the best of all. Three sequences of 40, 30 and 20 ms on a group of two:
+shared they take 45 ms and what their rings leave exposed; with the first one shared the others make 20 + 30; with none
+shared it is 50 as well. Units of several stages do so for each micro-batch.
 
 Still in these systems' favour: units have room for what they get, a ring is hidden by attention of all that is shared,
 units do not wait for each other between micro-batches, groups form and part without a wait, and adding up what each
