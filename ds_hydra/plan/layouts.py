@@ -25,7 +25,7 @@ from ds_hydra.zero_hetero.nodes import NodeSize, largest_node, node_of, node_ran
 _MOST_PLACES = 20_000  # of pipelines that are looked at for one order
 
 
-class Crossing(NamedTuple):
+class CrossingGroup(NamedTuple):
     """A tensor parallel group on more nodes than its ranks need."""
 
     pipeline: int
@@ -35,11 +35,11 @@ class Crossing(NamedTuple):
         return f"the ranks {self.ranks[0]}..{self.ranks[-1]} of a tensor parallel group of pipeline {self.pipeline}"
 
 
-def crossings(strategy: StrategyShape, node_size: NodeSize) -> Iterator[Crossing]:
+def crossings(strategy: StrategyShape, node_size: NodeSize) -> Iterator[CrossingGroup]:
     """The tensor parallel groups that lie on more nodes than they must."""
     first = 0
     for index, pipeline in enumerate(strategy.pipelines):
-        yield from (Crossing(index, ranks) for ranks in _groups(pipeline, first) if _crosses(ranks, node_size))
+        yield from (CrossingGroup(index, ranks) for ranks in _groups(pipeline, first) if _crosses(ranks, node_size))
         first += pipeline.num_ranks
 
 

@@ -84,7 +84,7 @@ from ds_hydra.planner.kernels.problem import (
 _ANY_NUMBER = 1 << 40  # of tokens in a micro-batch, where only the overhead counts
 
 
-class Row(NamedTuple):
+class ShapeRow(NamedTuple):
     """One shape of pipelines."""
 
     shape: PipelineShape
@@ -185,17 +185,17 @@ class ChunkedSpace:
         )
 
 
-def _row(shape: PipelineShape, paces: Paces, table: CostTable, slices: bool, layers: int) -> Row:
+def _row(shape: PipelineShape, paces: Paces, table: CostTable, slices: bool, layers: int) -> ShapeRow:
     cost, shares = table.paced(shape, paces), table.shares(shape)
     if not weighs(shape.schedule):
-        return Row(shape, cost, None, int(cost.max_length), None)
+        return ShapeRow(shape, cost, None, int(cost.max_length), None)
     slices = slices and cost.shares is not None
     # A job that computes all layers again has none left for that: its shares say that they keep as much as ever.
     may = slices and layers > 0 and shares.recomputed < 1.0
     of_range = max(1, layers // (shape.pp * shape.parts)) if may else 0
     pipe = pipe_of(cost, shares, parts=shape.parts, slices=slices, layers=of_range)
     longest = longest_of(cost, shares, slices=slices, layers=shape.parts * of_range)
-    return Row(shape, cost, pipe, longest, surcharges(pipe, longest))
+    return ShapeRow(shape, cost, pipe, longest, surcharges(pipe, longest))
 
 
 FIRST = Effort(variations=3, moves=0)  # of a pipeline in a strategy that may be no good

@@ -54,7 +54,7 @@ Counts = tuple[int, ...]  # pipelines of each usable scheme
 _NOT_HELD = 1e12  # ms on a batch that a strategy cannot hold: finite, so that means can still be compared
 
 
-class Pool:
+class StrategyPool:
     """Strategies and their times on every sampled batch. `weights` (batches,) say how much each batch counts."""
 
     def __init__(
@@ -628,10 +628,10 @@ def _searched(
     space: Space, job: _Job, effort: ProposalEffort,
     sampled: Sequence[np.ndarray], weights: np.ndarray, arrays: Schemes, *,
     begin: Sequence[StrategyShape], programs: int,
-) -> Pool:  # fmt: skip
+) -> StrategyPool:  # fmt: skip
     """A pool of strategies for these batches: steps 2 and 3 of [Note: proposal], from those that are known before."""
     batches = space.batches(sampled, job.num_ranks)
-    pool = Pool(
+    pool = StrategyPool(
         space.shapes, space.costs, arrays, num_ranks=job.num_ranks, batches=batches, weights=weights,
         exposed_ms=[job.added[shape] for shape in space.shapes], node_size=job.node_size,
     )  # fmt: skip
@@ -649,7 +649,7 @@ def _searched(
 
 
 def _simulate(
-    space: ChunkedShapes, job: _Job, pool: Pool, sampled: Sequence[np.ndarray], arrays: Schemes,
+    space: ChunkedShapes, job: _Job, pool: StrategyPool, sampled: Sequence[np.ndarray], arrays: Schemes,
     kept: Sequence[Counts],
 ) -> None:  # fmt: skip
     """Leave a short list in the pool, and the `kept` ones, with what simulations say that they take for each batch.

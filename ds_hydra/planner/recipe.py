@@ -202,7 +202,7 @@ class PlannedStep:
     `planning_ms` is the planner's wall time, `waited_ms` that of who asked for the plan. `hidden` says whether it was
     ready then. `made_by`: "restarted" is a producer that took another's place meanwhile, "here" the training process,
     "callback" one of the user's. `recipe` is the digest of what it follows from; `highs` says what HiGHS did for it;
-    `simpler_ms` as of `Made`.
+    `simpler_ms` as of `MadePlan`.
     """
 
     plan: StepPlan
@@ -248,7 +248,7 @@ def joined_steps(parts: Sequence[PlannedStep]) -> PlannedStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class PlanRequest:
     """A batch to plan, with lengths in tokens."""
 
     step: int
@@ -260,7 +260,7 @@ class InvalidAnswerError(ValueError):
     """What a producer said cannot be used."""
 
 
-def read_answer(line: str, request: Request, recipe: PlanRecipe) -> PlannedStep:
+def read_answer(line: str, request: PlanRequest, recipe: PlanRecipe) -> PlannedStep:
     """What a producer made of a request.
 
     Raises InvalidAnswerError for one that is wrong, and PlanError where the producer could not plan these sequences.

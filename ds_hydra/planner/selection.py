@@ -472,7 +472,7 @@ Room = Callable[[StrategyShape], str]
 """Why the training side cannot run a strategy that is no candidate; "" where it can."""
 
 
-class Made(NamedTuple):
+class MadePlan(NamedTuple):
     """A step's plan, and what HiGHS did for it; None where it had nothing to do."""
 
     plan: StepPlan
@@ -556,18 +556,18 @@ class Planner:
         """The plan of one step. PlanError for bad lengths and sequences that no layout holds."""
         return self.made(step, sequence_ids, lengths).plan
 
-    def made(self, step: int, sequence_ids: Sequence[int], lengths: Sequence[int]) -> Made:
+    def made(self, step: int, sequence_ids: Sequence[int], lengths: Sequence[int]) -> MadePlan:
         """The plan of one step, and HiGHS's share in it. `Lengths` have loads, too. PlanError as `plan`."""
         found = self._made(step, sequence_ids, lengths)
         if not overfull(found.plan, self.cost_table):
             return found
         return lowered(self.cost_table, lengths, lambda table: self._by(table)._made(step, sequence_ids, lengths))
 
-    def _made(self, step: int, sequence_ids: Sequence[int], lengths: Sequence[int]) -> Made:
+    def _made(self, step: int, sequence_ids: Sequence[int], lengths: Sequence[int]) -> MadePlan:
         ids, tokens = check_sequences(sequence_ids, lengths)
         known = Lengths.of(tokens, loads_of(lengths))
         if self.options.choose == "replay":
-            return Made(self._replayed(step, ids, tokens), None)
+            return MadePlan(self._replayed(step, ids, tokens), None)
         longest = max(range(len(tokens)), key=tokens.__getitem__)
         feasible = [i for i in range(len(self.strategies)) if tokens[longest] <= self._longest[i]]
         if not feasible:
@@ -598,7 +598,7 @@ class Planner:
         bound = min(bound, bound_of_chunked) - self._exposed[best.strategy]
         best = replace(best, lower_bound_ms=max(0.0, min(bound, best.searched_ms)))
         # Where a composed pipeline would stand, and so whether it has a slow rank, is not known while it is composed.
-        made = Made(best, None)
+        made = MadePlan(best, None)
         if self.options.highs != "off" and self.options.choose == "best" and not self.cost_table.slow.paces:
             made = self._composed(search, best, simulated=several)
         shapes = _shapes(made.plan)
@@ -611,7 +611,7 @@ class Planner:
         most = (1.0 + self.options.simplest) * min(plan.step_ms for plan in plans)
         return min((plan for plan in plans if plan.step_ms <= most), key=lambda plan: (_shapes(plan), plan.step_ms))
 
-    def _composed(self, search: StepSearch, best: StepPlan, *, simulated: bool) -> Made:
+    def _composed(self, search: StepSearch, best: StepPlan, *, simulated: bool) -> MadePlan:
         """The best plan, whose step may have been simulated, or that of a composed strategy where that is worth it
         [Note: composed strategies]."""
         began = self._cpu_s()
@@ -621,7 +621,7 @@ class Planner:
         if composed.failed:
             logger.warning("planner: step %d: HiGHS composed nothing: %s", best.step + 1, composed.failed)
         if not composed.strategies:
-            return Made(best, share)
+            return MadePlan(best, share)
         # What the messages of a new strategy add is not known, but hardly differs from those of the best one; where
         # whole steps are simulated, they are.
         exposed_ms = self._exposed[best.strategy]
@@ -639,15 +639,15 @@ class Planner:
             if gain >= (max(WORTH, self.options.simplest) if _shapes(plan) > _shapes(best) else WORTH)
         ]
         if not worth:
-            return Made(best, share)
+            return MadePlan(best, share)
         runs = self.options.highs == "composes"
         allowed = [(gain, plan) for gain, plan in worth if runs and not self._room(StrategyShape.parse(plan.strategy))]
         gain, plan = (allowed or worth)[0]
         share = share._replace(gain=gain, new_strategy=bool(allowed), strategy=plan.strategy)
         if not allowed:
-            return Made(best, share)
+            return MadePlan(best, share)
         bound = min(best.lower_bound_ms, bound - self._exposed[best.strategy], plan.searched_ms)
-        return Made(replace(plan, source=COMPOSED, lower_bound_ms=max(0.0, bound)), share)
+        return MadePlan(replace(plan, source=COMPOSED, lower_bound_ms=max(0.0, bound)), share)
 
     def _sooner(self, best: StepPlan, plans: Sequence[StepPlan]) -> StepPlan:
         """The soonest of these plans of candidates, with the bound that holds for the best one before."""

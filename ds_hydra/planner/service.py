@@ -53,7 +53,7 @@ from ds_hydra.planner.recipe import (
     MadeBy,
     PlannedStep,
     PlanRecipe,
-    Request,
+    PlanRequest,
     Simulation,
     read_answer,
 )
@@ -211,7 +211,7 @@ class PlannerService:
         self._generations = Generations(recipe)
         self.restarts: Counter[str] = Counter()
         self._failures_in_a_row = 0
-        self._requests: OrderedDict[int, Request] = OrderedDict()
+        self._requests: OrderedDict[int, PlanRequest] = OrderedDict()
         self._sent: set[int] = set()
         self._told: set[int] = set()  # generations whose recipe the producer has been sent
         self._producer: ProducerProcess | None = None
@@ -237,7 +237,7 @@ class PlannerService:
         if step in self._requests:
             raise PlanError(f"step {step} was submitted to the planner twice")
         known = Lengths.of(map(int, lengths), loads_of(lengths))
-        self._requests[step] = Request(step, tuple(map(int, sequence_ids)), known)
+        self._requests[step] = PlanRequest(step, tuple(map(int, sequence_ids)), known)
         self._send_waiting()
 
     def waits(self, step: int) -> bool:
@@ -315,7 +315,7 @@ class PlannerService:
             if step not in self._sent:
                 self._send(self._producer, request)
 
-    def _send(self, producer: ProducerProcess, request: Request) -> None:
+    def _send(self, producer: ProducerProcess, request: PlanRequest) -> None:
         self._sent.add(request.step)
         generation = self._generations.of(request.step)
         self._tell_recipe(producer, generation)
@@ -324,7 +324,7 @@ class PlannerService:
             told["loads"] = loads
         producer.send({"generation": generation, **told})
 
-    def _from_producer(self, producer: ProducerProcess, request: Request, patience: _Patience) -> PlannedStep | str:
+    def _from_producer(self, producer: ProducerProcess, request: PlanRequest, patience: _Patience) -> PlannedStep | str:
         """The producer's plan, or the reason why there is none."""
         if request.step not in self._sent:
             self._send(producer, request)
@@ -354,7 +354,7 @@ class PlannerService:
         waited_ms = 1e3 * patience.waited_s
         return replace(found, hidden=hidden, waited_ms=waited_ms, made_by="producer", recipe=recipe.digest)
 
-    def _from_here(self, request: Request, patience: _Patience) -> PlannedStep:
+    def _from_here(self, request: PlanRequest, patience: _Patience) -> PlannedStep:
         """The plan, made in this process by the same recipe: in a thread, so that others hear that it is waited for."""
         generations, number = self._generations, self._generations.of(request.step)
 

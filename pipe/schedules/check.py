@@ -76,7 +76,7 @@ class Placed(NamedTuple):
     source: int
 
 
-class Result(NamedTuple):
+class ActionResult(NamedTuple):
     """What an action gives: an output, an input gradient or a weight gradient of one range of layers."""
 
     name: str
@@ -117,7 +117,7 @@ def place(orders: tuple[Order, ...], batches: Batches) -> tuple[Placed, ...]:
 
 def _faults(stage: int, orders: Sequence[Order], batches: Batches, due: Sequence[str]) -> Iterator[_Fault]:
     """The faults of one stage's order, whatever the others do; it has to compute all results `due`."""
-    done: set[Result] = set()
+    done: set[ActionResult] = set()
     after = batches.after
     for position, action in enumerate(orders[stage]):
         if not action.computes:
@@ -137,30 +137,30 @@ def _faults(stage: int, orders: Sequence[Order], batches: Batches, due: Sequence
                 yield _Fault(stage, position, f"runs {action}, but already has the {result}")
             done.add(result)
     for microbatch, part, name in product(range(len(batches)), range(batches.parts), due):
-        if (result := Result(name, stage, part, microbatch)) not in done:
+        if (result := ActionResult(name, stage, part, microbatch)) not in done:
             yield _Fault(stage, len(orders[stage]), f"ends without the {result}")
 
 
-def _results(stage: int, action: Action) -> Iterator[Result]:
-    return (Result(name, stage, action.part, action.microbatch) for name in _GIVES[action.kind])
+def _results(stage: int, action: Action) -> Iterator[ActionResult]:
+    return (ActionResult(name, stage, action.part, action.microbatch) for name in _GIVES[action.kind])
 
 
 def _needs_here(
     stage: int, action: Action, num_stages: int, batches: Batches, after: Sequence[int]
-) -> Iterator[tuple[Result, str]]:
+) -> Iterator[tuple[ActionResult, str]]:
     """What an action needs that its own stage computes, each with the reason if that is not plain; `after` as that of
     the batches."""
     kind, microbatch, part = action
     if kind in _NEEDS_HERE:
-        yield Result(_NEEDS_HERE[kind], stage, part, microbatch), ""
+        yield ActionResult(_NEEDS_HERE[kind], stage, part, microbatch), ""
     wanted = wanted_from(stage, action, num_stages, batches.parts)
     if wanted is not None and wanted.stage == stage:  # where a V turns round
         yield wanted, ""
     earlier, later = batches.before[microbatch], after[microbatch]
     if kind == "forward" and earlier >= 0:
-        yield Result("output", stage, part, earlier), ", which holds the slice before its own"
+        yield ActionResult("output", stage, part, earlier), ", which holds the slice before its own"
     if kind in ("backward", "input_gradient") and later >= 0:
-        yield Result("input gradient", stage, part, later), ", which holds the slice after its own"
+        yield ActionResult("input gradient", stage, part, later), ", which holds the slice after its own"
 
 
 def _walk(orders: Sequence[Order], parts: int, fault: _Fault | None) -> tuple[list[Placed], list[int]]:
@@ -169,7 +169,7 @@ def _walk(orders: Sequence[Order], parts: int, fault: _Fault | None) -> tuple[li
     # round moves nobody, all are done or wait for each other. Ticks do not depend on the order of these visits: an
     # action's tick follows from its stage's last action and from its source alone.
     placed: list[Placed] = []
-    given: dict[Result, int] = {}  # place in `placed`
+    given: dict[ActionResult, int] = {}  # place in `placed`
     at, free = [0] * len(orders), [0] * len(orders)
     moved = True
     while moved:
@@ -191,7 +191,7 @@ def _walk(orders: Sequence[Order], parts: int, fault: _Fault | None) -> tuple[li
     return placed, at
 
 
-def wanted_from(stage: int, action: Action, num_stages: int, parts: int) -> Result | None:
+def wanted_from(stage: int, action: Action, num_stages: int, parts: int) -> ActionResult | None:
     """What an action needs of the range of layers before or after its own; None if it needs none.
 
     It is another stage's, but where a V turns round it is of the same stage [Note: virtual stages].
@@ -201,9 +201,9 @@ def wanted_from(stage: int, action: Action, num_stages: int, parts: int) -> Resu
     kind, microbatch, part = action
     here = virtual_stage(stage, part, num_stages)
     if kind == "forward" and here > 0:
-        return Result("output", *place_of(here - 1, num_stages), microbatch)
+        return ActionResult("output", *place_of(here - 1, num_stages), microbatch)
     if kind in ("backward", "input_gradient") and here < parts * num_stages - 1:
-        return Result("input gradient", *place_of(here + 1, num_stages), microbatch)
+        return ActionResult("input gradient", *place_of(here + 1, num_stages), microbatch)
     return None
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ from ds_hydra.planner.exact import CountsFound, Solved, counts_at, shares_at, so
 from ds_hydra.planner.kernels.problem import Batch, scheme_arrays
 from ds_hydra.planner.propose import ProposalEffort, Wider, propose_strategies, wider_shapes
 from ds_hydra.zero_hetero.errors import PlanError
-from tests.support.planner_cases import TABLES, a800_batch
+from tests.support.planner_cases import TABLES, a800_batch, planner_of
 
 # --- What HiGHS composes for a batch, against all counts of pipelines, and what plans make of it.
 SCHEMES = (ParallelScheme(1), ParallelScheme(2), ParallelScheme(4))
@@ -130,10 +131,8 @@ def test_where_it_may_not_run_the_candidates_plan_does_and_the_gain_is_told(high
 
 def test_highs_never_makes_a_plan_worse() -> None:
     table = CostTable.load(TABLES / "llama_32b_a800.json")
-    strategies = [StrategyShape.parse(text) for text in ("4*tp16", "16*tp4", "8*tp4pp2", "2*tp8 + 12*tp4")]
-    plain, composing_one = (
-        Planner(table, strategies, PlannerOptions(kernels="compiled", highs=highs)) for highs in ("off", "composes")
-    )
+    texts = ("4*tp16", "16*tp4", "8*tp4pp2", "2*tp8 + 12*tp4")
+    plain, composing_one = (planner_of(table, texts, highs=highs) for highs in ("off", "composes"))
     used = 0
     for step in range(6):
         lengths = a800_batch(step, 120)
@@ -148,10 +147,8 @@ def test_highs_never_makes_a_plan_worse() -> None:
 
 def test_chunked_pipelines_are_composed_too() -> None:
     table = CostTable.load(TABLES / "llama_32b_a800.json")
-    strategies = [StrategyShape.parse(text) for text in ("4*tp16", "16*tp4", "8*tp4pp2/v")]
-    made = Planner(table, strategies, PlannerOptions(kernels="compiled", highs="composes", effort=1)).made(
-        0, range(60), a800_batch(3, 60)
-    )
+    composing_one = planner_of(table, ("4*tp16", "16*tp4", "8*tp4pp2/v"), highs="composes", effort=1)
+    made = composing_one.made(0, range(60), a800_batch(3, 60))
     assert made.highs is not None
     assert made.highs.programs == 3
     validate_plan(made.plan, table, 64)
@@ -300,9 +297,8 @@ CHUNKED = ("4*pp2/v", "tp2pp2/list + tp2 + pp2/v", "2*tp2pp2/v")
 CUT_LENGTHS = st.lists(st.integers(1, 400), min_size=1, max_size=16)
 
 
-def cutting_planner(texts: tuple[str, ...], table: CostTable = CUT_TABLE, **options: object) -> Planner:
-    options = {"kernels": "compiled", **options}
-    return Planner(table, [StrategyShape.parse(text) for text in texts], PlannerOptions(**options))  # type: ignore[arg-type]
+def cutting_planner(texts: tuple[str, ...], table: CostTable = CUT_TABLE, **options: Any) -> Planner:
+    return planner_of(table, texts, **options)
 
 
 def plan(made: Planner, lengths: list[int]) -> StepPlan:
@@ -453,21 +449,16 @@ def test_of_plans_that_are_as_good_the_one_with_fewest_shapes_is_taken(chunked: 
     costs = [
         SchemeCost(ParallelScheme(tp), 0.0, 0.4 / tp * (1.0 + 0.04 * tp), 2.0, 400, 10, shares=usual) for tp in (2, 4)
     ]
+    table = CostTable(tuple(costs))
     made = {
-        share: Planner(
-            CostTable(tuple(costs)), [*map(StrategyShape.parse, pool)],
-            PlannerOptions(kernels="compiled", simplest=share),
-        ).made(0, range(len(lengths)), lengths)
-        for share in (0.0, 0.1)
-    }  # fmt: skip
+        share: planner_of(table, pool, simplest=share).made(0, range(len(lengths)), lengths) for share in (0.0, 0.1)
+    }
     mix, simple = made[0.0].plan, made[0.1].plan
     assert (mix.strategy, simple.strategy) == (pool[1], pool[0])
     assert mix.step_ms < simple.step_ms <= 1.1 * mix.step_ms
     assert made[0.1].simpler_ms is None
     barely = 0.9 * (simple.step_ms / mix.step_ms - 1.0)
-    options = PlannerOptions(kernels="compiled", simplest=barely)
-    again = Planner(CostTable(tuple(costs)), [*map(StrategyShape.parse, pool)], options)
-    found = again.made(0, range(len(lengths)), lengths)
+    found = planner_of(table, pool, simplest=barely).made(0, range(len(lengths)), lengths)
     assert found.plan.strategy == mix.strategy
     if not chunked:
         assert found.simpler_ms is not None

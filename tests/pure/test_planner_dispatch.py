@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
+import os
+import shutil
 import subprocess
 import sys
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ds_hydra.planner.kernels as kernels
+from ds_hydra.commands.__main__ import main
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.shares import Shares
 from ds_hydra.pipe.schedules.list_walk import NEVER, Jobs, TakeWalk, Walk, list_walk
@@ -42,12 +46,15 @@ from ds_hydra.planner.kernels.load import _global_names
 from ds_hydra.planner.kernels.packing import cut, empty_pieces, most_slots, set_targets
 from ds_hydra.planner.kernels.problem import Batch, Bins, Pieces, PipelineKinds, Problem, Profile, Prospect, Scheme
 from ds_hydra.planner.pipelines import order_microbatches, whole_pipeline
+from ds_hydra.planner.recipe import warm_up
 from ds_hydra.planner.selection import StrategySearch
 from ds_hydra.rivals.waits import WaitingCost
 from tests.support.planner_cases import TABLES, a800_batch, a800_planner, random_instance
 from tools.systems.cells import Cell
 from tools.systems.measure import DEALT, measure
 from tools.systems.rivals import busiest_ms, dealt
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 # --- Dispatch and packing: HiGHS and our search; kernels alike with and without numba.
@@ -277,8 +284,7 @@ def test_a_warm_cache_has_all_that_plans_need() -> None:
         "        planner.plan(step, range(size), a800_batch(step, size))\n"
         "print(len(warm), *sorted(compiled() - warm))"
     )
-    root = Path(__file__).parents[2]
-    found = subprocess.run([sys.executable, "-c", code], cwd=root, check=True, capture_output=True, text=True).stdout
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     count, *late = found.split()
     assert int(count) > 6
     assert late == []
@@ -320,6 +326,84 @@ def test_a_kernel_is_compiled_once_for_constants_and_variables(monkeypatch: pyte
     clones = load._clones({one.__name__: one for one in (_nearest, _both)}, names, "once", load._compiler("once"))
     assert clones["_both"](5) == 6
     assert len(clones["_nearest"].signatures) == 1
+
+
+# --- Compiled kernels lie where every checkout with the same sources finds them, and nobody else can write.
+COUNTED = """
+import numba.core.event as event
+import ds_hydra
+from ds_hydra.planner.recipe import warm_up
+with event.install_recorder("numba:compile") as recorded:
+    warm_up()
+print(ds_hydra.__file__, len(recorded.buffer))
+"""
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    load.folder_of_kernels.cache_clear()
+    yield
+    load.folder_of_kernels.cache_clear()
+
+
+def test_another_clone_compiles_nothing(tmp_path: Path) -> None:
+    warm_up()
+    for name in ("zero_hetero", "pipe", "ds_hydra"):
+        shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", COUNTED], cwd=tmp_path, env=environment, check=True, capture_output=True, text=True
+    )
+    assert done.stdout.split() == [str(tmp_path / "ds_hydra/__init__.py"), "0"], done.stderr
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_folder_in_which_others_may_write_is_not_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "kernels"))
+    folder = load.folder_of_kernels()
+    assert folder == tmp_path / "kernels"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    caplog.set_level(logging.WARNING)
+    folder.chmod(0o770)
+    load.folder_of_kernels.cache_clear()
+    assert load.folder_of_kernels() is None
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    load.folder_of_kernels.cache_clear()
+    assert load.folder_of_kernels() is None
+    assert caplog.text.count("can have this job run what they like") == 1
+    assert "it is a link and no folder" in caplog.text
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    folder.unlink()
+    load.folder_of_kernels.cache_clear()
+    assert load.folder_of_kernels() is None, "another user's"
+
+
+@pytest.mark.usefixtures("fresh")
+def test_without_a_folder_of_the_user_kernels_stay_where_numba_keeps_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "file"))
+    code = warm_up.__code__
+    assert load.folder_of_kernels() is None
+    assert load.as_copied(warm_up, "none", "0") is code  # type: ignore[arg-type]
+
+
+def test_a_copy_is_the_source_at_a_time_of_its_own() -> None:
+    copy = Path(load.as_copied(warm_up, "test", "0").co_filename)  # type: ignore[arg-type]
+    try:
+        assert copy.read_bytes() == (ROOT / "ds_hydra/planner/recipe.py").read_bytes()
+        assert copy.stat().st_mtime_ns == load._TIME_NS
+    finally:
+        shutil.rmtree(copy.parent)
+
+
+def test_an_image_can_be_built_with_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["warm-up"]) == 0
+    assert f"kept in {load.folder_of_kernels()}" in capsys.readouterr().out
 
 
 # --- Micro-batches made to profiles of loads: every token once, slices in order, nothing above its limits.

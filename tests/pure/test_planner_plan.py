@@ -48,6 +48,7 @@ from tests.support.planner_cases import (
     a800_batch,
     a800_planner,
     pipeline_optimum,
+    planner_of,
     random_instance,
     strategy_optimum,
 )
@@ -56,9 +57,8 @@ from tests.support.planner_cases import (
 TABLE = CostTable.load(TABLES / "llama_32b_a800.json")
 
 
-def planner(*strategies: str, **options: object) -> Planner:
-    options = {"kernels": "compiled", **options}
-    return Planner(TABLE, [StrategyShape.parse(s) for s in strategies], PlannerOptions(**options))  # type: ignore[arg-type]
+def planner(*strategies: str, **options: Any) -> Planner:
+    return planner_of(TABLE, strategies, **options)
 
 
 def pipelines(plan: StepPlan) -> tuple[PipelinePlan, ...]:
@@ -283,9 +283,7 @@ def test_plans_of_version_1_load_as_one_phase_of_whole_sequences(tmp_path: Path)
 
 def test_plans_of_version_1_replay() -> None:
     texts = ("tp16 + 8*tp4 + 2*tp4pp2", "4*tp8 + tp16 + 2*tp4pp2")
-    strategies = [StrategyShape.parse(text) for text in texts]
-    table = CostTable.load(TABLES / "llama_32b_a800.json")
-    replay = Planner(table, strategies, PlannerOptions(choose="replay", replay_file=str(VERSION_1), kernels="pure"))
+    replay = planner(*texts, choose="replay", replay_file=str(VERSION_1), kernels="pure")
     for step, recorded in load_plans(VERSION_1).items():
         again = replay.plan(step, recorded.sequence_ids, recorded.lengths)
         assert again == dataclasses.replace(recorded, source="replay")

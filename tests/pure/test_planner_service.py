@@ -22,7 +22,7 @@ from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.planner import PlannedStep, Planner, PlannerOptions, PlannerService, PlanRecipe, validate_plan
 from ds_hydra.planner import service as planner_service
 from ds_hydra.planner.producer import answer
-from ds_hydra.planner.selection import Made
+from ds_hydra.planner.selection import MadePlan
 from ds_hydra.planner.service import producer_command
 from ds_hydra.simulate.job import job_record, read_job, shipped_cluster
 from ds_hydra.simulate.links import LinkModel, Speed
@@ -250,7 +250,7 @@ def test_the_producer_validates_what_it_hands_out(monkeypatch: pytest.MonkeyPatc
     phase = plan.phases[0]
     slower = replace(phase.pipelines[0], predicted_ms=2 * phase.pipelines[0].predicted_ms)
     wrong = replace(plan, phases=(replace(phase, pipelines=(slower, *phase.pipelines[1:])),))
-    monkeypatch.setattr(planner, "made", lambda *_: Made(wrong, None))
+    monkeypatch.setattr(planner, "made", lambda *_: MadePlan(wrong, None))
     assert "cost table gives" in str(answer(planner, request)["invalid"])
 
 

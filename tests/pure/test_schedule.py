@@ -345,9 +345,6 @@ def test_1f1b_of_slices_on_paper() -> None:
 
 
 # --- Schedules that split backwards: what ZB-H1 runs, how long it takes, and what runs together.
-SHAPES = st.integers(1, 7)
-
-
 @st.composite
 def some_batches(draw: st.DrawFn) -> Batches:
     """Whole sequences and sequences in up to three slices."""
@@ -358,7 +355,7 @@ def kind_of(order: Order, kind: str) -> list[int]:
     return [action.microbatch for action in order if action.kind == kind]
 
 
-@given(some_batches(), SHAPES)
+@given(some_batches(), STAGES)
 def test_zb_h1_splits_1f1b_and_ends(batches: Batches, num_stages: int) -> None:
     """The forwards and input gradients are 1F1B's; stage s is s input gradients ahead of its weight gradients."""
     assert (splits_backward("zb-h1"), splits_backward("1f1b")) == (True, False)
@@ -377,7 +374,7 @@ def test_zb_h1_splits_1f1b_and_ends(batches: Batches, num_stages: int) -> None:
     assert peak_alive(made)[0] == peak_alive(orders("1f1b", batches, num_stages))[0]
 
 
-@given(st.integers(1, 12), SHAPES, st.data())
+@given(st.integers(1, 12), STAGES, st.data())
 def test_zb_h1_takes_no_longer_than_1f1b_and_leaves_a_third_of_its_bubble(
     count: int, num_stages: int, data: st.DataObject
 ) -> None:
@@ -418,10 +415,6 @@ ONES = Work(1, 1, 1)
 def any_works(most: int = 10, parts: tuple[int, ...] = (1, 2)) -> st.SearchStrategy[Batches]:
     """See `random_works`; the tool sweeps over far more of them."""
     return st.builds(random_works, st.randoms(use_true_random=False), st.just(most), st.sampled_from(parts))
-
-
-def parsed(text: str) -> Order:
-    return tuple(action for slot in slots_from_text(text) for action in slot)
 
 
 def with_room(batches: Batches, room: int) -> Batches:
@@ -537,7 +530,7 @@ def test_schedules_say_what_they_lack() -> None:
 def test_a_v_turns_round_in_the_last_stage(texts: tuple[str, ...], message: str) -> None:
     one = Batches((-1,), parts=2)
     with pytest.raises(PlanError) as caught:
-        place(tuple(map(parsed, texts)), one)
+        place(tuple(map(order, texts)), one)
     assert re.search(message, str(caught.value).splitlines()[0])
 
 

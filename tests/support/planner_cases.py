@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -139,11 +139,16 @@ def a800_batch(seed: int, sequences: int = 190) -> list[int]:
     return np.clip(drawn.astype(int), 1, 32768).tolist()
 
 
-def a800_planner(**options: object) -> Planner:
+def planner_of(table: CostTable, texts: Iterable[str], **options: Any) -> Planner:
+    """A planner of these strategies, by compiled kernels unless the options say otherwise."""
+    return Planner(
+        table, [StrategyShape.parse(text) for text in texts], PlannerOptions(**{"kernels": "compiled", **options})
+    )
+
+
+def a800_planner(**options: Any) -> Planner:
     """The 32B table with a pool for 64 GPUs."""
-    options = {"kernels": "compiled", **options}
-    table = CostTable.load(TABLES / "llama_32b_a800.json")
-    return Planner(table, [StrategyShape.parse(text) for text in POOL], PlannerOptions(**options))  # type: ignore[arg-type]
+    return planner_of(CostTable.load(TABLES / "llama_32b_a800.json"), POOL, **options)
 
 
 # --- A seed in, a random step plan on some ranks out: pipelines of any shape and depth, one phase or two.

@@ -123,14 +123,10 @@ STAGES = st.integers(1, 7)
 WHOLE = st.integers(0, 12).map(Batches.whole)
 
 
-@st.composite
-def any_batches(draw: st.DrawFn, most: int = 12) -> Batches:
-    """Whole sequences and chains of slices; other micro-batches may stand between the slices of a chain."""
-    before: list[int] = []
-    for microbatch in range(draw(st.integers(0, most))):
-        open_ends = sorted(set(range(microbatch)) - set(before))
-        before.append(draw(st.sampled_from([-1, -1, *open_ends[-2:]])))
-    return Batches(tuple(before))
+def any_batches(most: int = 12) -> st.SearchStrategy[Batches]:
+    """Whole sequences and chains of slices, as `random_chains` has them."""
+    made = st.builds(random_chains, st.randoms(use_true_random=False), st.integers(0, most))
+    return made.map(Batches)
 
 
 def order(text: str) -> Order:
