@@ -127,7 +127,7 @@ MECHANISMS: Mapping[str, str] = {
     ),
     "accounts of a rank's memory": (
         "ds_hydra/costs/memory.py ds_hydra/profiling/stage_memory.py "
-        "ds_hydra/planner/arena_room.py ds_hydra/commands/memory.py"
+        "ds_hydra/planner/composing.py ds_hydra/commands/memory.py"
     ),
     "walks of a step in time": (
         "pipe/schedules/simulate.py pipe/schedules/list_walk.py ds_hydra/plan/simulate.py "

@@ -33,8 +33,7 @@ from ds_hydra.data.sampler import Order
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.validate import check_runnable, check_safe, validate_plan
 from ds_hydra.planner import PlannedStep, Planner, PlannerService, PlanRecipe, StepPlan
-from ds_hydra.planner.arena_room import ArenaRoom
-from ds_hydra.planner.composing import COMPOSED, JOINS_AFTER, MOST_JOINED, PlanBudget
+from ds_hydra.planner.composing import COMPOSED, JOINS_AFTER, MOST_JOINED, ArenaRoom, PlanBudget
 from ds_hydra.planner.service import BEAT_S, ProducerProcess, Waiting, producer_command
 from ds_hydra.ranks.channel import Channel, Telling, as_text, error_from
 from ds_hydra.report.calibration import Calibration, Stragglers

@@ -38,7 +38,7 @@ from ds_hydra.pipe.schedules.registry import proposed_schedules, weighs
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.plan.layouts import crossings, ordered
-from ds_hydra.planner.arena_room import ArenaRoom, room_beside
+from ds_hydra.planner.composing import ArenaRoom, room_beside
 from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.planner.propose import Wider, propose_strategies, wider_shapes
 from ds_hydra.ranks.channel import together

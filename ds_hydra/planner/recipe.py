@@ -31,8 +31,7 @@ from ds_hydra.pipe.schedules.registry import Schedule, modules_of, register
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.plan.step_plan import StepPlan, joined
 from ds_hydra.plan.validate import check_safe
-from ds_hydra.planner.arena_room import ArenaRoom
-from ds_hydra.planner.composing import MOST_JOINED, HighsShare, PlanBudget
+from ds_hydra.planner.composing import MOST_JOINED, ArenaRoom, HighsShare, PlanBudget
 from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.planner.selection import Planner
 from ds_hydra.zero_hetero.errors import PlanError

@@ -26,7 +26,7 @@ from ds_hydra.plan.simulate import simulate_pipeline
 from ds_hydra.plan.step_plan import MicroBatchPlan, Phase, PipelinePlan, StepPlan
 from ds_hydra.plan.validate import validate_plan
 from ds_hydra.planner import Planner, PlannerOptions, PlanRecipe
-from ds_hydra.planner.arena_room import ArenaRoom, room_beside
+from ds_hydra.planner.composing import ArenaRoom, room_beside
 from ds_hydra.ranks.nodes import GivenNode, Standing, class_name, cluster_of
 from ds_hydra.report.calibration import LEAST_STEPS, StageTime, Stragglers, stage_loads
 from ds_hydra.simulate.job import SimulatedJob, job_record, read_job

@@ -27,7 +27,7 @@ from ds_hydra.pipe.schedules.simulate import TimedAction
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.plan.simulate import UNITS, work_of
 from ds_hydra.plan.step_plan import MicroBatchPlan, PipelinePlan, Span
-from ds_hydra.planner.arena_room import ArenaRoom, room_beside
+from ds_hydra.planner.composing import ArenaRoom, room_beside
 from ds_hydra.planner.cutting import longest_of
 from ds_hydra.planner.exact import counts_to_strategy
 from ds_hydra.profiling import stage_timer, survey
