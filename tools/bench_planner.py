@@ -34,7 +34,7 @@ import numpy as np
 
 import ds_hydra.planner.kernels as kernels
 from benchmarks.rivals.proposal import propose_by_program
-from ds_hydra.commands.figures import figures_parser, finish, print_table, shipped
+from ds_hydra.commands.figures import run_parts, shipped
 from ds_hydra.config.hydra_block import HydraConfig, PlannerConfig
 from ds_hydra.costs.analytic import analytic_cost_table
 from ds_hydra.costs.cost_table import CostTable, SchemeCost, TableFile
@@ -83,11 +83,11 @@ DATA = {
 class Figures:
     """What was measured: rows of the table, and the aims that were missed."""
 
-    rows: list[tuple[str, str, str, str]] = field(default_factory=list)
-    missed: list[str] = field(default_factory=list)
+    missed: list[str]
+    rows: list[dict[str, Any]] = field(default_factory=list)
 
     def note(self, what: str, value: str, aim: str, met: bool) -> None:
-        self.rows.append((what, value, aim, "yes" if met else "NO"))
+        self.rows.append({"figure": what, "measured": value, "aim": aim, "met": "yes" if met else "NO"})
         if not met:
             self.missed.append(f"{what}: {value} (aim {aim})")
         print(f"  {what}: {value} (aim {aim})", flush=True)
@@ -648,9 +648,20 @@ def bench_against_program(figures: Figures, quick: bool) -> None:
         figures.note(f"step below the paper's proposal, {data}", f"{gain:.1%}", ">= 10%", gain >= 0.10)
 
 
+def measured_by(bench: Callable[[Figures, bool], None]) -> Callable[[bool, list[str]], list[dict[str, Any]]]:
+    """A part of the benchmark, as the command runs it."""
+
+    def part(quick: bool, missed: list[str]) -> list[dict[str, Any]]:
+        warm_up()
+        figures = Figures(missed)
+        bench(figures, quick)
+        return figures.rows
+
+    return part
+
+
 def main() -> int:
-    parser = figures_parser(__doc__)
-    parts: dict[str, Callable[[Figures, bool], None]] = {
+    parts = {
         "plans": bench_plans,
         "chunked": bench_chunked,
         "overheads": bench_overheads,
@@ -664,18 +675,7 @@ def main() -> int:
         "waits": bench_waits,
         "simulator": bench_simulator,
     }
-    parser.add_argument("--only", nargs="+", choices=parts, default=list(parts), help="run these parts only")
-    args = parser.parse_args()
-    warm_up()
-    began, figures = time.perf_counter(), Figures()
-    for name in args.only:
-        print(f"{name}:")
-        parts[name](figures, args.quick)
-    print()
-    print_table(("figure", "measured", "aim", "met"), figures.rows)
-    record = {"rows": [dict(zip(("figure", "measured", "aim", "met"), row, strict=True)) for row in figures.rows]}
-    summary = f"{len(figures.rows)} figures in {time.perf_counter() - began:.0f} s"
-    return finish("bench_planner", summary, record, figures.missed, args.json)
+    return run_parts("bench_planner", __doc__, {name: measured_by(bench) for name, bench in parts.items()})
 
 
 if __name__ == "__main__":

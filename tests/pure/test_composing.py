@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import highspy
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -274,6 +275,22 @@ def test_a_status_says_one_thing(status: str, most: float, limits: dict[str, flo
     solved = knapsack(most, **limits)
     assert solved.status == status
     assert (solved.point is not None) == found
+
+
+def test_programs_have_a_time_limit_only_where_seconds_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    set_option = highspy.Highs.setOptionValue
+
+    def told(solver: highspy.Highs, name: str, value: Any) -> object:
+        asked.append(name)
+        return set_option(solver, name, value)
+
+    monkeypatch.setattr(highspy.Highs, "setOptionValue", told)
+    assert knapsack(10.0, node_limit=100).point is not None
+    assert "time_limit" not in asked
+    assert {"threads", "random_seed", "mip_max_nodes"} < set(asked)
+    knapsack(10.0, seconds=10.0)
+    assert "time_limit" in asked
 
 
 def test_a_failure_is_never_nothing_found() -> None:

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import highspy
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -36,7 +35,6 @@ from ds_hydra.planner import (
     save_plans,
     validate_plan,
 )
-from ds_hydra.planner.exact import solve_milp
 from ds_hydra.planner.kernels.packing import ideal_ms
 from ds_hydra.planner.kernels.problem import Batch, PipelineKinds, Prospect, scheme_arrays, scheme_row
 from ds_hydra.planner.recipe import Generations, InvalidAnswerError
@@ -375,13 +373,6 @@ ROOT = Path(__file__).parents[2]
 WITH_A_CLOCK = {"service.py", "producer.py"}
 
 
-def knapsack(**limits: Any) -> float | None:
-    """The best of x + y over x + 2 y <= 7, both whole and at most 5: 6."""
-    found = solve_milp(np.array([-1.0, -1.0]), np.array([5.0, 5.0]), [[(0, 1.0), (1, 2.0)]], [0.0], [7.0],
-                       integers=2, **limits)  # fmt: skip
-    return None if found.point is None else -found.bound
-
-
 def test_no_part_of_the_planner_looks_at_a_clock() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
@@ -392,22 +383,6 @@ def test_no_part_of_the_planner_looks_at_a_clock() -> None:
         or (isinstance(node, ast.ImportFrom) and node.module in ("time", "datetime"))
     ]
     assert not found, "\n".join(found)
-
-
-def test_programs_have_a_time_limit_only_where_seconds_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    set_option = highspy.Highs.setOptionValue
-
-    def told(solver: highspy.Highs, name: str, value: Any) -> object:
-        asked.append(name)
-        return set_option(solver, name, value)
-
-    monkeypatch.setattr(highspy.Highs, "setOptionValue", told)
-    assert knapsack(node_limit=100) == 6.0
-    assert "time_limit" not in asked
-    assert {"threads", "random_seed", "mip_max_nodes"} < set(asked)
-    knapsack(seconds=10.0)
-    assert "time_limit" in asked
 
 
 def test_which_kernels_plan_does_not_depend_on_a_cache() -> None:

@@ -42,24 +42,13 @@ from ds_hydra.planner.propose import (
 )
 from ds_hydra.rivals.preview import BALANCED, FIXED, ONE, SCHEDULED, ZERO_3, Preview
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
+from tests.pure.test_strategy import across
 from tests.support.planner_cases import TABLES, a800_batch
 
 # --- Proposals, schemes, simulation, lengths, and the dry run.
 TABLE = CostTable.load(TABLES / "llama_32b_a800.json")
 LENGTHS = a800_batch(0, 5000)
 ROOT = Path(__file__).parents[2]
-
-
-def crosses_nodes(strategy: StrategyShape, node_size: int) -> bool:
-    """Whether some tensor parallel group of the strategy would span two nodes (or more than it must)."""
-    start = 0
-    for stage in (stage for pipeline in strategy.pipelines for stage in pipeline.stages):
-        needed = -(-stage.tp // node_size)
-        for _ in range(stage.sp):
-            if (start + stage.tp - 1) // node_size - start // node_size + 1 > needed:
-                return True
-            start += stage.tp
-    return False
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +61,7 @@ def test_proposals_tile_the_ranks_cover_the_context_and_keep_tp_inside_nodes(pro
     assert len(set(proposed)) == len(proposed)
     for strategy in proposed:
         assert strategy.num_ranks == 64
-        assert not crosses_nodes(strategy, 8)
+        assert not across(strategy, 8)
     planner = Planner(TABLE, proposed, PlannerOptions(kernels="compiled"))
     assert planner.max_length >= 32768
 
@@ -93,8 +82,8 @@ def test_pipelines_stand_so_that_tp_groups_stay_inside_nodes() -> None:
     schemes = (ParallelScheme(4), ParallelScheme(8), ParallelScheme(2, 3))
     placed = counts_to_strategy((2, 1, 1), schemes)
     assert placed == StrategyShape.parse("tp8 + 2*tp4 + tp2pp3")
-    assert not crosses_nodes(placed, 8)
-    assert crosses_nodes(StrategyShape.parse("tp4 + tp8 + tp4"), 8)
+    assert not across(placed, 8)
+    assert across(StrategyShape.parse("tp4 + tp8 + tp4"), 8)
 
 
 def test_the_subset_is_chosen_greedily_by_the_mean_of_each_batch_s_best() -> None:
