@@ -282,9 +282,9 @@ class CostTable:
 
     @classmethod
     def load(cls, path: str | Path) -> CostTable:
-        """The table of a file. ConfigError names file, key and remedy for what is missing, unknown or impossible."""
-
-        return load_table(path)
+        """The table of a file; what was repaired of it is logged. ConfigError names file, key and remedy for what is
+        missing, unknown or impossible."""
+        return told(read_table_file(path)).table
 
 
 MOST_APART, SIBLINGS_APART = 2.0, 1.4  # times the a * ranks of other schemes, and of those with as many heads on a rank
@@ -499,11 +499,6 @@ def table_file_from_record(record: Any, place: str) -> TableFile:
     lines = tuple(f"{place}: {line}" for line in repairs)
     images = _read_images(record.get("images"), place)
     return TableFile(table, job, measured, record.get("links"), record.get("step"), activations, peak, images, lines)
-
-
-def load_table(path: str | Path) -> CostTable:
-    """The table of a file alone; what was repaired is logged. ConfigError as `read_table_file`."""
-    return told(read_table_file(path)).table
 
 
 def told(found: TableFile) -> TableFile:

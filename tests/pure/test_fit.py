@@ -22,7 +22,6 @@ from ds_hydra.costs.cost_table import (
     TableFile,
     believed,
     check_job,
-    load_table,
     peak_tflops,
     read_table_file,
     square_of,
@@ -429,7 +428,7 @@ def test_a_published_row_above_the_peak_is_repaired_to_what_is_shipped(model: st
     scheme, a = PUBLISHED_TABLE[model]
     record = _record(model)
     found = table_file_from_record(_with_a(record, scheme, a), "here")
-    shipped_table = load_table(shipped(f"a800-{model}"))
+    shipped_table = CostTable.load(shipped(f"a800-{model}"))
     assert [cost.a for cost in found.table.costs] == [cost.a for cost in shipped_table.costs]
     (line,) = found.repairs
     assert scheme in line
@@ -445,7 +444,7 @@ def test_a_published_row_above_the_peak_is_repaired_to_what_is_shipped(model: st
 def test_without_a_peak_a_row_is_judged_by_its_siblings(factor: float) -> None:
     record = _record("32b")
     del record["peak"]
-    table = load_table(shipped("a800-32b"))
+    table = CostTable.load(shipped("a800-32b"))
     changed = _with_a(record, "tp4pp4", factor * table[ParallelScheme(4, 4)].a)
     found = table_file_from_record(changed, "here")
     (line,) = found.repairs
@@ -467,7 +466,7 @@ def test_a_square_that_its_own_points_fix_stays_as_long_as_a_device_could_comput
 
 
 def test_a_table_of_nothing_but_impossible_rows_is_refused() -> None:
-    table = load_table(shipped("a800-7b"))
+    table = CostTable.load(shipped("a800-7b"))
     slow = Peak(7 * 4096 * 32, 1e13, "a small one")
     with pytest.raises(ConfigError, match=r"no row .* true: pp2: 240 TFLOP/s .* a small one reaches 9 of its 10"):
         believed(table, slow)

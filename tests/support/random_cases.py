@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
-from ds_hydra.costs.cost_table import load_table
+from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.costs.shape_costs import class_rows
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.placement import place_strategy
@@ -203,7 +203,7 @@ class _Draw:
 
     def _check_classes(self, shape: StrategyShape) -> None:
         """PlanError for a stage on devices of a class of which the made-up costs know no such stages."""
-        known = class_rows(load_table(MIXED_COSTS))
+        known = class_rows(CostTable.load(MIXED_COSTS))
         for stage in (stage for pipeline in shape.pipelines for stage in pipeline.stages if stage.device):
             if StageShape(stage.tp, stage.sp, (), stage.device) not in known:
                 raise PlanError(f"the costs of made-up devices know no tp{stage.tp} sp{stage.sp}")
