@@ -338,7 +338,8 @@ class ByHeads:
 
 
 class BySharedQueries:
-    """What ranks with the same heads send each other [Note: shared queries]."""
+    """What ranks with the same heads send each other [Note: shared queries]. Parts have queries (tokens of the rank and
+    its neighbours, heads, d), and keys and values likewise, or none; what comes back is in the order of the tokens."""
 
     def __init__(self, team: Team, pack: Pack, reach: Reach):
         self._team = team
@@ -350,18 +351,14 @@ class BySharedQueries:
         self.part, self._mine = found[team.index], tokens[team.index]
 
     def incoming(self, part: Part) -> AllToAll:
-        """The message in; `part` has queries (tokens of the rank and its neighbours, heads, d), and keys and values
-        likewise, or none."""
         send = [self._numel(part, to, self._mine) for to in self._of]
         return self._team.all_to_all(send, [self._numel(part, self.part, tokens) for tokens in self._tokens])
 
     def packed(self, part: Part) -> Tensor:
-        """What it takes, flat: what goes to one rank lies together."""
         pieces = (x[_rows(i, to, self._mine)].reshape(-1) for to in self._of for i, x in enumerate(part))
         return torch.cat(list(pieces))
 
     def rows(self, flat: Tensor, part: Part) -> list[Tensor]:
-        """What it brings of queries, keys and values, (tokens, heads, d) each."""
         found: list[list[Tensor]] = [[] for _ in part]
         sizes = [
             _size(i, self.part, tokens) * x.shape[1:].numel() for tokens in self._tokens for i, x in enumerate(part)
@@ -372,12 +369,10 @@ class BySharedQueries:
         return [torch.cat(pieces) for pieces in found]
 
     def outgoing(self, width: int) -> AllToAll:
-        """The way back of what is made of queries, so many numbers a token. It comes in the order of the tokens."""
         send = [width * _size(0, self.part, tokens) for tokens in self._tokens]
         return self._team.all_to_all(send, [width * _size(0, to, self._mine) for to in self._of])
 
     def returned(self, flat: Tensor, heads: int, size: int) -> Tensor:
-        """What has come back: own tokens, (T_local, 1, heads, size)."""
         return flat.view(-1, 1, heads, size)
 
     @staticmethod

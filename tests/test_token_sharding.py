@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,14 +14,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointError
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
 from ds_hydra.config.hydra_block import HydraConfig
 from ds_hydra.engine.checked import check_candidates
 from ds_hydra.pipe import dropout, token_sharding, ulysses
 from ds_hydra.pipe.collectives import Pending
-from ds_hydra.pipe.models import draws
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.models.layer_list import LayerList
 from ds_hydra.pipe.models.recognise import Norm
@@ -235,14 +232,16 @@ def mixed_up(*args: Any) -> tuple[Tensor, ...]:
 
 
 right_wait = ulysses.wait
-GIVEN_UP: dict[str, tuple[str, Callable[[], Any], Callable[[Any], bool]]] = {
-    # what is refused under which strategy by a library that is broken, and whether a source does without
-    "token_sharding": ("tp2", lambda: mock.patch.object(token_sharding, "start_sum", own_rows_for_a_sum),
-                       lambda source: not source.plan.token_sharding),
-    "functions": ("tp2", lambda: mock.patch("ds_hydra.pipe.models.recognise._normed", with_wrong_gradient),
-                  lambda source: not source.functions.norms),
-    "sp_overlap": ("sp2", lambda: mock.patch.object(ulysses, "wait", mixed_up),
-                   lambda source: source.overlap == AT_ONCE),
+GIVEN_UP: dict[str, tuple[str, StageOptions, Callable[[], Any], str, Callable[[Any], bool]]] = {
+    # under which strategy and options a library that is broken is refused, and whether a source does without
+    "tokens": ("tp2", StageOptions(token_sharding=True),
+               lambda: mock.patch.object(token_sharding, "start_sum", own_rows_for_a_sum),
+               'leave "token_sharding" out of hydra.fast_paths', lambda source: not source.plan.token_sharding),
+    "functions": ("tp2", StageOptions(token_sharding=True, functions="auto"),
+                  lambda: mock.patch("ds_hydra.pipe.models.recognise._normed", with_wrong_gradient),
+                  "the gradient of", lambda source: not source.functions.norms),
+    "overlap": ("sp2", StageOptions(sp_overlap=True), lambda: mock.patch.object(ulysses, "wait", mixed_up),
+                'leave "sp_overlap" out of hydra.fast_paths', lambda source: source.overlap == AT_ONCE),
 }  # fmt: skip
 
 
@@ -252,14 +251,13 @@ def test_a_job_goes_on_without_what_the_self_check_refuses(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    shape, broken, without = GIVEN_UP[name]
+    shape, options, broken, told, without = GIVEN_UP[name]
     model, strategies = build_model("llama", torch.float32), [StrategyShape.parse(shape)]
-    options = StageOptions(token_sharding=True, functions="auto", sp_overlap=name == "sp_overlap")
     job: Any = SimpleNamespace(source=CausalLM(model, options), model=model, config=HydraConfig(), checked=None)
     world: Any = SimpleNamespace(channel=None, node_size=None, rank=0)
     with broken():
         (objection,) = check_strategies(model, strategies, options, keep=False).objections()
-        assert f'leave "{name}" out of hydra.fast_paths' in objection
+        assert told in objection
         checked, other = check_candidates(job, world, strategies)
     assert not checked.objections()
     assert without(other)
@@ -362,16 +360,6 @@ def test_every_shape_draws_alike(build: Callable[[], Any], shape: str) -> None:
     assert apart(gradients(source_of(build), shape), expected) < 1e-12
     if shape in ("tp1", "pp2"):
         assert apart(gradients(source_of(build, checkpointing=True), shape), expected) < 1e-12
-
-
-def test_what_is_recomputed_without_its_place_is_an_error() -> None:
-    """As in a model that recomputes by itself: torch sees that other tensors are kept."""
-    here = (nullcontext(), nullcontext())
-    with (
-        mock.patch.object(draws.Draws, "checkpointed", return_value=here),
-        pytest.raises(CheckpointError, match="different metadata"),
-    ):
-        gradients(source_of(phi, checkpointing=True), "tp1")
 
 
 class _Entries(torch.nn.Module):

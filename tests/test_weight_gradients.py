@@ -172,17 +172,6 @@ def test_gradients_are_those_of_plain_autograd(name: str, turns: str) -> None:
     assert same(model, plain)
 
 
-def test_what_is_not_split_runs_as_ever() -> None:
-    model, plain = net(), net()
-    queue = queue_of(model)
-    loss_of(model, 0).backward()
-    with torch.no_grad(), queue.of(1):
-        assert not loss_of(model, 1).requires_grad
-    loss_of(plain, 0).backward()
-    assert queue.unfinished == frozenset()
-    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))  # type: ignore[arg-type]
-
-
 def test_weights_are_finished_once_last_layer_first_over_all_micro_batches() -> None:
     model = net()
     queue = queue_of(model)
