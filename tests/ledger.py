@@ -37,10 +37,10 @@ class Capability(NamedTuple):
 CAPABILITIES: Mapping[str, Capability] = {
     "elastic": Capability(
         "ds_hydra/elastic/*.py tests/pure/test_membership.py "
-        "tests/pure/test_elastic_*.py tests/pure/test_freeing.py tests/pure/test_aborting.py "
-        "tests/pure/test_demo_elastic.py tests/gloo/test_going_on.py tests/gloo/test_agents.py "
+        "tests/pure/test_elastic_*.py tests/pure/test_freeing.py "
+        "tests/gloo/test_going_on.py tests/gloo/test_agents.py "
         "tests/gloo/test_freed.py tests/gloo/test_aborted.py tests/gloo/test_elastic_*.py tests/support/elastic_*.py "
-        "tests/support/simulated_members.py tests/support/drawn_members.py tests/support/gone_ranks.py "
+        "tests/support/simulated_members.py tests/support/drawn_members.py "
         "tools/demo_elastic.py",
         Lines(3070, 3165, 230),
         apart=True,

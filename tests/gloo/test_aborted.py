@@ -57,7 +57,7 @@ def aborted(rank: int, folder: Path) -> list[tuple[str, list[str], str, int, int
     for epoch, phase in enumerate(PHASES, start=1):
         for _ in range(3):
             engine.train_batch()
-        owner, name = entry_of(phase, engine)
+        owner, name = entry_of(phase)
         original, error = getattr(owner, name), None
         if rank == 1:
             setattr(owner, name, partial(_fails, folder / f"failed{epoch}"))

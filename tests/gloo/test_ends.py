@@ -16,10 +16,6 @@ from typing import Any
 import pytest
 import torch
 
-from ds_hydra.engine import crew
-from ds_hydra.host.host_engine import HostEngine
-from ds_hydra.ranks.world import World
-from ds_hydra.step import stepper
 from ds_hydra.testing import run_ranks
 from ds_hydra.watchdog.host import abort_later
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -27,45 +23,6 @@ from tests.support.ends import TRACEBACK, all_told, codes, ends, mark_fault
 from tests.support.small_job import Blinks, failing, small_engine
 
 FAULTS = {"frozen_seconds": 9.0}
-
-
-ASSEMBLY = {
-    "prepare": (crew, "prepare"),
-    "stages": (crew, "build_stages"),
-    "masters": (crew, "ModelMasters"),
-    "values": (crew, "give_masters"),
-    "optimizer": (HostEngine, "install_optimizer"),
-    "loss scale": (crew, "LossScale"),
-    "update": (crew, "Update"),
-    "arena": (stepper.Arena, "for_strategies"),
-    "connections": (World, "connect"),
-    "tracing": (crew, "Tracing"),
-    "planner": (crew, "PlanSource"),
-    "next step": (crew, "NextStep"),
-    "checkpoints": (crew, "Checkpointer"),
-}
-
-
-@pytest.mark.drawn
-@pytest.mark.parametrize("part", ASSEMBLY)
-def test_whatever_fails_in_the_assembly_ends_all_ranks_with_its_cause(part: str) -> None:
-    owner, name = ASSEMBLY[part]
-
-    def program(rank: int, place: Path) -> None:
-        def fails(*_: Any, **__: Any) -> None:
-            mark_fault(place)
-            raise torch.OutOfMemoryError(f"no memory for {part}")
-
-        if rank == 1:
-            setattr(owner, name, fails)
-        small_engine(rank, faults=FAULTS, timeout_seconds=40).train_batch()
-
-    found = ends(program, 2)
-    assert codes(found) == [75, 1]
-    assert max(end.seconds for end in found) < 4.0
-    assert found[1].told.count(TRACEBACK) == 1
-    assert found[1].told.rstrip().endswith(f"OutOfMemoryError: no memory for {part}")
-    assert found[0].told == "", "rank 1 of the same host tells it"
 
 
 ENDS = [(1, "SIGKILL"), (0, "SIGKILL"), (2, "exit"), (1, "sys.exit"), (0, "sys.exit")]

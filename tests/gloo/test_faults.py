@@ -15,14 +15,28 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.step.strategy_runtime import StrategyRuntime
 from ds_hydra.testing import run_ranks
 from ds_hydra.watchdog import IDLE, Watchdog
 from ds_hydra.zero_hetero.errors import NumericsError
-from tests.support.fault_job import FAULTS, PHASES, Fault, run_job
+from tests.support.ends import all_told, codes
+from tests.support.fault_job import (
+    ACTIVITIES,
+    ASSEMBLY,
+    FAULTS,
+    KINDS,
+    MODES,
+    PHASES,
+    REST_OF_ASSEMBLY,
+    Case,
+    Fault,
+    drawn,
+    orphans,
+    run_job,
+    wrong,
+)
 from tests.support.small_job import same, small_config, small_engine, whole_state
 from tools import aims, machine
 
@@ -46,17 +60,43 @@ def test_a_fault_ends_all_ranks_and_a_restart_goes_on(
 ) -> None:
     outcome = run_job(tmp_path / "faulty", 4, 3, fault=Fault(kind, phase, rank, 1))
     assert outcome.fired
-    assert not outcome.orphans
+    assert not orphans(outcome.ends)
     if kind == "SIGTERM":
-        assert outcome.codes == [0] * 4
+        assert codes(outcome.ends) == [0] * 4
     else:
         most = machine.limit(aims.FROZEN_S if kind == "SIGSTOP" else aims.DEAD_S, waits=True)
-        assert outcome.end_s < most.here, most
-        assert all(outcome.codes)
-        assert f"rank {rank}" in outcome.errors
+        assert max(end.seconds for end in outcome.ends) < most.here, most
+        assert all(codes(outcome.ends))
+        assert f"rank {rank}" in all_told(outcome.ends)
     again = run_job(tmp_path / "faulty", 4, 3)
-    assert again.codes == [0] * 4
+    assert codes(again.ends) == [0] * 4
     assert again.digests == undisturbed
+
+
+CASES = drawn(200)
+CHOSEN = [
+    Case("SIGKILL", "backward", "V", 0),
+    Case("memory", "planning", "ahead", 1),
+    Case("bug", "planning", "ahead", 0),
+    *(Case("memory", "assembly", "plain", 1, part) for part in (*ASSEMBLY, *REST_OF_ASSEMBLY)),
+]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.drawn, id=str(case)) for case in (*CASES[2:4], *CHOSEN)]
+    + [pytest.param(case, marks=pytest.mark.long, id=f"{n} {case}") for n, case in enumerate(CASES) if n not in (2, 3)],
+)
+def test_a_drawn_fault_ends_as_promised(case: Case) -> None:
+    """In time, with the promised codes, and with one cause."""
+    assert wrong(case) == []
+
+
+def test_cases_are_of_every_kind() -> None:
+    assert {case.kind for case in CASES} == set(KINDS)
+    assert {case.activity for case in CASES} == set(ACTIVITIES)
+    assert {case.mode for case in CASES} == set(MODES)
+    assert drawn(200) == CASES
 
 
 @pytest.mark.long
@@ -76,7 +116,7 @@ def test_ranks_that_are_slow_are_neither_dead_nor_frozen(tmp_path: Path) -> None
         threading.Thread(target=pulse, daemon=True).start()
 
     outcome = run_job(tmp_path, 4, 200, every=50, during=slow, limit_s=400)
-    assert outcome.codes == [0] * 4, outcome.errors
+    assert codes(outcome.ends) == [0] * 4, all_told(outcome.ends)
 
 
 @pytest.mark.long
@@ -213,54 +253,20 @@ def test_a_changed_bit_in_a_parameter_is_noticed_before_the_update(bucket: int, 
         assert unchanged
 
 
-def watched(rank: int, leave: str) -> tuple[list[str], float]:
-    """Two of three ranks stay in a step; rank 2 goes away, as `leave` says. Why and when this rank ended."""
-    ended: list[str] = []
-    where = {"now": (7, "forward" if leave != "connects" else "connecting group 3 of 5, of ranks [0, 2]")}
-    meeting = Channel(None, rank, 3)
-    still_s = (2.0 if rank == 2 else 60.0) if leave in ("still", "connects") else None
-    dog = Watchdog(meeting, lambda: where["now"], heartbeat_s=0.2, frozen_s=2.0, still_s=still_s, end=ended.append)
-    time.sleep(0.5)
-    began = time.monotonic()
-    if rank == 2:
-        if leave == "bye":
-            where["now"] = (7, IDLE)
-            dog.close()
-        elif leave == "raise":
-            dog.report(ValueError("no good"))
-        elif leave == "slow":
+def test_who_leaves_between_two_steps_ends_nothing() -> None:
+    def run(rank: int) -> list[str]:
+        ended: list[str] = []
+        where = {"now": (7, "forward")}
+        dog = Watchdog(Channel(None, rank, 3), lambda: where["now"], heartbeat_s=0.2, frozen_s=2.0, end=ended.append)
+        time.sleep(0.5)
+        where["now"] = (8, IDLE)
+        if rank == 2:
             time.sleep(0.3)
             dog.close()
-    deadline = began + (1.5 if leave == "slow" else 6.0)
-    if leave == "slow":
-        where["now"] = (8, IDLE)
-    while not ended and time.monotonic() < deadline and rank != 2:
-        time.sleep(0.02)
-    took = time.monotonic() - began
-    if rank == 2:
-        time.sleep(4.0 if leave != "slow" else 1.0)
-    return ended[:1], took
+        time.sleep(1.5)
+        return ended
 
-
-@pytest.mark.parametrize(
-    ("leave", "reason"),
-    [
-        ("bye", "rank 2's script ended after 6 steps, "),
-        ("raise", "ValueError: no good"),
-        ("still", "has been in step 7 (forward) for 2 s"),
-        ("connects", "has been in step 7 (connecting group 3 of 5, of ranks [0, 2]) for 2 s"),
-    ],
-)
-def test_who_leaves_inside_a_step_ends_it(leave: str, reason: str) -> None:
-    for ended, took in run_ranks(watched, 3, leave)[:2]:
-        assert reason in ended[0]
-        assert "rank 2" in ended[0]
-        assert "step 7 (" in ended[0]
-        assert took < 5.0
-
-
-def test_who_leaves_after_a_step_ends_nothing() -> None:
-    assert [ended for ended, _ in run_ranks(watched, 3, "slow")] == [[], [], []]
+    assert run_ranks(run, 3) == [[], [], []]
 
 
 def test_strangers_are_refused() -> None:
@@ -288,18 +294,6 @@ def test_strangers_are_refused() -> None:
         assert ended == []
         assert address is not None
         assert address[0] == "127.0.0.1"
-
-
-def test_loss_of_finite_steps_is_what_it_was() -> None:
-    """Heartbeats, checks and signals change no result."""
-
-    def run(rank: int, frozen: float) -> dict[str, Tensor]:
-        engine = small_engine(rank, faults={"frozen_seconds": frozen})
-        for _ in range(2):
-            engine.train_batch()
-        return whole_state(engine)
-
-    assert same(run_ranks(run, 2, 0)[0], run_ranks(run, 2, 9)[0])
 
 
 def half_config(num_ranks: int, **fp16: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from ds_hydra.elastic.freeing import WAIT_S, Freeing
 from ds_hydra.elastic.going_on import make_default_group
 from ds_hydra.elastic.messages import Member, View
 from ds_hydra.testing import run_ranks
-from tests.support.gone_ranks import LATEST, port_at, tell_and_go
+from tests.support.elastic_job import LATEST, port_at, tell_and_go
 
 CPU = torch.device("cpu")
 

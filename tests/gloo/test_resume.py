@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.checkpoint.folder import complete_manifests, complete_tags
 from ds_hydra.config.hydra_block import HydraConfig, parse_config
 from ds_hydra.engine import saving
 from ds_hydra.host.released import ReleasedParameter
-from ds_hydra.testing import rank_environment, run_ranks
+from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError
 from tests.support.families import build_model
 from tests.support.small_job import same, sequences, shared_source, small_config, small_engine, small_model, whole_state
@@ -442,68 +441,14 @@ def test_heads_that_were_shared_otherwise_go_on(tmp_path: Path) -> None:
 
 # --- One engine on one set of ranks after another, in the same process: nothing but the checkpoint is carried
 # over.
-STRATEGIES_OF_3 = ["tp2 + tp1", "pp2 + tp1", "3*tp1"]
-
-
-def config_of_3() -> dict[str, Any]:
-    config = small_config(4, faults={"frozen_seconds": 9.0})
-    config["hydra"]["strategies"] = STRATEGIES_OF_3
-    return config
-
-
 def hydra_block(config: dict[str, Any]) -> HydraConfig:
     parsed = parse_config(config)
     assert parsed is not None
     return parsed.hydra
 
 
-def regroup(rank: int, num_ranks: int, store: Path) -> None:
-    """Torch's default group becomes that of the first `num_ranks` processes."""
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", store=dist.FileStore(str(store), num_ranks), rank=rank, world_size=num_ranks)
-    rank_environment(rank)
-
-
 def train(engine: Any, steps: int) -> list[float]:
     return [float(engine.train_batch()) for _ in range(steps)]
-
-
-@pytest.mark.drawn
-def test_fewer_ranks_go_on_in_the_same_process_as_after_a_restart(tmp_path: Path) -> None:
-    """4 ranks train and save; the first 3 go on at once, and for comparison after a stop; equal to the bit."""
-
-    def stay(rank: int) -> tuple[list[float], dict[str, Tensor]] | None:
-        engine = small_engine(rank, config=small_config(4, faults={"frozen_seconds": 9.0}))
-        train(engine, 3)
-        engine.save_checkpoint(tmp_path / "checkpoint")
-        engine.crew.close()
-        engine.crew.world.close()
-        if rank == 3:
-            dist.destroy_process_group()
-            return None
-        regroup(rank, 3, tmp_path / "store")
-        engine.assemble(replace(engine.job, config=hydra_block(config_of_3())))
-        assert engine.load_checkpoint(tmp_path / "checkpoint")[0] is not None
-        losses = train(engine, 4)
-        state = whole_state(engine)
-        engine.destroy()
-        return losses, state
-
-    def restart(rank: int) -> tuple[list[float], dict[str, Tensor]]:
-        engine = small_engine(rank, config=config_of_3())
-        engine.load_checkpoint(tmp_path / "checkpoint")
-        losses = train(engine, 4)
-        state = whole_state(engine)
-        engine.destroy()
-        return losses, state
-
-    stayed = run_ranks(stay, 4, timeout=120)
-    restarted = run_ranks(restart, 3, timeout=120)
-    assert stayed[3] is None
-    for one, other in zip(stayed[:3], restarted, strict=True):
-        assert one is not None
-        assert one[0] == other[0]
-        assert same(one[1], other[1])
 
 
 @pytest.mark.long

@@ -20,6 +20,7 @@ from ds_hydra.watchdog.host import listen
 
 HOSTS = ("a", "a", "b", "b", "b")  # rank 0 hears 1 and 2, rank 2 hears 3 and 4
 FROZEN_S = 2.0
+CONNECTING = "connecting group 3 of 5, of ranks [0, 2]"
 
 
 def watched(rank: int, lost: int, how: str) -> tuple[str, float]:
@@ -31,11 +32,12 @@ def watched(rank: int, lost: int, how: str) -> tuple[str, float]:
         if stuck.is_set() and threading.current_thread().name == "watchdog":
             asleep.set()
             time.sleep(FROZEN_S + 1.5 if how == "frozen" else 1.5)  # it neither speaks nor hears
-        return 7, "forward"
+        return 7, CONNECTING if how == "connects" else "forward"
 
+    still_s = (2.0 if rank == lost else 60.0) if how in ("still", "connects") else None
     meeting = Channel(None, rank, len(HOSTS))
     with mock.patch.object(host, "host", return_value=HOSTS[rank]):
-        dog = Watchdog(meeting, where, heartbeat_s=0.2, frozen_s=FROZEN_S, end=ended.append)
+        dog = Watchdog(meeting, where, heartbeat_s=0.2, frozen_s=FROZEN_S, still_s=still_s, end=ended.append)
     assert len(dog.peers) == (2, 1, 3, 1, 1)[rank]
     time.sleep(0.5)
     meeting.texts("")
@@ -45,7 +47,7 @@ def watched(rank: int, lost: int, how: str) -> tuple[str, float]:
             dog.report(ValueError("no good"))
         elif how == "left":
             dog.close()
-        else:
+        elif still_s is None:
             stuck.set()
             asleep.wait()
             for peer in dog.peers.values() if how == "died" else ():
@@ -71,6 +73,8 @@ def watched(rank: int, lost: int, how: str) -> tuple[str, float]:
         (0, "frozen", "rank 0 is frozen", FROZEN_S + 2.0),
         (3, "failed", "rank 3 failed in step 7 (forward): ValueError: no good", 3.0),
         (3, "left", "rank 3's script ended after 6 steps, ", 4.0),
+        (3, "still", "rank 3 has been in step 7 (forward) for 2 s", 5.0),
+        (3, "connects", f"rank 3 has been in step 7 ({CONNECTING}) for 2 s", 5.0),
     ],
 )
 def test_who_goes_is_named_on_the_ranks_of_all_hosts(lost: int, how: str, told: str, most_s: float) -> None:

@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import time
-from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +29,6 @@ from ds_hydra.step.strategy_runtime import teams_of
 from ds_hydra.testing import RankError, run_ranks
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError
 from ds_hydra.zero_hetero.nodes import Cluster, NodeSize
-from ds_hydra.zero_hetero.transport import Parcel, TorchTransport, Work
 from tests.support.small_job import small_engine
 from tests.support.strict import OnDevices
 from tools import aims
@@ -141,37 +139,6 @@ def test_a_rank_alone_talks_to_itself() -> None:
     assert channel.texts("x") == ["x"]
     assert channel.tell("x") == "x"
     assert channel.rows(torch.ones(2)).tolist() == [[1, 1]]
-
-
-def test_connecting_uses_every_group_and_pair_once() -> None:
-    """Two strategies of 4 ranks; each rank notes on which groups it calls a collective, and with whom it exchanges."""
-    strategies = [place_strategy(StrategyShape.parse(text), 4, 2) for text in ("tp2pp2", "sp2 + tp2")]
-
-    def connect(rank: int) -> tuple[list[int], list[tuple[int, ...]], list[tuple[int, ...]]]:
-        world = World.of_process(torch.device("cpu"), Cluster.of(4, 4), timeout_s=30, aborts=None)
-        groups: list[int] = []
-        pairs: list[list[tuple[int, ...]]] = [[], []]
-        reduce, exchange = dist.all_reduce, TorchTransport.exchange
-
-        def noted_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-            groups.append(dist.get_world_size(group))
-            reduce(tensor, group=group)
-
-        def noted(self: TorchTransport, sends: Sequence[Parcel], recvs: Sequence[Parcel], tag: int = 0) -> Work:
-            pairs[self is world.edges] += [(rank, peer) for peer, _ in sends] + [(peer, rank) for peer, _ in recvs]
-            return exchange(self, sends, recvs, tag)
-
-        with mock.patch.object(dist, "all_reduce", noted_reduce), mock.patch.object(TorchTransport, "exchange", noted):
-            world.connect(strategies, links={(0, 1), (1, 3), (3, 0)}, edges={(0, 2), (2, 0)}, teams=[])
-        assert len(world.groups) == 2  # (0, 1) and (2, 3), of both strategies
-        world.close()
-        return groups, sorted(pairs[0]), sorted(pairs[1])
-
-    found = run_ranks(connect, 4)
-    assert [groups for groups, _, _ in found] == [[4, 2]] * 4  # on gloo links and edges share one group
-    links = [[(0, 1), (3, 0)], [(0, 1), (1, 3)], [], [(1, 3), (3, 0)]]
-    assert [pairs for _, pairs, _ in found] == links
-    assert [pairs for _, _, pairs in found] == [[(0, 2), (2, 0)], [], [(0, 2), (2, 0)], []]
 
 
 def test_worlds_are_given_back_whole() -> None:

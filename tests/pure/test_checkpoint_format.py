@@ -201,10 +201,6 @@ def test_client_state_that_contains_itself_is_refused() -> None:
         check_client_state(state)
 
 
-def test_client_state_comes_back() -> None:
-    assert check_client_state({"a": (1, 2), "b": {"c": None}}) == {"a": [1, 2], "b": {"c": None}}
-
-
 @given(st.integers(0, 60), st.integers(1, 70), st.data())
 def test_shards_are_those_of_the_even_layout(numel: int, num_ranks: int, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, numel))
@@ -442,10 +438,6 @@ def test_missing_and_truncated_files_are_named(tmp_path: Path, damage: str, reas
         folders.open_manifest(tmp_path, "b")
     assert str(path) in str(error.value)
     assert "another tag: a" in str(error.value)
-
-
-def test_json_of_other_tools_is_read() -> None:
-    assert parse_json(json.dumps({"a": [1, {"b": None}]}), "x") == {"a": [1, {"b": None}]}
 
 
 def test_digits_of_a_string_are_not_those_of_a_number() -> None:

@@ -71,16 +71,6 @@ def test_rank_0_says_what_happens(rank: int, lines: int) -> None:
         assert len(told.readlines()) == lines
 
 
-def test_a_second_interrupt_ends_at_once() -> None:
-    def body() -> int:
-        Signals().install()
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
-        return 0
-
-    assert in_child(body) == 130
-
-
 def test_handlers_of_the_application_stay_and_ours_go() -> None:
     def body() -> int:
         seen: list[int] = []

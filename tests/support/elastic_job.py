@@ -18,10 +18,12 @@ from pathlib import Path
 from threading import Timer
 from typing import Any
 
+import torch.distributed as dist
+
 from ds_hydra.host.environment import JOINS, MEMBERS_FOLDER
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.ends import End, ends, live
-from tests.support.fault_job import digest, entry_of
+from tests.support.fault_job import digest, entry_of, set_off
 
 
 @dataclass(frozen=True)
@@ -246,12 +248,8 @@ def _entries() -> dict[str, tuple[Any, str]]:
 
 def arm(engine_of: Callable[[], Any], loss: Loss) -> None:
     """Let this process fail as the loss says."""
-    import torch.distributed as dist
-
-    from tests.support.gone_ranks import tell_and_go
-
     own = _entries()
-    owner, name = own[loss.phase] if loss.phase in own else entry_of(loss.phase, engine_of())
+    owner, name = own[loss.phase] if loss.phase in own else entry_of(loss.phase)
     original = getattr(owner, name)
 
     if loss.kind == "behind":
@@ -299,15 +297,6 @@ def _behind(original: Callable[..., Any], engine: Any, step: int) -> Callable[..
     return misses
 
 
-def set_off(kind: str) -> None:
-    """Let this process fail."""
-    if kind == "exception":
-        raise RuntimeError("a fault that was set off")
-    if kind == "os._exit":
-        os._exit(3)
-    os.kill(os.getpid(), getattr(signal, kind))
-
-
 def failed_at(folder: Path, member: int) -> float:
     """When a member of a job in this folder has failed, by `time.perf_counter`, which all processes share."""
     return float(_failed(folder, member).read_text())
@@ -328,3 +317,22 @@ def leg(rank: int, job: Job, num_ranks: int, folder: Path, tag: str | None, unti
     found = digest(engine), losses
     engine.destroy()
     return found
+
+
+LATEST = 65535  # a port that no rank has: of two ranks the one with the higher address calls the other one
+
+
+def tell_and_go(store: dist.Store, rank: int, other: int, port: int = LATEST) -> None:
+    """Tell in the store of a view that this rank listens at a port of the `other` one's host."""
+    keys = [f"0//cpu//0/{one}" for one in (rank, other)]
+    while not store.check(keys[1:]):
+        time.sleep(0.02)
+    told = store.get(keys[1])
+    at = port_at(told)
+    store.set(keys[0], told[:at] + port.to_bytes(2, "big") + told[at + 2 :])  # type: ignore[arg-type]  # as it may
+
+
+def port_at(told: bytes) -> int:
+    """Where the port stands in what gloo tells of a rank: a name, and an address of the system."""
+    of_name, of_length, of_family = 8 + int.from_bytes(told[:8], "little"), 8, 2
+    return of_name + of_length + of_family

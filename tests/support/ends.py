@@ -34,6 +34,7 @@ class End:
     code: int | None
     seconds: float  # from `mark_fault` of any rank on, or else from the start
     told: str  # all that it wrote
+    pid: int = 0  # of its process, and of its process group
 
 
 def codes(found: Sequence[End]) -> list[int | None]:
@@ -55,11 +56,17 @@ def mark_fault(place: Path, *, again: bool = False) -> None:
 
 
 def ends(
-    program: Callable[[int, Path], object], num_ranks: int, *, limit_s: float = 60.0, finalized: bool = False
+    program: Callable[[int, Path], object],
+    num_ranks: int,
+    *,
+    limit_s: float = 60.0,
+    finalized: bool = False,
+    during: Callable[[Sequence[int]], None] | None = None,
 ) -> list[End]:
     """Fork `num_ranks` ranks of one gloo group, each of which runs `program(rank, folder)`; how each ended.
 
-    `finalized`: by Python's own end, with what becomes of daemon threads there, which takes a second of CPU.
+    `finalized`: by Python's own end, with what becomes of daemon threads there, which takes a second of CPU. `during`
+    is called once with the ranks' process ids when all of them have made a file "ready" with their number.
     """
     with tempfile.TemporaryDirectory(prefix="ends-") as scratch:
         place, began = Path(scratch), time.time()
@@ -82,10 +89,13 @@ def ends(
                         os.kill(pid, signal.SIGKILL)
                         os.waitpid(pid, 0)
                         at[rank] = (None, time.time())
+            if during is not None and all((place / f"ready{rank}").exists() for rank in range(num_ranks)):
+                during(pids)
+                during = None
             time.sleep(0.01)
         since = float((place / "fault").read_text()) if (place / "fault").exists() else began
         told = [(place / f"stderr{rank}").read_text() for rank in range(num_ranks)]
-        return [End(at[rank][0], at[rank][1] - since, told[rank]) for rank in range(num_ranks)]
+        return [End(at[rank][0], at[rank][1] - since, told[rank], pid) for rank, pid in enumerate(pids)]
 
 
 def live(program: Callable[[], object], rank: int, num_ranks: int, place: Path, *, finalized: bool = False) -> None:
