@@ -33,7 +33,7 @@ from ds_hydra.profiling.stage_timer import StageTimer
 from ds_hydra.self_check.check import check_strategies
 from ds_hydra.self_check.runs import doubled, run_pipeline, uneven_data
 from ds_hydra.self_check.schemes import uneven_pipeline
-from ds_hydra.testing.drawing import drawing
+from ds_hydra.testing.one_process import drawing
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.families import VOCAB, build_model, mean_loss
 

@@ -7,8 +7,7 @@
 from ds_hydra.host.environment import free_port
 from ds_hydra.ranks.forked import RankError, rank_environment, run_ranks
 from ds_hydra.testing.comparison import Aims, Difference, RankRun, compare, difference, note_training, whole_gradients
-from ds_hydra.testing.exactly import float64_throughout
-from ds_hydra.testing.one_process import OneProcess, Sample, Step, token_losses, token_weights
+from ds_hydra.testing.one_process import OneProcess, Sample, Step, float64_throughout, token_losses, token_weights
 
 __all__ = [
     "Aims", "Difference", "OneProcess", "RankError", "RankRun", "Sample", "Step", "compare", "difference",

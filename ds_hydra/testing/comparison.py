@@ -21,8 +21,7 @@ from ds_hydra.pipe.models.adapted import NAMES_OF_PEFT, base_of
 from ds_hydra.pipe.stage import from_flat
 from ds_hydra.plan.step_plan import Span, StepPlan
 from ds_hydra.ranks.forked import rank_environment, run_ranks
-from ds_hydra.testing.exactly import float64_throughout
-from ds_hydra.testing.one_process import OneProcess, Sample, Step, token_weights
+from ds_hydra.testing.one_process import OneProcess, Sample, Step, float64_throughout, token_weights
 from ds_hydra.zero_hetero.errors import ConfigError
 
 _ROUNDING = 2.0**-44  # of FP64, and some more: sums of many entries

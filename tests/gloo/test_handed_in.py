@@ -41,6 +41,7 @@ from tests.support.small_job import (
     find_before_forks,
     lines_of,
     of_datasets,
+    padded,
     same,
     sequences,
     small_config,
@@ -54,14 +55,6 @@ from tests.support.strict import Rules, strict_world
 # --- Steps from sequences that ranks hand in: the update of map-style data, whoever has them, and errors on all
 # ranks.
 STEPS = 3
-
-
-def padded(part: list[Tensor]) -> dict[str, Tensor]:
-    """A batch as a collator makes it."""
-    size = max(map(len, part))
-    ids = torch.stack([torch.nn.functional.pad(one, (0, size - len(one))) for one in part])
-    mask = torch.tensor([[1] * len(one) + [0] * (size - len(one)) for one in part])
-    return {"input_ids": ids, "attention_mask": mask}
 
 
 def quarter(rank: int, batch: list[Tensor]) -> Any:

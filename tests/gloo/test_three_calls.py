@@ -31,6 +31,7 @@ from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.batches import collated, prompted
 from tests.support.families import build_model, reference_model, vocab_size
 from tests.support.small_job import (
+    QUIET,
     lines_of,
     same,
     shared_source,
@@ -257,10 +258,11 @@ def config_of(hydra: bool, num_ranks: int, stage: int, bf16: bool) -> dict[str, 
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 1000},
     }
     if hydra:
-        config["hydra"] = {
-            "tokens_per_step": 400, "strategies": [f"{num_ranks}*tp1"], "loss_norm": "batch", "self_check": "off",
-            "steps_file": None, "planner": {"ahead": 0}, "faults": {"frozen_seconds": 0},
-        }  # fmt: skip
+        config["hydra"] = QUIET | {
+            "tokens_per_step": 400,
+            "strategies": [f"{num_ranks}*tp1"],
+            "loss_norm": "batch",
+        }
     return config
 
 

@@ -18,6 +18,7 @@ from ds_hydra.hugging_face import reward, scores
 from ds_hydra.hugging_face.scores import HydraGRPOTrainer
 from ds_hydra.testing import rank_environment, run_ranks
 from tests.support.families import build_model
+from tests.support.small_job import QUIET
 from tests.support.trainers import word_tokenizer
 from tools import aims
 
@@ -27,13 +28,7 @@ CONFIG: dict[str, Any] = {
     "gradient_accumulation_steps": "auto",
     "gradient_clipping": "auto",
     "zero_optimization": {"stage": 1},
-    "hydra": {
-        "tokens_per_step": 512,
-        "strategies": ["tp2", "2*tp1"],
-        "self_check": "off",
-        "steps_file": None,
-        "planner": {"ahead": 0},
-    },
+    "hydra": QUIET | {"tokens_per_step": 512, "strategies": ["tp2", "2*tp1"]},
 }
 # Name -> trainer, and what its config has beside the sizes.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

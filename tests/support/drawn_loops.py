@@ -24,6 +24,7 @@ from ds_hydra.testing import Sample, rank_environment
 from tests.support.batches import collated, num_targets, prompted
 from tests.support.families import build_model, reference_model, vocab_size
 from tests.support.planner_cases import in_slices
+from tests.support.small_job import QUIET
 
 FAMILY = "llama"
 STRATEGIES = {
@@ -68,7 +69,7 @@ def reduced(loss: Any, logits: Callable[[], Tensor], batch: Batch) -> Any:
     return loss
 
 
-QUIET: dict[str, Made] = {
+UNREAD: dict[str, Made] = {
     "as it is": lambda loss, *_: loss,
     "half": lambda loss, *_: (loss + loss.detach()) * 0.5,  # a part without a gradient counts in the number alone
 }
@@ -81,7 +82,7 @@ READING: dict[str, Made] = {
     "log": lambda loss, *_: torch.log(loss + 1).sum(),
 }
 OF_LOGITS: dict[str, Made] = {"smoothed": smoothed, "distilled": distilled, "rewards": rewards}
-MADE = QUIET | READING | OF_LOGITS | {"reduced": reduced}
+MADE = UNREAD | READING | OF_LOGITS | {"reduced": reduced}
 """What a script makes of the losses of its batches, and of their logits."""
 
 
@@ -113,11 +114,11 @@ class Loop:
             optimizer=draw.choice(list(OPTIMIZERS)), clip=draw.choice([0.0, 0.0, 0.7]), sliced=draw.random() < 0.3,
         )  # fmt: skip
         reading, of_logits = draw.choice([0, 2, 3]), draw.choice([0, 2])
-        kinds = [*QUIET, *draw.sample([*READING], reading), *draw.sample([*OF_LOGITS], of_logits)]
+        kinds = [*UNREAD, *draw.sample([*READING], reading), *draw.sample([*OF_LOGITS], of_logits)]
         names = draw.sample(kinds, draw.randint(2, len(kinds)))
         first = draw.choice([0, 0, 1, steps])  # the step from which on losses are read
         for step in range(steps):
-            loop._draw_step(draw, step, names if step >= first else [*QUIET], plain=plain)
+            loop._draw_step(draw, step, names if step >= first else [*UNREAD], plain=plain)
         loop._draw_between(draw, first)
         return loop
 
@@ -132,8 +133,8 @@ class Loop:
             self.batches[step, rank] = lengths
             for number in range(count):
                 never = {"by size"} if plain or (rank, number) == (0, 0) else set()  # leaves it out
-                self.made[step, rank, number] = draw.choice([name for name in names if name not in never] or [*QUIET])
-                if not set(names) <= set(QUIET) and draw.random() < 0.3:
+                self.made[step, rank, number] = draw.choice([name for name in names if name not in never] or [*UNREAD])
+                if not set(names) <= set(UNREAD) and draw.random() < 0.3:
                     self.reads[step, rank, number] = draw.choice(["forward", "backward", "step"])
 
     def _draw_between(self, draw: random.Random, first: int) -> None:
@@ -174,9 +175,8 @@ def engine_of(rank: int, loop: Loop, dtype: torch.dtype = torch.float64, **block
     """The engine of a loop."""
     rank_environment(rank)
     model = build_model(FAMILY, dtype)
-    own = {"context_length": 64, "strategies": STRATEGIES[loop.ranks], "choose": "cycle", "self_check": "off",
-           "planner": {"ahead": 0}, "faults": {"frozen_seconds": 0}, "steps_file": None, "loss_norm": loop.norm,
-           "losses": "early" if loop.early else "auto"}  # fmt: skip
+    own = QUIET | {"context_length": 64, "strategies": STRATEGIES[loop.ranks], "choose": "cycle",
+                   "loss_norm": loop.norm, "losses": "early" if loop.early else "auto"}  # fmt: skip
     config = {"gradient_accumulation_steps": loop.accumulation, "gradient_clipping": loop.clip, "hydra": own | block}
     engine = ds_hydra.initialize(model=model, optimizer=OPTIMIZERS[loop.optimizer](model), config=config)[0]
     if loop.sliced:

@@ -21,7 +21,7 @@ from transformers import AutoConfig
 
 from ds_hydra.pipe.dropout import keep_mask, place_key, sequence_key, step_key, token_keys
 from ds_hydra.pipe.loss import IGNORED
-from ds_hydra.testing.drawing import drawing
+from ds_hydra.testing.one_process import drawing
 
 WIDTH, WORDS, IMAGE, VIDEO, AUDIO = 32, 128, 120, 121, 124
 FILM = 10  # and more: a width of a video, with two frames of what remains

@@ -20,7 +20,7 @@ from ds_hydra.planner import PhasedPlanner, StepPlan, parse_phases
 from ds_hydra.testing import float64_throughout, rank_environment, run_ranks, whole_gradients
 from tests.support.families import VALUED, VOCAB, base_family, build_model, reference_model
 from tests.support.planner_cases import in_slices, num_slices, recomputing
-from tests.support.small_job import shared_source
+from tests.support.small_job import QUIET, shared_source
 from tests.support.strict import Rules, strict_world
 
 PER_RANK = (4, 0, 8, 2)  # sequences that each rank hands in, in pairs
@@ -358,15 +358,7 @@ def engine_of(
     """An engine of this rank that trains on what is handed in, under any of the layouts."""
     rank_environment(rank)
     shapes = dict.fromkeys(str(shape) for one in layouts for shape in parse_phases(one.strategy))
-    block = {
-        "tokens_per_step": 400,
-        "context_length": 128,
-        "strategies": list(shapes),
-        "self_check": "off",
-        "steps_file": None,
-        "planner": {"ahead": 0},
-        "faults": {"frozen_seconds": 0},
-    }
+    block = QUIET | {"tokens_per_step": 400, "context_length": 128, "strategies": list(shapes)}
     config = {"optimizer": optimizer or {"type": "AdamW"}, "gradient_clipping": 1.0, "hydra": block}
     engine = ds_hydra.initialize(model=build_model(family, torch.float64), config=config, pre_step_callback=planned)[0]
     planned.table = engine.crew.plans.table

@@ -142,6 +142,12 @@ def sequences() -> list[Tensor]:
     return [torch.randint(3, 97, (n,), generator=generator) for n in LENGTHS]
 
 
+QUIET: dict[str, Any] = {
+    "self_check": "off", "steps_file": None, "planner": {"ahead": 0}, "faults": {"frozen_seconds": 0}
+}  # fmt: skip
+"""What a job does beside training is switched off; it has tests of its own."""
+
+
 def small_config(num_ranks: int, **hydra: Any) -> dict[str, Any]:
     """A config that cycles through STRATEGIES; `hydra` adds to its block."""
     return {
@@ -152,10 +158,7 @@ def small_config(num_ranks: int, **hydra: Any) -> dict[str, Any]:
             "tokens_per_step": 250,
             "strategies": hydra.get("strategies") or STRATEGIES[num_ranks],
             "choose": "best" if hydra.get("replay") else "cycle",
-            "self_check": "off",  # has tests of its own
-            "steps_file": None,
-            "planner": {"ahead": 0},
-            "faults": {"frozen_seconds": 0},
+            **QUIET,
             **hydra,
         },
     }

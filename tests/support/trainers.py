@@ -5,28 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, TrainingArguments
 
-from tests.support.small_job import sequences, small_model
+from tests.support.small_job import QUIET, padded, sequences, small_model
 
 STEPS = 4
 
 
 def collate(items: list[Tensor]) -> dict[str, Tensor]:
-    ids = pad_sequence(items, batch_first=True)
-    mask = torch.arange(ids.shape[1]) < torch.tensor([len(item) for item in items])[:, None]
-    return {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.masked_fill(~mask, -100)}
+    batch = padded(items)
+    return {**batch, "labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
 
 
 def config(**hydra: Any) -> dict[str, Any]:
-    block = {"tokens_per_step": 250, "strategies": ["tp2", "pp2"], "choose": "cycle", "self_check": "off"}
-    quiet = {"steps_file": None, "planner": {"ahead": 0}, "faults": {"frozen_seconds": 0}}
-    return {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 1}, "hydra": block | quiet | hydra}
+    block = QUIET | {"tokens_per_step": 250, "strategies": ["tp2", "pp2"], "choose": "cycle"} | hydra
+    return {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 1}, "hydra": block}
 
 
 def settings(folder: Path, num_ranks: int, engine: Any, **more: Any) -> TrainingArguments:
