@@ -9,8 +9,7 @@ from ds_hydra.config.versions import refuse_older
 refuse_older("torch", "transformers", "deepspeed", "accelerate")
 
 from ds_hydra.host.launch import tell_locks  # noqa: E402
-from ds_hydra.hugging_face.accelerator import HydraAccelerator  # noqa: E402
-from ds_hydra.hugging_face.host_configs import teach_hosts  # noqa: E402
+from ds_hydra.hugging_face.accelerator import HydraAccelerator, teach_hosts  # noqa: E402
 from ds_hydra.hugging_face.trainer import HydraTrainer  # noqa: E402
 
 teach_hosts()  # before a script makes TrainingArguments or a plugin

@@ -1,4 +1,4 @@
-"""`transformers.Trainer`'s loop in; the engine's planned steps out.
+"""A `transformers.Trainer` whose loop runs planned steps.
 
 [Note: Trainer]
 `Trainer` goes through its batches, and after every `gradient_accumulation_steps` of them makes an update. Here a batch

@@ -5,10 +5,18 @@ fields), and names in its docstring the columns that the items must have. `norma
 where the call gives no number, and `mixes_tokens` that it needs other tokens than the one that it is of.
 """
 
-from ds_hydra.losses.distillation import Distillation
-from ds_hydra.losses.policy import GSPO, PolicyLoss, dapo, dr_grpo, group_advantages, grpo, ppo
-from ds_hydra.losses.preference import DPO
-from ds_hydra.losses.values import ValueLoss
+from ds_hydra.losses.scores import (
+    DPO,
+    GSPO,
+    Distillation,
+    PolicyLoss,
+    ValueLoss,
+    dapo,
+    dr_grpo,
+    group_advantages,
+    grpo,
+    ppo,
+)
 
 __all__ = [
     "DPO", "GSPO", "Distillation", "PolicyLoss", "ValueLoss", "dapo", "dr_grpo", "group_advantages", "grpo", "ppo",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from ds_hydra.costs.cost_table import CostTable, SchemeCost, TableFile
 from ds_hydra.pipe.models import causal_lm
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.shape import ParallelScheme
-from ds_hydra.testing import RankError, run_ranks
+from ds_hydra.testing import run_ranks
 from ds_hydra.watchdog import watchdog
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.ends import TRACEBACK, all_told, codes, ends, mark_fault
@@ -212,32 +211,6 @@ def test_layer_lists_that_cannot_be_packed() -> None:
             start("tp1", model=PipelineModule(folded, num_stages=1, loss_fn=nn.CrossEntropyLoss()))
 
     assert errors(1, job) == ["no error"]
-
-
-def test_other_ranks_end_soon_when_one_dies() -> None:
-    def run(rank: int) -> None:
-        engine = start("tp2 + pp2", timeout_seconds=60)
-        engine.train_batch()
-        if rank == 3:
-            os._exit(9)
-        for _ in range(50):
-            engine.train_batch()
-
-    began = time.monotonic()
-    with pytest.raises((RankError, RuntimeError)):
-        run_ranks(run, 4, timeout=90)
-    assert time.monotonic() - began < 60
-
-
-def test_ranks_that_do_not_get_the_same_data_are_told() -> None:
-    def job() -> None:
-        engine = start("2*tp1", data=DATA if torch.distributed.get_rank() == 0 else DATA[::-1])
-        engine.train_batch()
-
-    texts = errors(2, job)
-    assert "give every rank the same data" in texts[0], texts
-    assert "give every rank the same data" in texts[1], texts
-    assert texts[0] != "no error", texts
 
 
 def test_a_step_without_targets_is_told_and_leaves_no_nan() -> None:

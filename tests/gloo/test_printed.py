@@ -33,7 +33,7 @@ from ds_hydra.commands.__main__ import main
 from ds_hydra.config.deepspeed_settings import BATCH_KEYS, KNOWN_SETTINGS
 from ds_hydra.config.hydra_block import parse_config
 from ds_hydra.engine.job import model_source
-from ds_hydra.hugging_face.host_configs import for_engine
+from ds_hydra.hugging_face.accelerator import for_engine
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.testing import free_port, rank_environment, run_ranks
 from tests.support.pages import PLACES, ROOT, printed, printed_block

@@ -1,4 +1,4 @@
-"""A seed in, a training case out that nobody thought of: any family of the table, strategies and options together.
+"""Training cases drawn by a seed, which nobody thought of: any family of the table, strategies and options together.
 
 Which families there are, and what is to be known of each, the table of cases says; what a model cannot be cut by, its
 own plan. A draw that it refuses is drawn again, and told with its refusal.

@@ -1,4 +1,4 @@
-"""The scripts of examples/swap in; their losses after the swap on 2 ranks, and those of one process, out."""
+"""Losses of the scripts of examples/swap after the swap on 2 ranks, and those of one process."""
 
 from __future__ import annotations
 

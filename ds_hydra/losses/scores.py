@@ -1,4 +1,5 @@
-"""Losses of policy gradients: PPO, GRPO and its kin, which clip the ratio of a token or of a whole answer."""
+"""Losses of log-probabilities and of values: of policies (PPO, GRPO and others), of pairs of answers of which one is
+preferred, of a teacher's top words, and of a critic, which learns what a sequence will come to."""
 
 from __future__ import annotations
 
@@ -7,8 +8,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, maximum
 
+from ds_hydra.pipe.rows import CANDIDATE_LOG_PROBS
 from ds_hydra.zero_hetero.errors import ConfigError
 
 Fields = Mapping[str, Tensor]
@@ -138,3 +141,119 @@ def group_advantages(rewards: Tensor, groups: Tensor, *, scaled: bool = True) ->
     counts = torch.bincount(of)
     deviation = (mean_by(less.square(), of) * counts / (counts - 1).clamp_min(1)).sqrt()
     return less / (deviation[of] + 1e-4)
+
+
+@dataclass(frozen=True)
+class DPO:
+    """DPO of pairs (arXiv 2305.18290, eq. 7), in the mean over pairs, with h = the sum over an answer's tokens of
+    log_probs - reference_log_probs, of the preferred one less that of the other:
+
+        "sigmoid"   -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h), where e is `label_smoothing`
+        "ipo"       (h - 1 / (2 beta))^2 (IPO, arXiv 2310.12036, eq. 17)
+
+    Columns: `pair`, a whole number of a sequence, equal for the two of a pair, which are of one rank. `chosen`, 1 for
+    the preferred sequence and 0 for the other. `reference_log_probs`, a number of a token, as `engine.log_probs` of the
+    reference model gives them.
+    """
+
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    kind: Literal["sigmoid", "ipo"] = "sigmoid"
+
+    @property
+    def mixes_tokens(self) -> bool:
+        """It needs all tokens of two sequences."""
+        return True
+
+    def __call__(self, log_probs: Tensor, entropy: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
+        """The loss of each pair, (pairs,)."""
+        apart = log_probs - fields["reference_log_probs"]
+        of, first = answers(fields), _first(answers(fields))
+        sums = torch.zeros(len(first), dtype=apart.dtype, device=apart.device).index_add(0, of, apart)
+        pair, chosen = fields["pair"][first], fields["chosen"][first] > 0
+        names, of_pair, counts = torch.unique(pair, return_inverse=True, return_counts=True)
+        preferred = torch.bincount(of_pair[chosen], minlength=len(names))
+        if bool((counts != 2).any()) or bool((preferred != 1).any()):
+            at = int(((counts != 2) | (preferred != 1)).nonzero()[0])
+            raise ConfigError(
+                f"the pair {int(names[at])} has {int(counts[at])} sequences with a target on this rank, of which "
+                f"{int(preferred[at])} are chosen: give both of each pair to one rank, one with chosen 1 and one with 0"
+            )
+        signs = torch.where(chosen, 1.0, -1.0).to(sums)
+        margin = torch.zeros(len(names), dtype=sums.dtype, device=sums.device).index_add(0, of_pair, signs * sums)
+        if self.kind == "ipo":
+            return (margin - 1 / (2 * self.beta)).square()
+        return -(1 - self.label_smoothing) * F.logsigmoid(self.beta * margin) - self.label_smoothing * F.logsigmoid(
+            -self.beta * margin
+        )
+
+
+def _first(of: Tensor) -> Tensor:
+    """The first place of each of 0, 1, 2, ... in (T,)."""
+    places = torch.full((int(of.max()) + 1,), len(of), device=of.device)
+    return places.scatter_reduce(0, of, torch.arange(len(of), device=of.device), "amin")
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """KL divergence between a teacher's distribution q and the model's p, in the mean over tokens (arXiv 1503.02531;
+    the direction as in arXiv 2306.13649, section 3). It is over the teacher's top k words and, as one more, all others:
+
+        "forward"   sum of q (log q - log p)
+        "reverse"   sum of p (log p - log q)
+
+    Without the `tail` the sum is over the k words alone. Columns: `teacher_ids` (k a token), whole numbers, and
+    `teacher_log_probs` (k a token), at the place of the token that they are a distribution of: a teacher's logits at
+    token i - 1 belong to token i.
+    """
+
+    direction: Literal["forward", "reverse"] = "forward"
+    tail: bool = True
+    candidates: str = "teacher_ids"
+
+    def __call__(self, log_probs: Tensor, entropy: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
+        """The loss of each token, (T,)."""
+        own, teacher = fields[CANDIDATE_LOG_PROBS], fields["teacher_log_probs"]
+        if self.tail:
+            own, teacher = (torch.cat((one, _rest(one)), dim=-1) for one in (own, teacher))
+        if self.direction == "forward":
+            return (teacher.exp() * (teacher - own)).sum(dim=-1)
+        return (own.exp() * (own - teacher)).sum(dim=-1)
+
+
+def _rest(log_probs: Tensor) -> Tensor:
+    """The log-probability (T, 1) of all other words; rounding leaves at least a last bit of it."""
+    least = torch.finfo(log_probs.dtype).eps
+    return (1 - log_probs.exp().sum(dim=-1, keepdim=True)).clamp_min(least).log()
+
+
+@dataclass(frozen=True)
+class ValueLoss:
+    """The squared error of each token's value V (arXiv 1707.06347, eq. 9), halved, and clipped as OpenAI's baselines,
+    TRL and verl (`compute_value_loss`) do:
+
+        max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2
+
+    Columns: `returns`, R, and `old_values`, V_old, a number of a token each, at the token's own place, where
+    `engine.values` has the value that comes before it; without `clip` no old values are read.
+    """
+
+    clip: float | None = 0.2  # None: nothing is clipped
+
+    def __post_init__(self) -> None:
+        if self.clip is not None and not self.clip > 0:
+            raise ConfigError(f"clip must be positive, or None, but is {self.clip!r}")
+
+    @property
+    def normaliser(self) -> str:
+        """What the sum of all tokens' losses is divided by."""
+        return "tokens"
+
+    def __call__(self, values: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
+        """The loss of each token, (T,)."""
+        returns = fields["returns"]
+        loss = (values - returns).square()
+        if self.clip is not None:
+            old = fields["old_values"]
+            loss = maximum(loss, (values.clamp(old - self.clip, old + self.clip) - returns).square())
+        return loss / 2
