@@ -110,7 +110,7 @@ class Crew:
             raise
         writer: weakref.ref[Writer] = weakref.ref(self.writer)  # the watchdog's thread must not hold this crew
         self.watchdog.finishes = lambda: (of := writer()) is not None and of.busy
-        self.helps = list[Callable[[], None]]()  # what this rank does for others once its script has ended
+        self.help: Callable[[], None] = lambda: None  # what this rank does for others once its script has ended
         self._at_exit = partial(_close_at_exit, weakref.ref(self))
         atexit.register(self._at_exit)
 
@@ -349,8 +349,7 @@ def _close_at_exit(of: weakref.ref[Crew]) -> None:
             end_process(crew.watchdog.code)
         return
     try:
-        for helps in crew.helps:
-            helps()
+        crew.help()
         crew.close()
     except Exception as error:
         code = OWN_FAULT

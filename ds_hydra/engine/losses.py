@@ -301,19 +301,16 @@ def mix(
     return Mixed(float(losses.detach().double().sum()), len(losses), weighed)
 
 
-def of_mixed(layout: FieldLayout, *, valued: bool) -> Objective:
-    """The second run of a loss that mixes tokens, whose sequences `mix` has given."""
-    loss, width = (_by_gradient, 1) if valued else (_by_gradients, 2)
-    return Objective(loss, layout.and_also(Field(_GRADIENTS, width, False)), valued=valued)
+def by_gradients(layout: FieldLayout, *, valued: bool = False, of_logits: int = 0) -> Objective:
+    """The second run of a loss whose gradients by the scores of its tokens are known: they stand behind the fields."""
+    behind = Field(_GRADIENTS, of_logits or (1 if valued else 2), False)
+    return Objective(_by_gradients, layout.and_also(behind), valued=valued, of_logits=of_logits)
 
 
-def _by_gradient(values: Tensor, fields: dict[str, Tensor]) -> Tensor:
-    return fields[_GRADIENTS].squeeze(-1) * values
-
-
-def _by_gradients(log_probs: Tensor, entropy: Tensor, fields: dict[str, Tensor]) -> Tensor:
-    of_log_prob, of_entropy = fields[_GRADIENTS].unbind(dim=-1)
-    return of_log_prob * log_probs + of_entropy * entropy
+def _by_gradients(*given: Any) -> Tensor:
+    *scores, fields = given
+    of_tokens = scores[0] if scores[0].dim() > 1 else torch.stack(scores, dim=-1)
+    return (fields[_GRADIENTS] * of_tokens).sum(dim=-1)  # type: ignore[no-any-return]
 
 
 SequenceLoss = Callable[[Tensor], Tensor]

@@ -40,10 +40,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ds_hydra.engine.losses import by_gradients
 from ds_hydra.engine.scoring import every_token, summed_loss
 from ds_hydra.host.three_calls import Collected
 from ds_hydra.pipe.loss import Objective
-from ds_hydra.pipe.rows import Field, FieldLayout
+from ds_hydra.pipe.rows import FieldLayout
 from ds_hydra.ranks.calling import READS, ROUND, LossIsRead
 from ds_hydra.ranks.moving import user_frame, walk
 from ds_hydra.step.outcome import mean_of
@@ -66,9 +67,6 @@ Result = TypeVar("Result")
 # sum of their losses.
 _BATCHES, _RUNS, _READ, _LEAST, _MOST, _LOGITS, _STEP, _READY, _TRAINED, _MADE = range(10)
 _NEAR = 1e-12  # relative, of equal ratios
-
-
-_GRADIENTS = "gradients of the loss by the logits"
 
 
 class _Own(NamedTuple):
@@ -137,10 +135,9 @@ class LogitRun(NamedTuple):
             if one.entry.is_trained:  # and stays so
                 one.entry.factor = one.entry.factor or 0.0
             one.entry.logits = one.entry.by_logits = None
-        layout = FieldLayout((Field(_GRADIENTS, words, False),))
         delivered = steps.shares.deliver(self.handed.plan, sequences, self.handed.gathered, words)
         whole = self.host.three_calls.batches_of_update() * self.host.world_size
-        objective = Objective(_linear, layout, of_logits=words)
+        objective = by_gradients(FieldLayout(), of_logits=words)
         steps.parts.add_objective(self.handed.planned, delivered, objective, float(whole))
         return padding
 
@@ -155,10 +152,6 @@ class LogitRun(NamedTuple):
                 (by_loss,) = torch.autograd.grad(self.loss(leaf, one), leaf)
             found += entry.factor * by_loss
         return found
-
-
-def _linear(logits: Tensor, fields: dict[str, Tensor]) -> Tensor:
-    return (fields[_GRADIENTS] * logits).sum(dim=-1)
 
 
 def in_rows(kept: Tensor, numbers: Tensor, padding: float = 0.0) -> Tensor:

@@ -40,11 +40,11 @@ from ds_hydra.engine.losses import (
     Mixed,
     SequenceLoss,
     Weighed,
+    by_gradients,
     check_objective,
     checked_normaliser,
     counted,
     mix,
-    of_mixed,
     weigh,
 )
 from ds_hydra.engine.record import Measured, stage_times, step_record
@@ -303,7 +303,7 @@ class Parts:
             of_loss, objective, divisor = None, None, normaliser and float(normaliser)
             if asked is not None and asked.mixes:
                 of_loss, divisor, delivered = self._mix(asked, handed)
-                objective = of_mixed(gathered.layout, valued=asked.valued)
+                objective = by_gradients(gathered.layout, valued=asked.valued)
             elif asked is not None:
                 objective, divisor = asked.objective(gathered.layout), _counted(asked, gathered)
             if objective is not None:
@@ -437,7 +437,7 @@ class Parts:
         row = torch.tensor([mixed.total, mixed.num_losses], dtype=torch.float64)
         total, count = crew.world.channel.rows(row).sum(dim=0).tolist()
         divisor = float(asked.normaliser) if not isinstance(asked.normaliser, str) else count or 1.0
-        columns = of_mixed(gathered.layout, valued=asked.valued).layout.num_columns
+        columns = by_gradients(gathered.layout, valued=asked.valued).layout.num_columns
         return total / divisor, divisor, self._shares.deliver(handed.plan, mixed.sequences, gathered, columns)
 
 

@@ -81,7 +81,7 @@ class Weights:
 
         update.model, self._crew().stepper.runtimes.moved = now, moved
         if self._host.hydra_config.elastic is None:
-            self._crew().helps = [self.lent.help_others]
+            self._crew().help = self.lent.help_others
         guard_updates(optimizer, updating=lambda: self._crew().update.is_updating,
                       before_dropping=self._calls.refuse_dropping)  # fmt: skip
 
