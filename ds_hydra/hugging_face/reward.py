@@ -97,19 +97,11 @@ class _OfRewards(HydraTrainer):
         model.train()
         self.model.train()  # TRL asks the script's model whether it trains
         inputs = self._prepare_inputs(inputs)
-        losses: list[Tensor] = []
-
-        def loss(values: Tensor, fields: dict[str, Tensor]) -> Tensor:
-            losses.append(self._loss_of(values, inputs) / self.current_gradient_accumulation_steps)
-            return losses[0].reshape(1)
-
-        loss.watched = False  # type: ignore[attr-defined]  # it gathers metrics, as all ranks do
-        model.forward_backward(_rows(inputs), loss, mixes_tokens=True)
-        if self.accelerator.sync_gradients:
-            model.optimizer_step()
-            if model.lr_scheduler is not None:
-                model.lr_scheduler.step()
-        return losses[0].detach()
+        return self._train_on(
+            model,
+            _rows(inputs),
+            lambda values, _: self._loss_of(values, inputs) / self.current_gradient_accumulation_steps,
+        )
 
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None

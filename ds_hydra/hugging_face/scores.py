@@ -199,25 +199,18 @@ class _ScoresTrainer(HydraTrainer):
             raise ConfigError(
                 "no token of a batch of this rank is scored: leave rows without an answer out of the data"
             )
-        losses: list[Tensor] = []
         if self._scores_references and self._is_own_reference:
             adapted: Any = self.model
             with adapted.disable_adapter():
                 self._reference = self._scored(rows)
 
-        def loss(log_probs: Tensor, entropy: Tensor, fields: dict[str, Tensor]) -> Tensor:
+        def loss(log_probs: Tensor, entropy: Tensor, _: Any) -> Tensor:
             once = iter([Scores(rows.padded(rows.scored, log_probs), rows.padded(rows.scored, entropy))])
-            losses.append(self._loss_of(lambda **named: _next(once), model, inputs, num_items_in_batch))
-            return losses[0].reshape(1)
+            return self._loss_of(lambda **named: _next(once), model, inputs, num_items_in_batch)
 
-        loss.watched = False  # type: ignore[attr-defined]  # it computes references and gathers metrics, as all ranks do
-        model.forward_backward(rows.sequences, loss, temperature=self._temperature, mixes_tokens=True)
+        found = self._train_on(model, rows.sequences, loss, temperature=self._temperature)
         self._reference = None
-        if self.accelerator.sync_gradients:
-            model.optimizer_step()
-            if model.lr_scheduler is not None:
-                model.lr_scheduler.step()
-        return losses[0].detach()
+        return found
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Trainer's own; what TRL would need the logits for is left out."""

@@ -34,7 +34,7 @@ import logging
 import math
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -306,6 +306,23 @@ class HydraTrainer(Trainer):
         if updates:
             self._applied = bool(self._applied) or not model.last_step.skipped
         return torch.tensor(model.last_step.loss if updates else 0.0, device=self.args.device)
+
+    def _train_on(self, model: Any, rows: Any, loss_of: Callable[..., Tensor], **how: Any) -> Tensor:
+        """Train on this rank's rows by a trainer's whole loss, made of the scores of their tokens; the last batch of an
+        update applies it. Returns the loss, ()."""
+        losses: list[Tensor] = []
+
+        def loss(*given: Any) -> Tensor:
+            losses.append(loss_of(*given))
+            return losses[0].reshape(1)
+
+        loss.watched = False  # type: ignore[attr-defined]  # it computes references and gathers metrics, as all ranks do
+        model.forward_backward(rows, loss, mixes_tokens=True, **how)
+        if self.accelerator.sync_gradients:
+            model.optimizer_step()
+            if model.lr_scheduler is not None:
+                model.lr_scheduler.step()
+        return losses[0].detach()
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Trainer's own, with what ran in the last step where a training loss is logged."""
