@@ -20,12 +20,12 @@ from ds_hydra.engine.rounds import _LEAST, LogitRun, Rounds
 from ds_hydra.host import three_calls
 from ds_hydra.host.three_calls import ThreeCalls
 from ds_hydra.testing import float64_throughout, run_ranks
-from tests.support.batches import collated
 from tests.support.drawn_loops import (
     FAMILY,
     Loop,
     Order,
     always,
+    collated,
     engine_of,
     expected,
     orders,
