@@ -53,27 +53,6 @@ class Joined(NamedTuple):
     strategy: StrategyShape
 
 
-def joins_by(plan: StepPlan, candidates: Sequence[StrategyShape], joined: Sequence[Joined]) -> Joined | None:
-    """What the plan of a step that was trained adds to those that have joined, if anything."""
-    if plan.source != COMPOSED or len(joined) >= MOST_JOINED:
-        return None
-    (phase,) = plan.phases
-    known = {*candidates, *(one.strategy for one in joined)}
-    return None if phase.shape in known else Joined(plan.step + JOINS_AFTER, phase.shape)
-
-
-def able_to_join(
-    joined: Sequence[Joined], candidates: Sequence[StrategyShape], room: ArenaRoom | None
-) -> tuple[Joined, ...]:
-    """Those of another start of the job that this one can run; no `room`: it composes none."""
-    able = tuple(
-        one for one in joined if room is not None and one.strategy not in candidates and not room.refusal(one.strategy)
-    )
-    if len(able) < len(joined):
-        logger.info("%d strategies that were composed before are none of this job's", len(joined) - len(able))
-    return able
-
-
 _FAILED = "failed\n"  # before rank 0's error, in place of a plan
 _WAITING = "waiting\n"  # in place of a plan that rank 0 is still waiting for
 
@@ -192,23 +171,6 @@ class PreStepCallback:
         """Whether coming steps were submitted."""
         return self._submitted is not None
 
-    @property
-    def kernels(self) -> str:
-        """ "auto" until they are settled."""
-        return self.service.kernels
-
-    def use_table(self, cost_table: CostTable, first: int) -> None:
-        """See `PlannerService`."""
-        self.service.use_table(cost_table, first)
-
-    def join(self, strategy: StrategyShape, exposed_ms: float, first: int) -> None:
-        """See `PlannerService`."""
-        self.service.join(strategy, exposed_ms, first)
-
-    def close(self) -> None:
-        """End the producer process."""
-        self.service.close()
-
 
 def plan_of(
     own: Callback, step: int, ids: tuple[int, ...], lengths: tuple[int, ...], recipe: PlanRecipe, room: ArenaRoom | None
@@ -311,26 +273,34 @@ class PlanSource:
         self.tables = (*self.tables[-2:], (first, cost_table))
         self._set_planner()
         if self._pre_step is not None:
-            self._pre_step.use_table(cost_table, first)
+            self._pre_step.service.use_table(cost_table, first)
 
     def trained(self, plan: StepPlan) -> None:
         """After a step: a strategy that was composed for it joins the candidates, some steps later.
 
         Every rank must call it, with the same plans.
         """
-        joined = joins_by(plan, self._recipe.strategies, self.joined)
-        if joined is not None:
-            self._join(joined)
+        if plan.source != COMPOSED or len(self.joined) >= MOST_JOINED:
+            return
+        (phase,) = plan.phases
+        if phase.shape not in {*self.strategies, *(one.strategy for one in self.joined)}:
+            self._join(Joined(plan.step + JOINS_AFTER, phase.shape))
 
     def able_to_join(self, joined: Sequence[Joined]) -> tuple[Joined, ...]:
         """Those of another start of the job that this one can run; every rank finds the same."""
-        composes = self._recipe.options.highs == "composes"
-        return able_to_join(joined, self._recipe.strategies, self._room if composes else None)
+        room = self._room if self._recipe.options.highs == "composes" else None
+        able = tuple(
+            one for one in joined
+            if room is not None and one.strategy not in self.strategies and not room.refusal(one.strategy)
+        )  # fmt: skip
+        if len(able) < len(joined):
+            logger.info("%d strategies that were composed before are none of this job's", len(joined) - len(able))
+        return able
 
     def _join(self, joined: Joined) -> None:
         self.joined = (*self.joined, joined)
         if self._pre_step is not None:
-            self._pre_step.join(joined.strategy, self._exposed(joined.strategy), joined.first)
+            self._pre_step.service.join(joined.strategy, self._exposed(joined.strategy), joined.first)
 
     @property
     def table(self) -> CostTable:
@@ -384,9 +354,9 @@ class PlanSource:
     @property
     def first_digest(self) -> str:
         """Of the recipe without corrections, on rank 0 once a plan was made; else empty."""
-        if self._pre_step is None or self._pre_step.kernels == "auto":
+        if self._pre_step is None or self._pre_step.service.kernels == "auto":
             return ""
-        options = replace(self._recipe.options, kernels=self._pre_step.kernels)
+        options = replace(self._recipe.options, kernels=self._pre_step.service.kernels)
         return replace(self._recipe, table=self.first_table, options=options).digest
 
     @property
@@ -445,7 +415,7 @@ class PlanSource:
     def close(self) -> None:
         """End the producer process."""
         if self._pre_step is not None:
-            self._pre_step.close()
+            self._pre_step.service.close()
 
     def _share(
         self, step: int, batch: _Batch | None, make: Callable[[Waiting], PlannedStep], telling: Telling | None = None
