@@ -228,7 +228,8 @@ def prepare(job: Job, world: World) -> PreparedJob:
             why += f": with layers {name}, {error}"
         else:
             holds = ", which holds the longest sequence" if name == KEPT else why
-            _tell_recomputing(world, f"activation_checkpointing: all layers are {name}{holds}")
+            if world.rank == 0:
+                logger.info("activation_checkpointing: all layers are %s%s", name, holds)
             return found
     raise AssertionError("the last choice returns or raises")
 
@@ -236,11 +237,6 @@ def prepare(job: Job, world: World) -> PreparedJob:
 KEPT, AGAIN = "kept", "computed again"
 ATTENDED = f"{AGAIN} but for attention, whose output is kept"
 _FETCHED = f"{AGAIN}, what they keep is on the host"
-
-
-def _tell_recomputing(world: World, line: str) -> None:
-    if world.rank == 0:
-        logger.info("%s", line)
 
 
 def _choices(job: Job) -> dict[str, Job]:

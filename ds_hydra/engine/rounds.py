@@ -349,7 +349,8 @@ class Rounds:
         crew, steps, calls = self._host.crew, self._host.steps, self._host.three_calls
         with crew.calling(ROUND):
             trains = self._early and not self._logits
-            factors = [self._factor(number) for number in range(len(self._ran), len(self._ran) + len(entries))]
+            last = len(self._factors) - 1
+            factors = [self._factors[min(len(self._ran) + number, last)] for number in range(len(entries))]
             mine = steps.handed.read([(entry.batch, factor) for entry, factor in zip(entries, factors, strict=True)])
             if trains:
                 mine = steps.handed.with_targets(mine)
@@ -396,9 +397,6 @@ class Rounds:
                     "train on what the model says of padding. Leave these places out, as by attention_mask (told once)"
                 )
             self._trained_runs += 1
-
-    def _factor(self, number: int) -> float:
-        return self._factors[min(number, len(self._factors) - 1)]
 
     def _ratios(self) -> tuple[float, float]:
         """The least and the largest, of this rank's batches."""

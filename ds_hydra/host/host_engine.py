@@ -48,7 +48,6 @@ from ds_hydra.host.settings import (
     refuse_foreign_scheduler,
     refuse_metrics_scheduler,
     refuse_reordering,
-    refuse_step_beyond,
     refused_call,
     sized,
     streamed,
@@ -237,7 +236,12 @@ class HostEngine(DeepSpeedEngine):
 
     def refuse_further_steps(self) -> None:
         """Raise ConfigError when the job has made all steps that the config asks for."""
-        refuse_step_beyond(self.hydra_config.total_steps, self.global_steps + 1)
+        step, total_steps = self.global_steps + 1, self.hydra_config.total_steps
+        if total_steps is not None and step > total_steps:
+            raise ConfigError(
+                f"step {step} was asked for, but training ends with hydra.total_steps {total_steps}: loop "
+                "with `for _ in loader`, which ends there after a restart too, or raise it"
+            )
 
     def finish_step(self, record: StepRecord, *, schedule: bool = True) -> None:
         """Record a finished step: counters, gradient norm, LR schedule, log line, JSON line, monitors.

@@ -95,15 +95,6 @@ def refuse_metrics_scheduler(scheduler: Any) -> None:
         )
 
 
-def refuse_step_beyond(total_steps: int | None, step: int) -> None:
-    """Raise ConfigError if `step` comes after the last one that the config asks for."""
-    if total_steps is not None and step > total_steps:
-        raise ConfigError(
-            f"step {step} was asked for, but training ends with hydra.total_steps {total_steps}: loop "
-            "with `for _ in loader`, which ends there after a restart too, or raise it"
-        )
-
-
 class BatchSizes(NamedTuple):
     """Sequences, of scripts that hand batches in; nothing of a planned step follows from the first two."""
 

@@ -341,11 +341,6 @@ def row_without_plan() -> Tensor:
     return torch.full((2 * _DIGEST_WORDS + 1,), FAILED)
 
 
-def failed(rows: Tensor) -> bool:
-    """Whether a rank has no batches, because of an error."""
-    return bool((rows[:, 2 * _DIGEST_WORDS] == FAILED).any())
-
-
 def agreed(step: int, rows: Tensor) -> int | None:
     """The sum of the weights, of all ranks' rows for the step; None where their batches are not built.
 
@@ -380,29 +375,9 @@ class BuiltStep:
         return sum(batches.weight for batches in self.batches)
 
 
-def build_together(
-    plan: StepPlan, costs: CostTable, build: Callable[[], BuiltStep], channel: Channel
-) -> tuple[BuiltStep, int]:
-    """What `build` makes of a plan, and the step's loss weight, by one message between all ranks.
-
-    Raises PlanError on all ranks when their plans differ, and what `agree` raises when one of them cannot build its
-    batches: its dataset fails, say, or there is no memory for a strategy that is used for the first time.
-    """
-    built, error = None, None
-    try:
-        built = build()
-    except Exception as raised:  # first this rank takes part in the message that the others wait for
-        error = raised
-    rows = channel.first_rows(row_of(plan, costs, FAILED if built is None else built.weight))
-    weight = settled(plan.step, rows, error, channel)
-    assert built is not None, "else a rank has failed"
-    assert weight is not None, "all ranks have built their batches"
-    return built, weight
-
-
 def settled(step: int, rows: Tensor, error: BaseException | None, channel: Channel) -> int | None:
     """What `agreed` makes of all ranks' rows on `step`, counted from 0. Where a rank has failed, all raise."""
-    if failed(rows):
+    if bool((rows[:, 2 * _DIGEST_WORDS] == FAILED).any()):
         # One message more, but the step is lost anyway: the others read the error of the rank that has one.
         agree(channel, error, f"making step {step + 1} ready")
     return agreed(step + 1, rows)

@@ -23,7 +23,7 @@ from ds_hydra.pipe.loss import IGNORED, TokenFunction
 from ds_hydra.plan.simulate import schedule_batches
 from ds_hydra.plan.step_plan import joined
 from ds_hydra.ranks.rank_stats import RankStats, gather_stats
-from ds_hydra.step.batching import BuiltStep, RankBatches, build_batches, build_together
+from ds_hydra.step.batching import FAILED, BuiltStep, RankBatches, build_batches, row_of, settled
 from ds_hydra.step.outcome import Floats, PhaseOutcome, PhaseRun, StepOutcome, largest_of_ranks, routed_of
 from ds_hydra.step.strategy_runtime import Arena, PeakMemory, Runtimes, StrategyRuntime
 from ds_hydra.zero_hetero.clock import Laps
@@ -156,11 +156,21 @@ class Stepper:
         step: int = 0,
         objective: Objective | None = None,
     ) -> tuple[BuiltStep, int]:
-        """`build`, and the step's loss weight, on which all ranks agree.
+        """`build`, and the step's loss weight, on which all ranks agree by one message.
 
-        Raises PlanError on all ranks when their plans differ or one cannot load its sequences.
+        Raises PlanError on all ranks when their plans differ, and what `agree` raises when one of them cannot build its
+        batches: its dataset fails, say, or there is no memory for a strategy that is used for the first time.
         """
-        return build_together(plan, costs, lambda: self.build(plan, data, costs, step, objective), self._world.channel)
+        built, error = None, None
+        try:
+            built = self.build(plan, data, costs, step, objective)
+        except Exception as raised:  # first this rank takes part in the message that the others wait for
+            error = raised
+        rows = self._world.channel.first_rows(row_of(plan, costs, FAILED if built is None else built.weight))
+        weight = settled(plan.step, rows, error, self._world.channel)
+        assert built is not None, "else a rank has failed"
+        assert weight is not None, "all ranks have built their batches"
+        return built, weight
 
     def run(
         self,
