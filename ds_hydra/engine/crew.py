@@ -326,7 +326,7 @@ class Crew:
         if "_checkpoints" in parts:
             self.writer.drop()
         if "next_step" in parts:
-            self.next_step.drop()
+            self.next_step.forget()
         if "_at_exit" in parts:
             atexit.unregister(self._at_exit)
         self.watchdog.close()

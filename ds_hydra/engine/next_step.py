@@ -108,9 +108,10 @@ class NextStep:
         return planned, None if making.built is None or weight is None else (making.built, weight)
 
     def forget(self) -> None:
-        """Drop what was made ready, if anything was: training goes on elsewhere."""
+        """Drop what was made ready, if anything was, and what its error holds: training goes on elsewhere."""
         if self._making is not None:
             self._making.wait()
+            release(self._making.error)
             self._making = None
 
     def ended(self, within: float) -> bool:
@@ -119,13 +120,6 @@ class NextStep:
         if thread:
             thread.join(within)
         return not (thread and thread.is_alive())
-
-    def drop(self) -> None:
-        """Drop what was made ready, and what its error holds."""
-        if self._making is not None:
-            self._making.wait()
-            release(self._making.error)
-            self._making = None
 
     def _make(self, making: _Making) -> None:
         """The life of the thread."""

@@ -83,17 +83,13 @@ def _ending(error: BaseException) -> _Ending | None:
     if told is not None:
         # Of another rank, whose message the error is.
         return None if told.here else _Ending(OTHERS_FAULT, f"[ds_hydra] {message_of(error)}", told.text)
-    if met() and _lost_connection(error):
+    from ds_hydra.watchdog.words import lost_connection  # which brings torch
+
+    if met() and lost_connection(error):
         return _Ending(
             OTHERS_FAULT, f"[ds_hydra] the connection to another rank, which tells why, is lost ({line})", ""
         )
     return None
-
-
-def _lost_connection(error: BaseException) -> bool:
-    from ds_hydra.watchdog.words import lost_connection
-
-    return lost_connection(error)
 
 
 def _is_first_to_tell(text: str, *, alike: bool) -> bool:

@@ -442,17 +442,13 @@ def _of_pending(name: str, function: Callable[..., Any], args: Sequence[Any], kw
     if name == "detach" or not torch.is_grad_enabled():
         terms = tuple(term.detached() for term in terms)
     if not writes:
-        return PendingLoss(terms, constant, _shape_of(args) if like is None else like)
+        pending = (value.tensor() for value in args if isinstance(value, PendingLoss) and not value.is_known)
+        return PendingLoss(terms, constant, next(pending) if like is None else like)
     if isinstance(first, PendingLoss):
         first._set(terms, constant)
         return first
     PendingLoss(terms, constant, first).write_into(first)
     return first
-
-
-def _shape_of(args: Sequence[Any]) -> Tensor:
-    """A tensor like the pending one among the arguments."""
-    return next(value.tensor() for value in args if isinstance(value, PendingLoss) and not value.is_known)
 
 
 def _scaled(loss: PendingLoss, factor: float) -> tuple[tuple[Term, ...], float | Tensor]:

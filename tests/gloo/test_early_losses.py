@@ -25,7 +25,6 @@ from tests.support.drawn_loops import (
     Loop,
     Order,
     always,
-    collated,
     engine_of,
     expected,
     orders,
@@ -36,7 +35,7 @@ from tests.support.drawn_loops import (
 )
 from tests.support.ends import all_told, codes, ends, mark_fault
 from tests.support.families import build_model, reference_model
-from tests.support.small_job import lines_of, shared_source
+from tests.support.small_job import collated, lines_of, shared_source
 from tests.support.strict import Rules, strict_world
 
 

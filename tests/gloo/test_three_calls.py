@@ -28,11 +28,12 @@ from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.ranks.channel import first_channel
 from ds_hydra.testing import Sample, rank_environment, run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
-from tests.support.drawn_loops import collated, prompted
 from tests.support.families import build_model, reference_model, vocab_size
 from tests.support.small_job import (
     QUIET,
+    collated,
     lines_of,
+    prompted,
     same,
     shared_source,
     small_config,

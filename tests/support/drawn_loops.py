@@ -20,43 +20,11 @@ from torch import Tensor
 import ds_hydra
 import ds_hydra.engine.engine
 from ds_hydra.engine.rounds import Rounds
-from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.testing import Sample, rank_environment
 from tests.support.families import build_model, reference_model, vocab_size
 from tests.support.planner_cases import in_slices
-from tests.support.small_job import QUIET
+from tests.support.small_job import QUIET, collated, num_targets, prompted
 
-
-# --- Batches of token sequences with prompts.
-def prompted(lengths: Sequence[int], vocabulary: int, seed: int) -> list[Sample]:
-    """Sequences of these lengths; the first third of each is a prompt."""
-    generator = torch.Generator().manual_seed(seed)
-    samples: list[Sample] = []
-    for length in lengths:
-        tokens = torch.randint(3, vocabulary, (length,), generator=generator)
-        labels = tokens.clone()
-        labels[: length // 3] = IGNORED
-        samples.append({"input_ids": tokens, "labels": labels})
-    return samples
-
-
-def num_targets(sample: Sample) -> int:
-    """Tokens but the first that are targets."""
-    return int((sample["labels"][1:] != IGNORED).sum())
-
-
-def collated(samples: Sequence[Sample]) -> dict[str, Tensor]:
-    """As a collator of a script pads them."""
-    size = max(len(sample["input_ids"]) for sample in samples)
-
-    def padded(name: str, value: int) -> Tensor:
-        return torch.stack([torch.nn.functional.pad(s[name], (0, size - len(s[name])), value=value) for s in samples])
-
-    mask = torch.stack([(torch.arange(size) < len(sample["input_ids"])).long() for sample in samples])
-    return {"input_ids": padded("input_ids", 0), "labels": padded("labels", IGNORED), "attention_mask": mask}
-
-
-# --- Loops.
 FAMILY = "llama"
 STRATEGIES = {
     1: ["tp1"],

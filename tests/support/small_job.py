@@ -20,14 +20,14 @@ from ds_hydra.engine import engine as engines
 from ds_hydra.engine import job as jobs
 from ds_hydra.engine.costs import describe_job
 from ds_hydra.engine.job import model_source
-from ds_hydra.pipe.loss import TokenLoss
+from ds_hydra.pipe.loss import IGNORED, TokenLoss
 from ds_hydra.pipe.models.adapted import base_of
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.planner.recipe import warm_up
 from ds_hydra.self_check.cache import fingerprint
-from ds_hydra.testing import rank_environment
+from ds_hydra.testing import Sample, rank_environment
 from ds_hydra.zero_hetero.errors import ConfigError
 
 # --- Sources of stages that are found once, before ranks are forked, and not by each rank again. To find where
@@ -299,6 +299,35 @@ def padded(items: Sequence[Any]) -> dict[str, torch.Tensor]:
 
 STREAMS = (Plain, Stateful, WithEpoch)
 REAL_STREAMS = (of_datasets, of_torchdata)
+
+
+# --- Batches of token sequences with prompts.
+def prompted(lengths: Sequence[int], vocabulary: int, seed: int) -> list[Sample]:
+    """Sequences of these lengths; the first third of each is a prompt."""
+    generator = torch.Generator().manual_seed(seed)
+    samples: list[Sample] = []
+    for length in lengths:
+        tokens = torch.randint(3, vocabulary, (length,), generator=generator)
+        labels = tokens.clone()
+        labels[: length // 3] = IGNORED
+        samples.append({"input_ids": tokens, "labels": labels})
+    return samples
+
+
+def num_targets(sample: Sample) -> int:
+    """Tokens but the first that are targets."""
+    return int((sample["labels"][1:] != IGNORED).sum())
+
+
+def collated(samples: Sequence[Sample]) -> dict[str, Tensor]:
+    """As a collator of a script pads them."""
+    size = max(len(sample["input_ids"]) for sample in samples)
+
+    def padded(name: str, value: int) -> Tensor:
+        return torch.stack([torch.nn.functional.pad(s[name], (0, size - len(s[name])), value=value) for s in samples])
+
+    mask = torch.stack([(torch.arange(size) < len(sample["input_ids"])).long() for sample in samples])
+    return {"input_ids": padded("input_ids", 0), "labels": padded("labels", IGNORED), "attention_mask": mask}
 
 
 # --- Data that fail while they are read.
