@@ -36,8 +36,9 @@ from ds_hydra.host.three_calls import Collected, PendingLoss, Term
 from ds_hydra.hugging_face.trainer import Counted as Batches
 from ds_hydra.pipe.models.flow import arguments
 from ds_hydra.step import update
-from ds_hydra.testing import free_port, rank_environment, run_ranks
+from ds_hydra.testing import rank_environment, run_ranks
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError, PlanError
+from tests.support.ends import TRACEBACK, all_told, codes, ends
 from tests.support.small_job import small_model
 
 # --- What a job's settings mean for its model, its data and its end, on one rank.
@@ -240,37 +241,6 @@ def test_a_job_ends_with_its_total_steps() -> None:
 BLOCK = {"tokens_per_step": 20, "strategies": ["tp1"], "steps_file": None}
 ADAM = {"type": "AdamW", "params": {"lr": 0.1}}
 
-# Pairs of ranks, forked once torch is there: each pair meets, then both raise what their texts say. The parent tells
-# how each has ended, and what it wrote.
-MET = """
-import gc, json, os, sys, tempfile, torch.distributed as dist
-from ds_hydra.host.ending import show_refusals_plainly
-from ds_hydra.zero_hetero.errors import ConfigError
-show_refusals_plainly()
-gc.freeze()  # children that end need not visit what imports have made
-files, children = {}, {}
-for pair, (port, texts) in enumerate(json.loads(sys.argv[1])):
-    for rank, text in enumerate(texts):
-        files[pair, rank] = tempfile.TemporaryFile()
-        child = os.fork()
-        if child == 0:
-            os.dup2(files[pair, rank].fileno(), 2)
-            os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": "2"}
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
-            dist.init_process_group("gloo")
-            if text:
-                raise ConfigError(text)
-            sys.exit()
-        children[child] = pair, rank
-ended = {}
-while len(ended) < len(children):
-    child, status = os.wait()
-    file = files[children[child]]
-    file.seek(0)
-    ended[children[child]] = os.waitstatus_to_exitcode(status), file.read().decode()
-print(json.dumps([ended[key] for key in sorted(ended)]))
-"""
-
 
 def environment(**variables: str) -> dict[str, str]:
     path = f"{Path(__file__).parent.parent}:{os.environ.get('PYTHONPATH', '')}"
@@ -306,20 +276,17 @@ def test_other_errors_and_sessions_are_left_alone() -> None:
     assert "seen mine" in run(seen + "show_refusals_plainly(); raise ValueError('mine')").stderr
 
 
-@pytest.mark.drawn
-def test_ranks_that_have_met_tell_each_refusal_once() -> None:
-    pairs = [("same", "same"), ("one", "two"), ("", "only rank 1")]
-    done = run(MET, json.dumps([(free_port(), texts) for texts in pairs]))
-    assert done.returncode == 0, done.stderr
-    ended = json.loads(done.stdout)
-    for number, texts in enumerate(pairs):
-        codes, errors = zip(*ended[2 * number : 2 * number + 2], strict=True)
-        written = "".join(errors)
-        assert sorted(line for line in written.splitlines() if "ConfigError" in line) == [
-            f"ds_hydra.ConfigError: {text}" for text in sorted({*texts} - {""})
-        ]
-        assert "Traceback" not in written
-        assert codes == tuple(78 if text else 0 for text in texts)
+@pytest.mark.parametrize("texts", [("same", "same"), ("one", "two"), ("", "only rank 1")])
+def test_ranks_that_have_met_tell_each_refusal_once(texts: tuple[str, ...]) -> None:
+    def program(rank: int, _: Path) -> None:
+        if texts[rank]:
+            raise ConfigError(texts[rank])
+
+    found = ends(program, 2)
+    assert codes(found) == [78 if text else 0 for text in texts]
+    lines = sorted(line for line in all_told(found).splitlines() if "ConfigError" in line)
+    assert lines == [f"ds_hydra.ConfigError: {text}" for text in sorted({*texts} - {""})]
+    assert TRACEBACK not in all_told(found)
 
 
 @pytest.fixture
