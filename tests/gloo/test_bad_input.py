@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import deepspeed
 import pytest
 import torch
 from torch import nn
@@ -27,7 +26,16 @@ from ds_hydra.watchdog import watchdog
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.ends import TRACEBACK, all_told, codes, ends, mark_fault
 from tests.support.families import LAYERS, VOCAB, Block, build_model
-from tests.support.small_job import Blinks, failing, lines_of, sequences, shared_source, small_engine, told
+from tests.support.small_job import (
+    Blinks,
+    failing,
+    lines_of,
+    sequences,
+    shared_source,
+    small_engine,
+    start_deepspeed,
+    told,
+)
 
 # --- What cannot be trained is refused on every rank, with what is wrong and what to do, and nobody waits.
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3}}
@@ -200,9 +208,7 @@ def test_layer_lists_that_cannot_be_packed() -> None:
     def job() -> None:
         from deepspeed.pipe import LayerSpec, PipelineModule
 
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        os.environ.setdefault("LOCAL_RANK", "0")
-        deepspeed.init_distributed("gloo", verbose=False)
+        start_deepspeed(0)
         layers = [nn.Embedding(VOCAB, 64), LayerSpec(Block), LayerSpec(nn.Linear, 64, VOCAB)]
         with pytest.raises(ds_hydra.ConfigError, match="no loss_fn"):
             start("tp1", model=PipelineModule(layers, num_stages=1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -19,14 +18,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import ds_hydra
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.engine import crew
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
 from ds_hydra.plan.step_plan import Phase, PipelinePlan, StepPlan
 from ds_hydra.ranks.channel import AHEAD_TAG, Channel, Telling, first_channel, together
 from ds_hydra.step.batching import agreed, row_of
-from ds_hydra.testing import rank_environment, run_ranks
+from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tests.support.ends import TRACEBACK, all_told, codes, ends, mark_fault
 from tests.support.small_job import (
@@ -35,7 +33,6 @@ from tests.support.small_job import (
     sequences,
     small_config,
     small_engine,
-    small_model,
     told,
     whole_state,
 )
@@ -320,14 +317,8 @@ class Unreadable:
         return torch.arange(3, 23)
 
 
-def start(data: Any) -> str:
-    logging.getLogger("ds_hydra").setLevel(logging.ERROR)
-    rank_environment(dist.get_rank())
-    return told(lambda: ds_hydra.initialize(model=small_model(), training_data=data, config=small_config(2)))
-
-
 def test_data_that_one_rank_cannot_read_is_told_by_all() -> None:
-    first, second = run_ranks(lambda rank: start(Unreadable()), 2)
+    first, second = run_ranks(lambda rank: told(lambda: small_engine(rank, data=Unreadable())), 2)
     assert second == "OSError: /data/tokens.bin is not on this node"
     assert first == f"RuntimeError: reading the data failed on rank 1: {second}"
 
@@ -341,7 +332,7 @@ def test_memory_that_one_rank_lacks_is_told_by_all(monkeypatch: pytest.MonkeyPat
         return masters(*args, **kwargs)
 
     monkeypatch.setattr(crew, "ModelMasters", scarce)
-    first, second = run_ranks(lambda rank: start([torch.arange(3, 23)] * 16), 2)
+    first, second = run_ranks(lambda rank: told(lambda: small_engine(rank)), 2)
     assert second == "OutOfMemoryError: tried to allocate 20 GiB"
     assert first == f"RuntimeError: allocating the master shards failed on rank 1: {second}"
 

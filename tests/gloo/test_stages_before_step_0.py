@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,31 +12,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import ds_hydra
 from ds_hydra.engine.job import look_once, model_source
 from ds_hydra.pipe.models import causal_lm
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.models.causal_stage import CausalStage
 from ds_hydra.ranks.channel import Channel
-from ds_hydra.testing import rank_environment, run_ranks
+from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.busy_job import Case, Settings, run
-from tests.support.families import FAMILIES, build_model
-from tests.support.small_job import USUAL, small_model, told
+from tests.support.families import FAMILIES
+from tests.support.small_job import USUAL, small_config, small_engine, small_model, told
 
 # --- Every stage of every candidate is built before step 0.
 STRATEGIES = ["2*tp1", "tp2", "pp2", "sp2"]
-
-
-def start(model: Any = None, bf16: dict[str, bool] | None = None, **hydra: Any) -> Any:
-    logging.getLogger("ds_hydra").setLevel(logging.ERROR)
-    rank_environment(dist.get_rank())
-    block = {"tokens_per_step": 64, "strategies": STRATEGIES, "steps_file": None, "planner": {"ahead": 0}}
-    config: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}, "hydra": block | hydra}
-    if bf16 is not None:
-        config["bf16"] = bf16
-    model = model or build_model("llama", torch.float32)
-    return ds_hydra.initialize(model=model, training_data=[[3] * 20, [5] * 40] * 4, config=config)[0]
 
 
 def test_a_stage_that_cannot_be_built_ends_the_job_before_step_0_on_all_ranks() -> None:
@@ -52,7 +39,7 @@ def test_a_stage_that_cannot_be_built_ends_the_job_before_step_0_on_all_ranks() 
             original(self, source, place, *rest)
 
         with mock.patch.object(CausalStage, "__init__", init):
-            return told(lambda: start(self_check="off", choose="cycle"))
+            return told(lambda: small_engine(rank, strategies=STRATEGIES))
 
     first, second = run_ranks(program, 2)
     assert second.startswith("ConfigError: no stage of ")
@@ -70,7 +57,7 @@ def test_experts_that_their_product_cannot_take_are_refused() -> None:
         config = AutoConfig.for_model(model_type, **{**settings, "intermediate_size": 88})
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         with pytest.raises(ConfigError, match=r"tp=2 leaves of .*experts of width 44, .* multiples of 8 in bfloat16"):
-            start(model, bf16={"enabled": True}, strategies=["tp2"], self_check="off")
+            small_engine(rank, model, small_config(2, strategies=["tp2"]) | {"bf16": {"enabled": True}})
 
     run_ranks(program, 2)
 

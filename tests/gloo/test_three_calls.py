@@ -39,6 +39,7 @@ from tests.support.small_job import (
     small_config,
     small_engine,
     small_model,
+    start_deepspeed,
     told,
 )
 
@@ -301,9 +302,7 @@ def asked(rank: int, names: list[str], num_ranks: int, **precision: Any) -> list
     """Answers before the first step, within accumulation, and after two updates: of a plain engine to all names that it
     has, of ours to those `names`."""
     hydra = bool(names)
-    rank_environment(rank)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("gloo", verbose=False)
+    start_deepspeed(rank)
     engine = asked_engine(ds_hydra if hydra else deepspeed, config_of(hydra, num_ranks, **precision))
     has = {name for name in dir(engine) if not name.startswith("_") and not hasattr(nn.Module, name)}
     names = names or sorted(has - WITH_EFFECTS)
@@ -375,12 +374,6 @@ def test_batch_sizes_are_set_where_batches_are_handed_in() -> None:
 ZERO_3 = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
 
 
-def start(rank: int) -> None:
-    rank_environment(rank)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("gloo", verbose=False)
-
-
 def from_pretrained(folder: Path) -> Any:
     """As scripts load under a ZeRO-3 config: transformers cuts it."""
     from transformers import AutoModelForCausalLM
@@ -399,7 +392,7 @@ def from_config() -> Any:
 
 def whole_again(rank: int, folder: Path, ways: list[str]) -> list[str]:
     """What is left of the cuts, or differs from a model that was never cut."""
-    start(rank)
+    start_deepspeed(rank)
     wrong = []
     for way in ways:
         model = from_config() if way == "Init" else from_pretrained(folder)
@@ -430,7 +423,7 @@ def test_what_was_cut_is_whole_again(num_ranks: int, tmp_path: Path) -> None:
 
 
 def cut_and_trained(rank: int, folder: Path | None) -> dict[str, Tensor]:
-    start(rank)
+    start_deepspeed(rank)
     engine = small_engine(rank, from_pretrained(folder) if folder else small_model())
     for _ in range(2):
         engine.train_batch()
@@ -444,7 +437,7 @@ def test_a_cut_model_trains_as_a_whole_one(tmp_path: Path) -> None:
 
 
 def refused(rank: int) -> list[str]:
-    start(rank)
+    start_deepspeed(rank)
     found = []
     user_model.available_bytes = lambda: 100_000 if rank == 1 else 2**40
     with pytest.raises(ConfigError) as told:
@@ -466,7 +459,7 @@ def test_what_no_memory_holds_is_refused_with_the_line_to_remove() -> None:
 
 def gathered(rank: int) -> dict[str, Any]:
     """Reading and writing within `GatheredParameters`, by one rank and by all."""
-    start(rank)
+    start_deepspeed(rank)
     with ds_hydra.zero.Init(config_dict_or_path=small_config(2)):
         model = small_model()
     with ds_hydra.zero.GatheredParameters(model.lm_head.weight, modifier_rank=1):
@@ -501,7 +494,7 @@ def test_gathered_parameters_are_read_by_any_rank_and_written_before_initialize(
 
 def test_without_the_block_cutting_is_deepspeeds() -> None:
     def cuts(rank: int) -> bool:
-        start(rank)
+        start_deepspeed(rank)
         with ds_hydra.zero.Init(config_dict_or_path=ZERO_3):
             layer = nn.Linear(4, 4)
         with ds_hydra.zero.GatheredParameters(layer.weight, modifier_rank=0):

@@ -23,7 +23,7 @@ from ds_hydra.engine.rounds import Rounds
 from ds_hydra.testing import Sample, rank_environment
 from tests.support.families import build_model, reference_model, vocab_size
 from tests.support.planner_cases import in_slices
-from tests.support.small_job import QUIET, collated, num_targets, prompted
+from tests.support.small_job import QUIET, collated, num_targets, prompted, start_deepspeed
 
 FAMILY = "llama"
 STRATEGIES = {
@@ -196,9 +196,7 @@ def _slice(plans: Any) -> None:
 
 def plain_engine(rank: int, loop: Loop, stage: int) -> Any:
     """DeepSpeed's own, in FP32."""
-    rank_environment(rank)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    start_deepspeed(rank)
     model = build_model(FAMILY, torch.float32)
     config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": loop.accumulation,
               "gradient_clipping": loop.clip, "zero_optimization": {"stage": stage},

@@ -192,6 +192,15 @@ def small_engine(
         )[0]
 
 
+def start_deepspeed(rank: int) -> None:
+    """DeepSpeed's own groups, without an operator that it would compile for half a minute."""
+    import deepspeed
+
+    rank_environment(rank)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+
+
 def whole_state(engine: Any) -> dict[str, Tensor]:
     """Masters and moments in full, by name; every rank must call it."""
     masters, group = engine.crew.masters.trained, engine.crew.world.group
