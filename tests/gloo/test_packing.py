@@ -15,7 +15,6 @@ import deepspeed  # noqa: F401  (before forking: the ranks share it)
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 import trl
 from datasets import Dataset
 from hypothesis import example, given, settings
@@ -30,12 +29,8 @@ from ds_hydra.data.sequences import read_share
 from ds_hydra.data.tokens import Limits
 from ds_hydra.hugging_face.sft import HydraSFTTrainer
 from ds_hydra.pipe.attention.backends import varlen_attention
-from ds_hydra.pipe.models.causal_lm import CausalLM
-from ds_hydra.pipe.placement import Pipeline, Stage
-from ds_hydra.pipe.rows import MicroBatch, Overlap, Pack, position_ids, split_tokens
-from ds_hydra.pipe.stage import StageModule, StagePlace, to_flat
-from ds_hydra.testing import float64_throughout, rank_environment, run_ranks
-from tests.support.families import VOCAB, build_model, reference_model
+from ds_hydra.pipe.rows import Overlap, Pack, position_ids, split_tokens
+from ds_hydra.testing import rank_environment, run_ranks
 from tests.support.small_job import sequences, small_model
 from tests.support.trainers import config, word_tokenizer
 
@@ -156,82 +151,6 @@ def test_positions_restart_and_tile(lengths: list[int], sp: int) -> None:
         start, stop = Pack(tuple(lengths), sp_rank, sp).local
         parts += position_ids(lengths, start, stop).tolist()
     assert parts == whole
-
-
-PACKS = ((7, 19, 3, 14), (1, 30, 2, 9, 25), (3, 1), (41,))
-
-
-WINDOWED = [("gemma2", 1), ("gemma2", 2), ("gemma2", 4), ("gemma2", 8), ("mistral", 2), ("qwen3", 2)]
-
-
-@pytest.mark.drawn
-@pytest.mark.parametrize(("family", "sp"), WINDOWED)
-def test_pack_with_window_softcap_and_few_kv_heads_in_whole_models(family: str, sp: int) -> None:
-    """Logits, loss and gradients of Gemma 2 (window 8, softcaps), Mistral (window 6) and Qwen 3 over packs."""
-    reference = reference_model(family, FLOAT64)
-    generator = torch.Generator().manual_seed(5)
-    rows = [[torch.randint(3, VOCAB, (length,), generator=generator) for length in lengths] for lengths in PACKS]
-    with float64_throughout(reference):
-        source = CausalLM(build_model(family, FLOAT64))
-        ranks = run_ranks(lambda rank: _packed_models(rank, sp, source, rows), sp)
-        for index, row in enumerate(rows):
-            reference.zero_grad()
-            logits = [reference(input_ids=tokens[None], use_cache=False).logits[0] for tokens in row]
-            targets = sum(len(tokens) - 1 for tokens in row)
-            losses = [F.cross_entropy(x[:-1], t[1:], reduction="sum") for x, t in zip(logits, row, strict=True)]
-            loss = torch.stack(losses).sum() / targets
-            loss.backward()
-            mine = torch.cat([rank[index][0] for rank in ranks])
-            assert float((mine - torch.cat(logits).detach()).abs().max()) < 1e-11, (family, sp, PACKS[index])
-            assert abs(sum(float(rank[index][1]) for rank in ranks) - float(loss.detach())) < 1e-12
-            for name, parameter in reference.named_parameters():
-                gradient = sum(rank[index][2][name] for rank in ranks)
-                assert parameter.grad is not None
-                apart = (gradient - parameter.grad).abs().max() / parameter.grad.abs().max().clamp(min=1e-9)
-                assert apart < 1e-9, (family, sp, PACKS[index], name, float(apart))
-
-
-def _packed_models(
-    rank: int, sp: int, source: CausalLM, rows: Sequence[Sequence[Tensor]]
-) -> list[tuple[Tensor, Tensor, dict[str, Tensor]]]:
-    """Of each row: logits of this rank's tokens, and its shares of the loss and of the gradients, of one stage."""
-    stage = Stage(tuple(range(sp)), 0, source.plan.num_layers, sp=sp)
-    group = dist.group.WORLD if sp > 1 else None
-    module = source.build(StagePlace(Pipeline((stage,)), 0, 0, rank, None, group), torch.device("cpu"), FLOAT64)
-    for bucket in source.plan.buckets:
-        for slot in source.plan.slots(bucket, stage, 0):
-            rule = slot.param.rule
-            flat = torch.zeros(slot.offset + slot.numel, dtype=FLOAT64)
-            flat[slot.offset :] = to_flat(source.values[slot.param.name], rule.dim, rule.parts)
-            module.install(slot, flat)
-    return [_packed_model(module, rank, sp, group, row) for row in rows]
-
-
-def _packed_model(
-    module: StageModule, rank: int, sp: int, group: dist.ProcessGroup | None, row: Sequence[Tensor]
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    lengths = tuple(len(tokens) for tokens in row)
-    padding = max(0, sp - sum(lengths))
-    lengths = (*lengths, padding) if padding else lengths
-    pack = Pack(lengths, rank, sp, group)
-    start, stop = pack.local
-    ignored = torch.full((max(1, padding),), -100)
-    labels = torch.cat([torch.cat((tokens[1:], ignored[:1])) for tokens in row] + [ignored[:padding]])[start:stop]
-    tokens = torch.cat([*row, torch.zeros(padding, dtype=torch.long)])[None, start:stop]
-    weights = torch.full((stop - start,), 1 / sum(len(t) - 1 for t in row), dtype=FLOAT64)
-    positions = torch.from_numpy(position_ids(lengths, start, stop)).unsqueeze(0)
-    batch = MicroBatch(pack, positions, tokens, labels, weights)
-    for parameter in module.parameters.values():
-        parameter.grad = None
-    loss = module.forward(None, batch)
-    loss.backward()
-    with torch.no_grad():
-        logits = module.logits(None, batch).squeeze(0)  # type: ignore[attr-defined]
-    own = max(0, min(stop, sum(lengths) - padding) - start)
-    gradients = {
-        name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in module.parameters.items()
-    }
-    return logits[:own], loss.detach(), gradients
 
 
 # --- What the collators of the installed TRL and transformers make of sequences, in every mode that they have,

@@ -305,7 +305,6 @@ LAYOUTS = (
     Layout("2*tp1pp2 then tp4"),
     Layout("pp4/zb-h1"),
 )
-QUICK = tuple(LAYOUTS[i] for i in (1, 3, 4, 6, 8))
 
 
 class Expected(NamedTuple):
