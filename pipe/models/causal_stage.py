@@ -227,13 +227,6 @@ class CausalStage(StageModule):
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return gather_last_dim(wide, self._widths, self.place.tp_rank, self._head_group)
 
-    def logits(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
-        """Of the last stage: logits (1, T_local, V_local) of this rank's vocabulary rows, all in memory at once."""
-        keys = self._keys(batch)
-        with self._draws.of(keys):
-            out = self._run_layers(hidden, batch, keys)
-            return self._head(with_hidden(out, self._all_rows(hidden_in(out))), _tokens(batch))
-
     def _all_rows(self, hidden: Tensor) -> Tensor:
         """What follows the layers runs on all tokens."""
         return hidden if self.place.shards == 1 else all_rows(hidden, self.place.tp_group)
