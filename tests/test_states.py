@@ -340,8 +340,18 @@ def normed_otherwise(model: Any) -> None:
     norm.forward = lambda hidden, gate: type(norm).forward(norm, hidden, 2 * gate)
 
 
+class _Scaled(modeling_bamba.BambaMixer):
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        out: Tensor = super().forward(*args, **kwargs)
+        return out * self.num_heads
+
+
+def scaled_by_its_heads(model: Any) -> None:
+    model.model.layers[0].mamba.__class__ = _Scaled
+
+
 @pytest.mark.drawn
-@pytest.mark.parametrize("change", [biased, of_a_part_that_nobody_knows, normed_otherwise])
+@pytest.mark.parametrize("change", [biased, of_a_part_that_nobody_knows, normed_otherwise, scaled_by_its_heads])
 def test_what_is_made_otherwise_stays_whole(change: Callable[[Any], None]) -> None:
     model = build_model("bamba", torch.float32)
     change(model)
