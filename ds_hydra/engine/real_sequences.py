@@ -23,8 +23,8 @@ from ds_hydra.engine.job import Job
 from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.models.layer_list import LayerList
-from ds_hydra.pipe.models.positions import special_tokens
-from ds_hydra.pipe.models.refusals import failing, known_tokens
+from ds_hydra.pipe.models.positions import tried_tokens
+from ds_hydra.pipe.models.refusals import failing
 from ds_hydra.pipe.models.whose_code import own_code
 from ds_hydra.pipe.placement import Strategy
 from ds_hydra.plan.step_plan import Phase, StepPlan
@@ -42,7 +42,6 @@ logger = logging.getLogger(__name__)
 # What the four runs on one rank may take: operations of one, and memory.
 _OPERATIONS = {"cpu": 3e9, "cuda": 1e14}
 _BYTES = 4 * 2**30
-_ENDS = 4  # tokens at each end of the vocabulary that are tried
 _LIVE = 40  # numbers of a token and a feature that a layer keeps, about
 
 
@@ -127,9 +126,7 @@ class RealSequences:
         """A sequence of the tokens that count as special, and of both ends of the vocabulary, each twice."""
         if isinstance(source, LayerList):  # it does not say how many tokens it knows
             return None
-        known = known_tokens(self._job.model)
-        ends = (*special_tokens(self._job.model), *range(_ENDS), *range(known - _ENDS, known))
-        tokens = 2 * [one for one in dict.fromkeys(ends) if 0 <= one < known and one not in source.uncounted]
+        tokens = 2 * [token for token in tried_tokens(self._job.model) if token not in source.uncounted]
         return TokenSequence(np.array(tokens), np.array([*tokens[1:], IGNORED])) if tokens else None
 
     def _difference(self, few: _Few, values: Mapping[str, Tensor], data: RealData) -> ConfigError | None:

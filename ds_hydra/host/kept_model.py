@@ -37,7 +37,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_hydra.pipe.models.meta_copy import copy_to_meta, parameter_hooks, replace_parameters
-from ds_hydra.pipe.models.positions import special_tokens
+from ds_hydra.pipe.models.positions import tried_tokens
 from ds_hydra.pipe.models.refusals import failing, known_tokens, refuse_own_attention
 from ds_hydra.pipe.models.state import inside, refuse_counting
 from ds_hydra.pipe.models.whose_code import GLOBAL_HOOKS, HOOKS, TORCHS
@@ -222,9 +222,7 @@ class Twin:
         self._values = functools.partial(_any_values, of_copied, kinds, device)  # made for each run, and let go
         self._modes = {path: of.training for path, of in model.named_modules() if of.training != model.training}
         self._known = known_tokens(model)
-        self._special = torch.tensor(
-            [one for one in special_tokens(model) if 0 <= one < self._known], dtype=torch.int64
-        )
+        self._special = torch.tensor(tried_tokens(model), dtype=torch.int64)
 
     def differs(self, tokens: Tensor | None, most: int, *, counting: bool) -> tuple[str, frozenset[str]]:
         """What of the model computes something else than the twin, in words, empty if nothing does; and the modules

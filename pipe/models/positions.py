@@ -22,6 +22,7 @@ from ds_hydra.pipe.wrappers import wrap
 from ds_hydra.zero_hetero.errors import ConfigError
 
 _LENGTHS = (5, 7)  # of two sequences in a row; no other dimension is likely to have 12
+_ENDS = 4  # tokens at each end of a vocabulary that are tried
 _SPECIAL = ("bos", "eos", "sep", "pad", "cls", "unk", "mask")
 
 
@@ -53,6 +54,13 @@ def special_tokens(model: Any) -> tuple[int, ...]:
     named = [getattr(config, f"{name}_token_id", None) for name in _SPECIAL]
     numbers = [number for one in named for number in (one if isinstance(one, list | tuple) else [one])]
     return tuple(dict.fromkeys(n for n in numbers if isinstance(n, int) and 0 <= n < vocab))
+
+
+def tried_tokens(model: Any) -> tuple[int, ...]:
+    """Special tokens and both ends of the vocabulary, which code of a script may count, or look for."""
+    known = known_tokens(model)
+    ends = (*special_tokens(model), *range(_ENDS), *range(known - _ENDS, known))
+    return tuple(token for token in dict.fromkeys(ends) if 0 <= token < known)
 
 
 def _ordinary(vocab: int, special: Collection[int]) -> list[int]:
