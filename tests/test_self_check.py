@@ -2,33 +2,46 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import itertools
+import os
 import re
+import threading
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from ds_hydra.commands.__main__ import main as command
 from ds_hydra.pipe import runtime
 from ds_hydra.pipe.models.adapted import base_of
+from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.models.draws import Draws
-from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
+from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.pipe.weight_gradients import WeightGradients
 from ds_hydra.self_check import check as self_check
+from ds_hydra.self_check.cache import cache_folder, fingerprint, read_verdicts, write_verdicts
 from ds_hydra.self_check.check import check_strategies
+from ds_hydra.self_check.verdicts import Verdict
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support import mutants
 from tests.support.checks import check, strategies
 from tests.support.families import adapted, build_model, hard_model
+from tests.support.small_job import small_model
 
 
 @pytest.fixture(autouse=True)
@@ -358,3 +371,194 @@ def test_a_busy_machine_leaves_no_scheme_unchecked(monkeypatch: pytest.MonkeyPat
     ticks = itertools.count(step=1000.0)  # of a clock on a machine with no time for this process
     monkeypatch.setattr(time, "perf_counter", lambda: next(ticks))
     assert check(build_model("llama", torch.float32), "2*tp1", "tp2").objections() == []
+
+
+# ---- Models that change what a layer has made in place, or cut its gradient, train under every strategy. ----
+
+SIZES = {"vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 6}
+NO_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+
+
+def of_type(model_type: str, **settings: Any) -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(SIZES | settings)))
+
+
+def clipped() -> Any:
+    return of_type("olmo", intermediate_size=96, num_key_value_heads=6, clip_qkv=0.5)
+
+
+def added_in_place() -> Any:
+    rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return of_type("roc_bert", is_decoder=True, intermediate_size=96, **rates)
+
+
+def detached(path: str) -> Any:
+    model = small_model(tied=False)
+    model.get_submodule(path).register_forward_hook(lambda module, args, out: out.detach())
+    return model
+
+
+def stray_heads() -> Any:
+    """Of keys and values, in a config whose model has no such setting."""
+    return of_type("gpt2", n_positions=256, num_key_value_heads=3, **NO_DROPOUT)
+
+
+MODELS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+    "queries clipped": (clipped, ("tp2pp2", "tp2")),
+    "embeddings added": (added_in_place, ("pp2/v", "pp2/zb-h1")),
+    "layer detached": (lambda: detached("model.layers.1"), ("tp1", "pp2", "pp4", "pp2/v")),
+    "embedding detached": (lambda: detached("model.embed_tokens"), ("tp2", "pp2", "pp2/v")),
+    "stray heads": (stray_heads, ("sp2", "tp3", "sp3")),
+}
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("name", MODELS)
+def test_it_is_equal(name: str) -> None:
+    make, texts = MODELS[name]
+    strategies = [*map(StrategyShape.parse, texts)]
+    options = StageOptions(token_sharding=True, functions="auto")
+    assert check_strategies(make(), strategies, options, keep=False).objections() == []
+
+
+def test_heads_are_counted_where_layers_attend() -> None:
+    assert (CausalLM(stray_heads()).plan.num_heads, CausalLM(stray_heads()).plan.num_kv_heads) == (6, 6)
+    assert (CausalLM(small_model()).plan.num_heads, CausalLM(small_model()).plan.num_kv_heads) == (8, 4)
+
+
+# ---- Verdicts that an earlier job has left: used where all that they depend on is the same, and nowhere else. ----
+
+
+def test_a_second_job_takes_the_verdicts_from_the_cache() -> None:
+    model = build_model("llama", torch.float32)
+    first, second = check(model, "tp2", "2*tp1"), check(model, "tp2", "2*tp1")
+    assert first.from_cache == 0
+    assert second.from_cache == 2
+    assert second.verdicts == {s: Verdict(v.state, v.reason, v.difference) for s, v in first.verdicts.items()}
+
+
+def test_a_damaged_cache_is_ignored() -> None:
+    write_verdicts("model", {ALONE: Verdict("equal"), PipelineShape.parse("tp2"): Verdict("unchecked", "too large")})
+    (file,) = cache_folder().glob("*.json")
+    assert read_verdicts("model") == {ALONE: Verdict("equal")}
+    for content in (
+        "",
+        "[1, 2]",
+        '{"tp2": 3}',
+        '{"tp2": {"state": "fine"}}',
+        '{"what": {}}',
+        file.read_text()[:-9],
+        "\x00",
+        '{"tp2": ' * 100_000,
+    ):
+        file.write_text(content)
+        assert read_verdicts("model") == {}
+    file.write_bytes(b"\xff")
+    assert read_verdicts("model") == {}
+    file.unlink()
+    os.mkfifo(file)
+    assert read_verdicts("model") == {}
+
+
+def test_what_a_verdict_depends_on_is_in_the_fingerprint() -> None:
+    def changed(change: str) -> str | None:
+        model = build_model("llama", torch.float32)
+        if change:
+            exec(change, {"model": model, "torch": torch})
+        return fingerprint(model, "on")
+
+    plain = changed("")
+    assert plain == changed("") is not None
+    assert changed("model.model.norm.weight.data += 1") == plain
+    for change in (
+        "model.config.rms_norm_eps = 0.5",
+        "model.model.layers[3].self_attn.scaling = 0.5",
+        "model.model.layers[3].self_attn.scaling = {'default': [2.0]}",
+        "model.model.layers[1].mlp.act_fn = torch.nn.Tanh()",
+        "model.model.norm.weight.requires_grad_(False)",
+        "model.model.layers.append(model.model.layers[0])",
+        "model.model.layers[2].mlp.to(torch.bfloat16)",
+        "model.model.layers[2].eval()",
+    ):
+        assert changed(change) not in (plain, None), change
+    assert changed("model.model.norm.register_forward_hook(lambda *a: None)") is None
+    assert fingerprint(build_model("llama", torch.float32), "full") != plain
+    with mock.patch.object(torch, "get_default_dtype", return_value=torch.float64):
+        assert changed("") not in (plain, None)
+
+
+def held(value: Any) -> Any:
+    """A model of transformers' whose MLP holds a value."""
+    model = small_model()
+    model.model.layers[1].mlp.held = value
+    return contextlib.nullcontext(model)
+
+
+def patched(target: Any, name: str, value: Any) -> Any:
+    """The same with something else under a name of its classes or files."""
+    return mock.patch.object(target, name, value, create=True)
+
+
+def in_a_cycle(lag: int) -> list[Any]:
+    value: list[Any] = [lag]
+    value.append(value)
+    return value
+
+
+VALUES: dict[str, Callable[[int], Any]] = {
+    "tensor": lambda lag: torch.tensor([lag]),
+    "set": lambda lag: {("lag", lag)},
+    "dict in a list": lambda lag: [{"by": lag}],
+    "config": lambda lag: LlamaConfig(num_hidden_layers=1 + lag),
+    "partial": lambda lag: functools.partial(nn.functional.pad, pad=(lag, 0)),
+    "method": lambda lag: LlamaConfig(num_hidden_layers=1 + lag).to_dict,
+    "closure": lambda lag: torch.func.vmap(torch.sin, chunk_size=1 + lag),
+    "class": lambda lag: (LlamaConfig, LlamaMLP)[lag],
+    "itself": in_a_cycle,
+}
+
+
+@pytest.mark.parametrize("of", VALUES.values(), ids=VALUES)
+def test_what_a_model_holds_is_told_by_value(of: Callable[[int], Any]) -> None:
+    texts = [fingerprint(held(of(lag)).enter_result) for lag in (0, 0, 1)]
+    assert texts[0] == texts[1] is not None
+    assert texts[0] != texts[2]
+
+
+@pytest.mark.parametrize("target", [LlamaMLP, modeling_llama])
+def test_variables_of_installed_classes_and_files_are_told(target: Any) -> None:
+    texts = []
+    for lag in (1, 1, 2):
+        with patched(target, "lag", lag):
+            texts.append(fingerprint(small_model()))
+    assert texts[0] == texts[1] is not None
+    assert texts[0] != texts[2]
+
+
+@pytest.mark.parametrize(
+    "value", [torch.Generator(), threading.Lock(), itertools.count(), iter([1]), np.array([object()]), memoryview(b"1")]
+)
+def test_of_what_cannot_be_told_no_verdict_is_kept(value: Any) -> None:
+    assert fingerprint(held({"held": [value]}).enter_result) is None
+
+
+OWN = {
+    "an object": held(types.SimpleNamespace(call=lambda x: x)),
+    "a function": held([lambda x: x]),
+    "a method of an installed class": patched(LlamaMLP, "forward", lambda self, x: self.down_proj(self.up_proj(x))),
+    "a function of transformers": patched(modeling_llama, "apply_rotary_pos_emb", lambda q, k, *_: (q, k)),
+    "a function of torch": patched(nn.functional, "silu", lambda x, inplace=False: x.sigmoid()),
+}
+
+
+@pytest.mark.parametrize("of", OWN.values(), ids=OWN)
+def test_of_a_scripts_code_no_verdict_is_kept(of: Any) -> None:
+    with of as model:
+        assert fingerprint(model if isinstance(model, nn.Module) else small_model()) is None
+
+
+def test_what_the_engine_itself_leaves_in_transformers_changes_nothing() -> None:
+    before = fingerprint(small_model())
+    check_strategies(small_model(), [StrategyShape.parse("tp2")], StageOptions(functions="auto"), keep=False)
+    assert fingerprint(small_model()) == before is not None

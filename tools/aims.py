@@ -132,7 +132,7 @@ LIVE_REWARD = 0.9  # of the last answers of a live run, in the mean; 0.5 at firs
 STAYS_ON_DEVICE = 0.02  # of an engine's bytes, when its states are on the host: tests/gloo/test_away.py
 SCORES_MEMORY = 0.4  # over gathered logits, vocabulary 150K, 4K tokens, TP 4
 
-# What runs cost: bench_checkpoint, bench_lnk, bench_planner, bench_costs, bench_gpu, check_edits, test_devices.py.
+# What runs cost: bench_checkpoint, bench_lnk, bench_planner, bench_costs, bench_gpu, test_edits.py, test_devices.py.
 SAVE = 1.0  # the time and the bytes of a checkpoint over DeepSpeed's
 SAVE_BY_DISK = 1.1  # the time over that of as many plain bytes, in the quick form
 # 0.20 until the self-check itself took a tenth less time; what is added, mostly two runs of the longest sequence at

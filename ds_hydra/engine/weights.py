@@ -14,10 +14,9 @@ from torch.optim import Optimizer
 from ds_hydra.engine.crew import Crew
 from ds_hydra.host.host_engine import HostEngine
 from ds_hydra.host.kept_model import KeptModel, Twin
-from ds_hydra.host.lent_values import Values
 from ds_hydra.host.optimizers import hooks_of_steps
 from ds_hydra.host.own_updates import guard_updates
-from ds_hydra.host.released import release
+from ds_hydra.host.released import Values, release
 from ds_hydra.host.three_calls import ThreeCalls
 from ds_hydra.pipe.models.adapted import base_of
 from ds_hydra.pipe.stage import ModelSource

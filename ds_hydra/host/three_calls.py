@@ -46,9 +46,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ds_hydra.host.asked import needs_no_value
 from ds_hydra.host.devices import refuse_modes, tell_modes
 from ds_hydra.host.own_updates import refuse_dropping
+from ds_hydra.host.released import needs_no_value
 from ds_hydra.host.settings import refuse_num_items
 from ds_hydra.zero_hetero.errors import ConfigError
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-import ds_hydra.host.lent_values
+import ds_hydra.host.released
 from ds_hydra.engine import steps
 from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -451,7 +451,7 @@ def test_gradients_are_the_engines() -> None:
 
 
 def alone(rank: int) -> list[Any]:
-    ds_hydra.host.lent_values._WAIT_S = 0.5
+    ds_hydra.host.released._WAIT_S = 0.5
     engine = small_engine(rank)
     found: list[Any] = []
     if rank == 0:
