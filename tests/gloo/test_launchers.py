@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,12 +17,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, get_args_parser
 
-from ds_hydra.testing import free_port, run_ranks
-from tests.support import launched_job, restarted_job, torchrun_job
-from tests.support.small_job import shared_source
+import ds_hydra
+from ds_hydra.testing import free_port, rank_environment, run_ranks
+from tests.support import launched_job
+from tests.support.case import Case
+from tests.support.equivalence import make_engine, model_dtype, samples_of
+from tests.support.families import build_model
+from tests.support.fault_job import digest
+from tests.support.small_job import sequences, shared_source, small_config, small_model
 from tools import aims
 from tools.bench_hosts import measured
 from tools.hosts.namespaces import why_not
@@ -59,17 +66,50 @@ def finish(launchers: list[BaseProcess]) -> None:
             launcher.kill()
 
 
+LAUNCHED = Case(
+    "launched",
+    "llama_tied",
+    ("2*tp2", "tp2pp2", "sp2 + 2*tp1"),
+    steps=3,
+    lengths=(9, 30, 5, 17, 44) * 4,
+    tokens_per_step=90,
+)
+
+
+def launched_model() -> Any:
+    return build_model(LAUNCHED.family, model_dtype(LAUNCHED))
+
+
+def launched(rank: int) -> dict[str, Any]:
+    """Losses and parameters of a run, on a rank that a launcher or a test has started."""
+    if not dist.is_torchelastic_launched():
+        rank_environment(rank)
+    engine = make_engine(LAUNCHED, samples_of(LAUNCHED))
+    losses = [float(engine.train_batch()) for _ in range(LAUNCHED.steps)]
+    parameters = engine.fp32_state_dict()
+    engine.destroy()
+    return {"losses": losses, "parameters": parameters}
+
+
+def save_launched(file: Path) -> None:
+    """What a rank that a launcher has started does."""
+    found = launched(rank := int(os.environ["RANK"]))
+    if rank == 0:
+        torch.save(found, file)
+    dist.destroy_process_group()
+
+
 @pytest.mark.drawn
 def test_ranks_of_two_launchers_equal_those_of_one_machine(tmp_path: Path) -> None:
     file, port = tmp_path / "two.pt", free_port()
-    finish([launch(torchrun_job.save, file, num_nodes=2, node=node, ranks=2, port=port) for node in range(2)])
-    launched: dict[str, Any] = torch.load(file)
-    with shared_source(torchrun_job.model()):
-        forked = run_ranks(torchrun_job.trained, 4, timeout=120)[0]
-    assert launched["losses"] == forked["losses"]
-    assert launched["parameters"].keys() == forked["parameters"].keys()
+    finish([launch(save_launched, file, num_nodes=2, node=node, ranks=2, port=port) for node in range(2)])
+    found: dict[str, Any] = torch.load(file)
+    with shared_source(launched_model()):
+        forked = run_ranks(launched, 4, timeout=120)[0]
+    assert found["losses"] == forked["losses"]
+    assert found["parameters"].keys() == forked["parameters"].keys()
     for name, value in forked["parameters"].items():
-        assert torch.equal(value, launched["parameters"][name]), name
+        assert torch.equal(value, found["parameters"][name]), name
 
 
 def test_survivors_live_on_and_a_process_comes_back_in_place_of_one_that_died(tmp_path: Path) -> None:
@@ -112,14 +152,37 @@ def _launched(folder: Path, *options: str) -> str:
     return done.stdout
 
 
+def restarted(rank: int, folder: Path, die_at: int) -> str:
+    """The digest of this rank's masters and moments at the end; rank 1 kills itself once before step `die_at`."""
+    if not dist.is_torchelastic_launched():
+        rank_environment(rank)
+    config = small_config(2, checkpoint={"dir": str(folder / "checkpoints"), "every": 1}, faults={})
+    engine = ds_hydra.initialize(model=small_model(), training_data=sequences(), config=config)[0]
+    while engine.global_steps < 5:
+        if rank == 1 and engine.global_steps == die_at and not (folder / "died").exists():
+            (folder / "died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        engine.train_batch()
+    found = digest(engine)
+    engine.destroy()
+    return found
+
+
+def save_restarted(folder: Path, die_at: int) -> None:
+    """What a rank that a launcher has started does."""
+    found = restarted(rank := int(os.environ["RANK"]), folder, die_at)
+    (folder / f"digest{rank}").write_text(found)
+    dist.destroy_process_group()
+
+
 @pytest.mark.drawn
 def test_a_launcher_restarts_what_has_died(tmp_path: Path) -> None:
     """The launcher starts all ranks anew; they resume by themselves and end as if nothing had happened."""
     for name in ("undisturbed", "restarted"):
         (tmp_path / name).mkdir()
-    finish([launch(restarted_job.save, tmp_path / "restarted", 3, ranks=2, port=free_port(), restarts=1)])
+    finish([launch(save_restarted, tmp_path / "restarted", 3, ranks=2, port=free_port(), restarts=1)])
     assert (tmp_path / "restarted/died").exists()
-    undisturbed = run_ranks(restarted_job.trained, 2, tmp_path / "undisturbed", -1, timeout=120)
+    undisturbed = run_ranks(restarted, 2, tmp_path / "undisturbed", -1, timeout=120)
     for rank in range(2):
         assert (tmp_path / f"restarted/digest{rank}").read_text() == undisturbed[rank]
 

@@ -22,10 +22,10 @@ from ds_hydra.plan.step_plan import THEN
 from ds_hydra.step.strategy_runtime import StrategyRuntime
 from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero import scratch_plan
+from ds_hydra.zero_hetero.pushes import Pushes
 from ds_hydra.zero_hetero.transport import GroupCollectives
 from tests.support.cases import CASES, UNDER_STRICT
 from tests.support.equivalence import compare
-from tests.support.mutated_order import train_with_polls
 from tests.support.random_cases import random_case
 from tests.support.small_job import same, sequences, small_config, small_engine, whole_state
 from tests.support.strict import Rules, StrictError, one_push_at_a_time, strict_world
@@ -173,6 +173,26 @@ def test_all_that_a_rank_starts_may_run_in_one_queue(node_size: int | None, stra
         return same(strict, trained(rank, strategies, 4, node_size=node_size))
 
     assert run_ranks(both, 4, timeout=240) == [True] * 4
+
+
+def train_with_polls(strategy: str, stall_s: float) -> None:
+    """Two steps on four ranks, all that a rank starts in one queue. A push that is ready starts in its hook or in a
+    later one, as the answers on this rank are drawn. StrictError if they wait for more than `stall_s`."""
+
+    def steps(rank: int) -> None:
+        answers, issue_ready = random.Random(rank), Pushes._issue_ready
+
+        def polled(self: Pushes, *, ending: bool = False) -> None:
+            if ending or answers.random() < 0.1:  # a layer has about ten hooks
+                issue_ready(self, ending=ending)
+
+        rules, polls = Rules(one_queue=True, stall_s=stall_s), mock.patch.object(Pushes, "_issue_ready", polled)
+        with strict_world(rules), one_push_at_a_time(), polls:
+            engine = small_engine(rank, strategies=[strategy])
+            for _ in range(2):
+                engine.train_batch()
+
+    run_ranks(steps, 4, timeout=240)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from ds_hydra.host.environment import MEMBERS_FOLDER
 from tests.support.ends import TRACEBACK, End, all_told, codes, ends, mark_fault
+from tests.support.fault_job import before
 from tests.support.small_job import Stateful, find_before_forks, sequences, small_engine
 
 PLACES = ("script", "data", "stream", "collate", "layer", "loss", "callback", "evaluation", "scheduler", "planner",
@@ -77,17 +79,6 @@ class Items(list[Any]):
         return super().__getitem__(index)
 
 
-def before(owner: Any, name: str, place: str, at: Place) -> None:
-    """Come to the place before a function of `owner` runs, which stands for one of the user's."""
-    original = getattr(owner, name)
-
-    def first(*args: Any, **kwargs: Any) -> Any:
-        at(place)
-        return original(*args, **kwargs)
-
-    setattr(owner, name, first)
-
-
 def arm(at: Place) -> None:
     """What all modes have at the same functions."""
     from ds_hydra.checkpoint import write
@@ -95,10 +86,10 @@ def arm(at: Place) -> None:
     from ds_hydra.pipe.runtime import StageRuntime
     from ds_hydra.planner.selection import Planner
 
-    before(StageRuntime, "_forward", "layer", at)
-    before(HeadLoss, "__call__", "loss", at)
-    before(Planner, "made", "planner", at)
-    before(write, "write_shard", "saving thread", at)
+    before(StageRuntime, "_forward", partial(at, "layer"))
+    before(HeadLoss, "__call__", partial(at, "loss"))
+    before(Planner, "made", partial(at, "planner"))
+    before(write, "write_shard", partial(at, "saving thread"))
 
 
 def run(case: Case, folder: Path, limit_s: float = LIMIT_S) -> list[End]:
@@ -137,7 +128,7 @@ def _plain(case: Case, at: Place, folder: Path, limit_s: float) -> None:
 
     engine = small_engine(at.rank, data=None if case.place == "collate" else data, pre_step_callback=callback, **hydra)
     at.steps = lambda: engine.global_steps
-    before(engine.lr_scheduler, "step", "scheduler", at)
+    before(engine.lr_scheduler, "step", partial(at, "scheduler"))
     if at.case.place == "atexit":
         atexit.register(at, "atexit")
     handed: Any = [[3, 4, 5, 6, 7, 8]] * 99
@@ -170,7 +161,7 @@ def _trainer(case: Case, at: Place, folder: Path, limit_s: float) -> None:
 
     class Callback(TrainerCallback):
         def on_train_begin(self, *_: Any, lr_scheduler: Any = None, **__: Any) -> None:
-            before(lr_scheduler, "step", "scheduler", at)
+            before(lr_scheduler, "step", partial(at, "scheduler"))
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
             at("callback")
