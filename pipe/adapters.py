@@ -1,4 +1,4 @@
-"""A module that PEFT has wrapped in; the layer inside, and how tensor parallel ranks share what is beside it, out.
+"""Adapters of PEFT: the layer inside a wrapped module, and how tensor parallel ranks share what is beside it.
 
 [Note: adapters]
 LoRA (Hu et al. 2021, arXiv 2106.09685) keeps the weight W of a linear layer and trains two narrow ones beside it, A and

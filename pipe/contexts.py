@@ -1,4 +1,4 @@
-"""Keys and values of one slice of a sequence in, those of all tokens up to its end out; and their gradients back.
+"""Keeps keys and values of a sequence's earlier slices for the later ones, and sums up their gradients.
 
 [Note: contexts]
 A long sequence may run in slices, each in a micro-batch of its own. The tokens of a slice attend to all tokens before

@@ -1,4 +1,4 @@
-"""Triton's kernels: a block of logits, a gate or queries and keys in, all that is made of them in one pass out.
+"""Triton kernels for blocks of logits, gates, and rotary embeddings of queries and keys, each in one pass.
 
 torch's operators pass a block of logits a dozen times, most of them in FP32: some 56 bytes move for each logit, against
 6 here; they pass the parts of a packed product, whose rows lie apart, at a third of their speed. What is computed is

@@ -1,4 +1,4 @@
-"""Small tensors of the host in, the same on the device, copied while the host goes on, out; and the other way."""
+"""Copies small tensors between host and device without making the host wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shape of a pipeline or strategy in, its stages on ranks out. Pure: no torch.
+"""Places the stages of a pipeline or strategy on ranks. Pure: no torch.
 
 [Note: rank order]
 Pipelines tile the ranks 0..N-1 in the order the strategy names them. Inside a pipeline the tensor

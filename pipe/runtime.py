@@ -1,4 +1,4 @@
-"""Runs one rank's stage through a schedule: actions and micro-batches in, accumulated gradients and the loss out.
+"""Runs one rank's stage through a schedule.
 
 [Note: what is sent]
 A tensor that is sent keeps its memory until the send is over. Where exchanges end in the order of their start, all

@@ -1,4 +1,4 @@
-"""Megatron-style tensor parallelism by a model's published plan: style names in, shard rules and forwards out.
+"""Megatron-style tensor parallelism by a model's published plan: shard rules and forwards of each style.
 
 The model's own forward stays; only the forwards of the modules that its plan names are wrapped with the
 collectives of their style. Styles are Hugging Face's (`model.tp_plan`).

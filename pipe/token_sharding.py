@@ -1,4 +1,4 @@
-"""Tensor parallelism whose ranks share the tokens between the blocks: a stage's modules in, wrapped forwards out.
+"""Tensor parallelism whose ranks share the tokens between the blocks (Megatron's sequence parallelism).
 
 [Note: token sharding]
 Under plain tensor parallelism all ranks of a group hold every token between the blocks (attention, MLP, experts), and

@@ -1,4 +1,4 @@
-"""A data set of chats with pictures in; a file of lengths out, with the patches of each picture, for init and preview.
+"""Writes the lengths of chats with pictures, and each picture's patches, to a file for init and preview.
 
   ds-hydra lengths chats.jsonl --model my_model/ --out lengths.jsonl
 

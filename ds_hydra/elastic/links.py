@@ -1,4 +1,4 @@
-"""Connections between members: messages out and in, who is lost or silent, and the heartbeats.
+"""Connections between members: messages, heartbeats, and who is lost or silent.
 
 Each member listens from the start, and two of them share the connections that either has made. One that closes is made
 anew at once, if the machine has to hear of the other: where nobody listens any more, that process is dead; where the

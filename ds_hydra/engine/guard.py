@@ -1,4 +1,4 @@
-"""A channel of all ranks in; their watchdog, and blocks whose errors it tells the others, out."""
+"""The watchdog of all ranks, and blocks of code whose errors it tells the other ranks."""
 
 from __future__ import annotations
 

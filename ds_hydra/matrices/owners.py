@@ -1,4 +1,4 @@
-"""Parameters in; which rank orthogonalizes which of their matrices, and where those lie on it, out. Pure: no torch.
+"""Assigns matrices to the ranks that orthogonalize them. Pure: no torch.
 
 [Note: whole matrices] Rank r holds the r-th interval of every bucket, so nearly every matrix is cut. One more layout
 has whole matrices, each on one rank, its owner. What is formed element by element on the even intervals travels there,

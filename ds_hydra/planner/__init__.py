@@ -1,4 +1,4 @@
-"""Lengths in, step plans out: dispatch, packing, bounds, selection, proposal, and the service that plans ahead.
+"""Plans steps by their lengths: dispatch, packing, bounds, selection, proposal, and the service that plans ahead.
 
 Pure: nothing here imports torch or DeepSpeed, or knows a process group. Start reading at `selection`.
 """

@@ -1,4 +1,4 @@
-"""The planner's own process, once it has started (`producer_start`): requests in, answers out. Pure: no torch.
+"""The loop of the planner's own process, which answers requests (`producer_start` starts it). Pure: no torch.
 
 A message is a line of JSON. In:
 

@@ -1,4 +1,4 @@
-"""The self-check: a model and its candidate strategies in, which of them train it as one process does out."""
+"""The self-check: which candidate strategies train a model as one process does."""
 
 from __future__ import annotations
 

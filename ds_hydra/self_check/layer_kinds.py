@@ -1,4 +1,4 @@
-"""Layers of a model in, those that stand for all of them in a small copy out.
+"""Chooses the layers of a model that stand for all of them in a small copy.
 
 Layers are of one kind where they have modules of the same types with the same code and shapes, and where whatever may
 switch something on is the same: flags, words, and numbers that several layers share. One of each kind is kept. Numbers

@@ -1,4 +1,4 @@
-"""The plain model in, what one process computes with it out: one sequence at a time, by the model's own forward."""
+"""Runs the plain model in one process, one sequence at a time, by its own forward."""
 
 from __future__ import annotations
 

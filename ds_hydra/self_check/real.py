@@ -1,4 +1,4 @@
-"""A model with its values and real sequences in; whether a stage trains them as the model's own forward does out.
+"""Compares a stage with the model's own forward on real sequences.
 
 [Note: real sequences]
 The self-check compares every strategy with one process, exactly, but on small widths and drawn tokens. Whatever a model

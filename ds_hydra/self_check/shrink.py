@@ -1,4 +1,4 @@
-"""The config of a Hugging Face model in, the config of a tiny model of the same kind out.
+"""Shrinks the config of a Hugging Face model to that of a tiny model of the same kind.
 
 Sizes go by the names that Hugging Face's configs use. Whatever says how a layer works and not how large it is stays.
 """

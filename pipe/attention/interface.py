@@ -1,4 +1,4 @@
-"""Hugging Face's attention interface: a layer's queries, keys and values in, block-diagonal causal attention out."""
+"""Block-diagonal causal attention of packed rows, behind Hugging Face's attention interface."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank's share of a stage of a causal language model: hidden states in, hidden states or the loss out."""
+"""One rank's share of a stage of a causal language model."""
 
 from __future__ import annotations
 

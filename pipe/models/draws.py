@@ -1,4 +1,4 @@
-"""Modules that draw random numbers in; the same modules, drawing by place, out [Note: draws by place].
+"""Lets modules draw their random numbers by place [Note: draws by place].
 
 While such a module runs, its random calls are answered by the hash of what they are for. Draws of a module in a layer
 are counted within a forward, so that a module or a layer that runs twice draws anew; a layer that is recomputed goes on

@@ -1,4 +1,4 @@
-"""A user's model in, a copy of it whose parameters take no memory out.
+"""Copies a user's model with parameters that take no memory.
 
 The copy is not built from the model's config, but copied: its class, attributes, replaced submodules, hooks,
 parametrizations and adapters are the user's. Parameters lie on the meta device, buffers and other tensors keep their

@@ -1,4 +1,4 @@
-"""A function or a module in, whether what it runs is an installed package's own code out.
+"""Decides whether a function or module runs an installed package's own code.
 
 [Note: whose code]
 What a model computes is known where torch, transformers or PEFT have written it: such code is recognised, and replaced

@@ -1,4 +1,4 @@
-"""Orders or slots of all stages and durations in; when each action runs, and what a stage keeps meanwhile, out. Pure.
+"""Simulates a schedule: when each action runs, and what a stage keeps meanwhile. Pure.
 
 An action starts once its stage is free and what it needs from a neighbour is there. A receiver waits until a message
 has gone over. A sender goes on, but for a slot that also receives: that one waits until its own messages have left.
