@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from ds_hydra.engine.real_sequences import RealSequences
+from tests.support.edits.added import added
+from tests.support.edits.edits import KINDS, SAME
+from tests.support.edits.job import EDITED, Outcome
+from tests.support.edits.trial import ROUNDING, STRATEGIES, Trial, distance, draw_trials, effects, try_edit
 from tools import aims
-from tools.edits.added import added
-from tools.edits.edits import KINDS, SAME
-from tools.edits.job import EDITED, Outcome
-from tools.edits.trial import ROUNDING, STRATEGIES, Trial, distance, draw_trials, effects, try_edit
 
 TRIALS = list(draw_trials())
 USUAL = ("forward hook before", "look back 2 tokens before", "padding before a label before")

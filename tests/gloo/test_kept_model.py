@@ -28,10 +28,10 @@ from ds_hydra.profiling.stage_memory import Allocations
 from ds_hydra.step.update import ModelNow
 from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
+from tests.support.edits.edits import KINDS
+from tests.support.edits.job import EDITED, STEPS, fresh_job
 from tests.support.families import build_model
 from tests.support.small_job import small_engine, small_model, whole_state
-from tools.edits.edits import KINDS
-from tools.edits.job import EDITED, STEPS, fresh_job
 
 
 def kept(model: nn.Module, steps_differ: bool = False, dtype: torch.dtype = torch.float32) -> KeptModel:

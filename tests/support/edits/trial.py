@@ -14,8 +14,8 @@ import torch
 
 import ds_hydra.engine.engine  # noqa: F401  (the same)
 from ds_hydra.testing import run_ranks
-from tools.edits.edits import KINDS
-from tools.edits.job import LENGTHS, STEPS, Edit, Outcome, on_ranks, one_process
+from tests.support.edits.edits import KINDS
+from tests.support.edits.job import LENGTHS, STEPS, Edit, Outcome, on_ranks, one_process
 
 RANKS = 2
 STRATEGIES = ("tp2", "sp2", "pp2", "2*tp1", "pp2/v", "pp2/list")

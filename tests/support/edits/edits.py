@@ -23,7 +23,7 @@ from transformers.models.lfm2.configuration_lfm2 import Lfm2Config
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 from transformers.models.llama import modeling_llama
 
-from tools.edits.job import IGNORED, Edit, Item, Job
+from tests.support.edits.job import IGNORED, Edit, Item, Job
 
 TEMPERATURE = 1.0  # read by code below while it runs
 
