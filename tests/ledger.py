@@ -126,12 +126,11 @@ MECHANISMS: Mapping[str, str] = {
         "pipe/models/state.py"
     ),
     "accounts of a rank's memory": (
-        "ds_hydra/costs/memory.py ds_hydra/profiling/stage_memory.py "
-        "ds_hydra/planner/composing.py ds_hydra/commands/memory.py"
+        "ds_hydra/costs/memory.py ds_hydra/simulate/pipeline.py ds_hydra/profiling/stage_memory.py "
+        "ds_hydra/planner/composing.py"
     ),
     "walks of a step in time": (
-        "pipe/schedules/simulate.py pipe/schedules/list_walk.py ds_hydra/plan/simulate.py "
-        "ds_hydra/planner/kernels/cut_search.py ds_hydra/planner/chunked.py ds_hydra/simulate/pipeline.py "
+        "pipe/schedules/simulate.py pipe/schedules/list_walk.py ds_hydra/simulate/pipeline.py "
         "ds_hydra/simulate/step.py ds_hydra/emulate/clock.py"
     ),
     "ways to run ranks in a test": (
