@@ -16,7 +16,6 @@ import torch
 from ds_hydra.commands.init import Times
 from ds_hydra.commands.job_config import JobConfig, job_of
 from ds_hydra.commands.translated import OwnLayout, Setting, now_ms
-from ds_hydra.config.hydra_block import HydraConfig
 from ds_hydra.costs.analytic import ASSUMED, AssumedDevice, ModelShape, analytic_cost_table, assumed_device, model_shape
 from ds_hydra.costs.cost_table import MOST_TOKENS, CostTable, TableFile, peak_tflops, read_table_file, told
 from ds_hydra.costs.loads import loaded
@@ -92,11 +91,8 @@ class Job:
         node = self.node_size if ranks == self.gpus else min(ranks, max(self.node_size, 8))
         schemes = feasible_schemes(source.plan, ranks, node)
         return schemes, job_memory(
-            source, schemes, ranks, self.memory_gib * 2**30, self.config.dtype, grad_dtype=self.config.grad_dtype,
-            wire_dtype=self.config.wire_dtype, node_size=node,
-            expert_imbalance=(self.config.hydra or HydraConfig()).expert_imbalance,
-            states_on_host=self.config.states_on_host,
-        )  # fmt: skip
+            source, schemes, ranks, self.memory_gib * 2**30, self.config.dtype, node_size=node, **self.config.of_memory
+        )
 
     def limits(self, recomputed: bool, gpus: int = 0) -> dict[ParallelScheme, int]:
         """MaxLen of each scheme, in tokens."""

@@ -16,7 +16,7 @@ from ds_hydra.costs.cost_table import TableFile
 from ds_hydra.engine.costs import job_memory
 from ds_hydra.engine.plugs import plugged
 from ds_hydra.entry import accept
-from ds_hydra.host.optimizers import needs_whole, optimizer_of_block
+from ds_hydra.host.optimizers import needs_whole, optimizer_of_block, update_bytes
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.pipe.stage_options import AS_WRITTEN, StageOptions
@@ -49,6 +49,17 @@ class JobConfig:
     def states_on_host(self) -> bool:
         """Whether the host has them."""
         return self.hydra is not None and OPTIMIZER in self.hydra.offload and self.states_may_leave
+
+    @property
+    def of_memory(self) -> dict[str, Any]:
+        """What `job_memory` is told of a config."""
+        return {
+            "grad_dtype": self.grad_dtype,
+            "wire_dtype": self.wire_dtype,
+            "expert_imbalance": (self.hydra or HydraConfig()).expert_imbalance,
+            "for_update": update_bytes(self.optimizer),
+            "states_on_host": self.states_on_host,
+        }
 
     def source(self, path: str, options: StageOptions, shapes: Iterable[StrategyShape]) -> CausalLM:
         """Stages of the model of a config file or checkpoint folder, with its encoder of images where the job trains
@@ -136,11 +147,10 @@ def job_of_config(
     source = hollow_source(path, AS_WRITTEN if found.job is None else found.job.stages, strategies)
     dtype = torch.float32 if found.job is not None and found.job.dtype.endswith("float32") else torch.bfloat16
     stages = (stage for strategy in strategies for pipeline in strategy.pipelines for stage in pipeline.stages)
-    types = read_job(config, dtype)
     memory = job_memory(
         source, [ParallelScheme(stage.tp, 1, stage.sp) for stage in stages], num_ranks, NO_LIMIT, dtype,
-        grad_dtype=types.grad_dtype, wire_dtype=types.wire_dtype, node_size=node_size_of(num_ranks, links.node_size),
-        measured=found.activations, states_on_host=types.states_on_host,
+        node_size=node_size_of(num_ranks, links.node_size), measured=found.activations,
+        **read_job(config, dtype).of_memory,
     )  # fmt: skip
     job = SimulatedJob(
         source.plan, source.width(min(1, source.plan.num_layers - 1)), found, links, num_ranks, dtype.itemsize,

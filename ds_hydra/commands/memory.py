@@ -24,10 +24,9 @@ import torch
 
 from ds_hydra.commands.figures import figures_parser, finish, guarded, print_table
 from ds_hydra.commands.job_config import DTYPES, read_job
-from ds_hydra.costs.memory import EXPERT_IMBALANCE, JobMemory, Shape
+from ds_hydra.costs.memory import JobMemory, Shape
 from ds_hydra.engine.costs import HOST_SHARE, job_memory, rank_memory
 from ds_hydra.engine.plugs import plugged
-from ds_hydra.host.optimizers import update_bytes
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
@@ -70,11 +69,9 @@ def run(args: argparse.Namespace, name: str) -> int:
     host_bytes = args.host_memory * 2**30 if args.host_memory else HOST_SHARE * available_bytes()
     memory_of = partial(
         job_memory, schemes=schemes, num_ranks=args.gpus, device_bytes=memory_bytes, dtype=dtype,
-        grad_dtype=job.grad_dtype, wire_dtype=job.wire_dtype, node_size=node, host_bytes=host_bytes / node,
-        expert_imbalance=job.hydra.expert_imbalance if job.hydra else EXPERT_IMBALANCE,
-        for_update=update_bytes(job.optimizer),
+        node_size=node, host_bytes=host_bytes / node, **job.of_memory,
     )  # fmt: skip
-    memory = memory_of(source, states_on_host=job.states_on_host)
+    memory = memory_of(source=source)
     if args.measure:
         tokens = 128 if args.quick else 512
         for tp, sp in dict.fromkeys((scheme.tp, scheme.sp) for scheme in schemes):
