@@ -67,6 +67,9 @@ _CIFAR = {
 }  # fmt: skip
 
 CONFIGS: dict[str, Public] = {
+    "transformers ZeRO-2, offloaded": Public(
+        TRAINER, {**_TRAINER, "optimizer": _ADAMW, "scheduler": _WARMUP,
+                  "zero_optimization": {**_ZERO_2, "offload_optimizer": _CPU}}),
     "transformers ZeRO-3, offloaded": Public(
         TRAINER, {**_TRAINER, "optimizer": _ADAMW, "scheduler": _WARMUP,
                   "zero_optimization": {**_ZERO_3, "offload_optimizer": _CPU, "offload_param": _CPU}}),
@@ -86,6 +89,7 @@ CONFIGS: dict[str, Public] = {
     "accelerate in FP16": Public(
         ACCELERATE, {**_SIZES, "zero_optimization": _ZERO_2, "gradient_clipping": "auto",
                      "fp16": {"enabled": True, "auto_cast": True}}),
+    "axolotl zero1": Public(TRAINER, {**_AXOLOTL, "zero_optimization": {"stage": 1, "overlap_comm": True}}),
     "axolotl zero2, torch compile": Public(
         TRAINER, {**_AXOLOTL, "compile": {"disable": False, "backend": "inductor"},
                   "zero_optimization": {"stage": 2, "contiguous_gradients": True}},
@@ -101,6 +105,8 @@ CONFIGS: dict[str, Public] = {
     "LLaMA-Factory z2": Public(
         TRAINER, {**_FACTORY, "zero_optimization": {**_ZERO_2, "allgather_bucket_size": 5e8, "reduce_bucket_size": 5e8,
                                                    "overlap_comm": False, "round_robin_gradients": True}}),
+    "LLaMA-Factory z3_offload": Public(
+        TRAINER, {**_FACTORY, "zero_optimization": {**_ZERO_3, "offload_optimizer": _CPU, "offload_param": _CPU}}),
     "LLaMA-Factory z2_autotp": Public(
         TRAINER, {**_FACTORY, "zero_optimization": _ZERO_2, "tensor_parallel": {"autotp_size": 2}}),
     "DeepSpeed-Chat": Public(CALLS, _CHAT),
@@ -112,6 +118,10 @@ CONFIGS: dict[str, Public] = {
         STEPS, {**_MEGATRON, "data_efficiency": {
             "enabled": True, "data_sampling": {"enabled": True, "curriculum_learning": {"enabled": True}}}},
         ('"data_efficiency"', "hydra.seed", "switch it off")),
+    "BLOOM": Public(
+        STEPS, {"train_micro_batch_size_per_gpu": 2, "train_batch_size": 2048, "gradient_clipping": 1.0,
+                "zero_optimization": {"stage": 0}, "bf16": {"enabled": True}, "steps_per_print": 2000,
+                "wall_clock_breakdown": False}),
     "GPT-NeoX": Public(
         STEPS, {"train_batch_size": 96, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3,
                 "optimizer": {"type": "Adam", "params": {"lr": 0.0006, "betas": [0.9, 0.95], "eps": 1e-8}},
@@ -123,6 +133,10 @@ CONFIGS: dict[str, Public] = {
                 "amp": None, "autotuning": {"enabled": False, "arg_mappings": {}}, "flops_profiler": {"enabled": True},
                 "activation_checkpointing": {"partition_activations": True, "number_checkpoints": 12},
                 "data_types": {"grad_accum_dtype": "float32"}, "pipeline": {"stages": 1, "partition": "best"}}),
+    "cifar": Public(CALLS, _CIFAR),
+    "HelloDeepSpeed": Public(
+        CALLS, {"train_micro_batch_size_per_gpu": 8, "optimizer": {"type": "Adam", "params": {"lr": 1e-4}},
+                "fp16": {"enabled": True}, "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}),
     "bing_bert": Public(CALLS, _BERT),
     "bing_bert, LAMB": Public(
         CALLS, {**_BERT, "optimizer": {"type": "Lamb", "params": {"lr": 11e-3, "max_coeff": 0.3, "min_coeff": 0.01}}}),
