@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import subprocess
@@ -29,7 +30,8 @@ TRAIN = ("-m", "ds_hydra.commands", "train-tiny", "--ranks", "2", "--steps", "2"
 
 
 def without(names: Iterable[str], folder: Path) -> list[str]:
-    """A copy of all code in `folder` without the files of some capabilities; the files of tests that are left."""
+    """A copy of all code in `folder` without the files of some capabilities; the files of tests that are left. Tests
+    that import what is gone, by themselves or by what they share, are of it and left out."""
     names = {*names}
     names |= {name for name, capability in ledger.CAPABILITIES.items() if capability.needs in names}
     patterns = [pattern for name in names for pattern in ledger.CAPABILITIES[name].files.split()]
@@ -40,9 +42,27 @@ def without(names: Iterable[str], folder: Path) -> list[str]:
 
     for top in (*ledger.LIBRARY, "tests", "examples", "tools", "benchmarks", "docs"):
         shutil.copytree(ledger.ROOT / top, folder / top, ignore=ignored, symlinks=True)
-    for file in ("pyproject.toml", "README.md", "CONTRIBUTING.md"):
+    shutil.copytree(ledger.ROOT / ".github", folder / ".github")
+    for file in ("pyproject.toml", "README.md", "CONTRIBUTING.md", "Makefile", ".pre-commit-config.yaml"):
         shutil.copy(ledger.ROOT / file, folder)
-    return sorted(str(path.relative_to(folder)) for path in (folder / "tests").rglob("test_*.py"))
+    left = (str(path.relative_to(folder)) for path in (folder / "tests").rglob("test_*.py"))
+    return sorted(path for path in left if not _imports(path, folder, set()))
+
+
+def _imports(path: str, folder: Path, seen: set[str]) -> bool:
+    """Whether a module, or a module of the tests or tools that it imports, imports one that is gone."""
+    seen.add(path)
+    for node in ast.parse((folder / path).read_text("utf-8")).body:
+        if not isinstance(node, ast.ImportFrom) or node.level or not node.module:
+            continue
+        for name in (node.module, *(f"{node.module}.{one.name}" for one in node.names)):
+            file, package = f"{name.replace('.', '/')}.py", f"{name.replace('.', '/')}/__init__.py"
+            if any((ledger.ROOT / one).exists() and not (folder / one).exists() for one in (file, package)):
+                return True
+            of_tests = file.startswith(("tests/", "tools/", "benchmarks/")) and (folder / file).exists()
+            if of_tests and file not in seen and _imports(file, folder, seen):
+                return True
+    return False
 
 
 def run(folder: Path, *command: str) -> None:
