@@ -342,7 +342,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, *, beta: int = 1, ex
         for part, factor in zip(total.split(_EXACT_ROWS), left.split(_EXACT_ROWS), strict=True):
             part.addmm_(factor.to(total.dtype), right, beta=beta)
     else:
-        add_to_sum(total, left @ right)
+        add_to_sum(total if beta else total.zero_(), left @ right)
 
 
 class _PutOff(torch.autograd.Function):

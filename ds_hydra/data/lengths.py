@@ -248,8 +248,11 @@ def all_lengths(spec: str, count: int = 100_000, seed: int = 0) -> LengthSample:
 def _patches(spec: str) -> list[tuple[int, ...]]:
     """What JSON lines such as `{"length": 830, "patches": [1200, 256]}` say of images; empty: nothing."""
     path = Path(spec)
-    content = path.read_bytes() if path.is_file() else b""
-    if not content.startswith(b"{") or b'"patches"' not in content:
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:  # of other forms, which may be long, no more is read
+        content = b"{" + file.read() if file.read(1) == b"{" else b""
+    if b'"patches"' not in content:
         return []
     rows = _parsed(path, content)
     if len(rows) < sum(bool(line.strip()) for line in content.splitlines()):  # one object over several lines

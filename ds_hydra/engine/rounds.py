@@ -412,18 +412,21 @@ class Rounds:
         if not self._held:
             steps.parts.refuse_if_any("engine(batch)")
 
-        def weighed(_: Sequence[TokenSequence], gathered: Gathered) -> list[TokenSequence]:
-            return steps.handed.weighed(mine, gathered, self._whole)
+        weighed: list[TokenSequence] = []
+
+        def weigh(_: Sequence[TokenSequence], gathered: Gathered) -> list[TokenSequence]:
+            weighed.extend(steps.handed.weighed(mine, gathered, self._whole))
+            return weighed
 
         with crew.activity("reading sequences"):
-            handed = steps.shares.dispatch(mine, step=step, first=self._sequences, run=weighed)
+            handed = steps.shares.dispatch(mine, step=step, first=self._sequences, run=weigh)
         _, planned, gathered, delivered = handed
         self._normaliser = self._normaliser or float(gathered.num_targets * self._host.gradient_accumulation_steps())
         divisor = None if steps.handed.by_batch else self._normaliser
         kept = steps.parts.add(planned, delivered, divisor)
         self._held, self._batches = self._held + 1, self._batches + gathered.num_batches
         self._sequences += len(gathered.lengths)
-        return self._means(handed, kept, lambda: steps.parts.router_loss(weighed([], gathered)))
+        return self._means(handed, kept, lambda: steps.parts.router_loss(weighed))
 
     def _losses(self, mine: Mine) -> list[float]:
         """The mean loss of each of this rank's batches, as in the step that they are of."""
